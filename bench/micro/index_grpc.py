@@ -27,12 +27,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench.record import write
 from kvstore.client.certificates import load
 from kvstore.client.index import IndexClient, channel
-from kvstore.engine.events import Offered, OffersUntold
+from kvstore.engine.events import OffersUntold
 from kvstore.index.feed import Trust
 from kvstore.net.aio import LoopThread
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.testing.process import IndexProcess, Lab
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.wire.feed import Stored
 
 SPACE: Final = SpaceId(bytes(32))
 SNAPSHOT_BLOCKS: Final = 1_000_000
@@ -52,8 +53,8 @@ def make_keys(count: int, *, seed: int) -> bytes:
     return np.random.default_rng((SEED, seed)).bytes(count * KEY_BYTES)
 
 
-def offer(keys: bytes, *, stored: bool = True) -> Offered:
-    return Offered(Tier.DRAM, stored, "t", SPACE, keys)
+def offer(keys: bytes) -> Stored:
+    return Stored("t", SPACE, Tier.DRAM, keys)
 
 
 class Node:

@@ -32,7 +32,6 @@ from kvstore.engine.events import (
     Landed,
     LandingUp,
     Located,
-    Offered,
     PeerGone,
     PrepareBlocks,
     Promoted,
@@ -81,6 +80,7 @@ from kvstore.engine.why.hottest import NamedBlocks, UsedSlots, named, used_slots
 from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.feed import Stored
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.messages import (
@@ -491,9 +491,9 @@ class Engine:
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return list(self._state.in_words(held)), self._next_row(begin_row)
 
-    def offered(self, begin_row: int) -> tuple[list[Offered], int]:
+    def offered(self, begin_row: int) -> tuple[list[Stored], int]:
         """Blocks that peers can fetch, in slices as in `held`: the slice and the next row, -1 after
-        the last. `Offered` reports changes between two slices."""
+        the last. `BlocksChanged` reports changes between two slices."""
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return self._state.offers.held(held), self._next_row(begin_row)
 

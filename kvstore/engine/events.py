@@ -29,6 +29,7 @@ from kvstore.tier_events import (
     WriteFile as WriteFile,
 )
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
+from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 from kvstore.wire.peers import (
     Answer,
@@ -304,21 +305,6 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
     keys: bytes
 
 
-class Offered(msgspec.Struct, frozen=True, gc=False):
-    """Peers can fetch these blocks from a tier from now on (`stored`), or cannot any more: every
-    shard is in the tier. Only if EngineConfig.tell_offers. Blocks that were never offered may be
-    taken back, and offered ones may be offered again."""
-
-    tier: Tier
-    stored: bool
-    tenant: str
-    space: SpaceId
-    keys: bytes
-    engine: str = ""
-    """Engine whose own cache holds the blocks; empty: the node holds them."""
-    rank: int = 0
-
-
 class OffersUntold(msgspec.Struct, frozen=True):
     """A space became known whose held blocks were not offered before, because their completeness
     could not be judged: read `Engine.offered` for them."""
@@ -457,7 +443,7 @@ Command = (
     | Cleared
     | SwitchedOff
     | Changed
-    | Offered
+    | BlocksChanged
     | OffersUntold
     | StoryTold
     | Follow

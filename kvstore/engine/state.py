@@ -136,7 +136,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tell_changes: bool = False
     """Whether `Changed` commands are wanted."""
     tell_offers: bool = False
-    """Whether `Offered` commands are wanted."""
+    """Whether `BlocksChanged` commands are wanted."""
     tell_stories: bool = False
     """Whether `StoryTold` commands are wanted."""
     follows: bool = False
@@ -268,7 +268,7 @@ class State:
         self.commands.append(RaiseGenerations(*raised, self.cause, tier))
 
     def tell_changes(self) -> None:
-        """Append Changed and Offered commands for what the tiers gained and lost in this step."""
+        """Append commands for what the tiers gained and lost in this step, as far as wanted."""
         changes = self.residency.take_changes()
         if self.config.tell_changes:
             self.commands += self.in_words(changes)

@@ -21,7 +21,6 @@ from kvstore.engine.events import (
     Event,
     Follow,
     Hangup,
-    Offered,
     OffersUntold,
     PeerCommand,
     Promote,
@@ -37,6 +36,7 @@ from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
 from kvstore.ports import Memory
 from kvstore.types import ConnectionId, Tier
+from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Executor:
         generation_fd: int,
         files: FileEnd | None = None,
         publish: Callable[[Changed], None] | None = None,
-        offer: Callable[[Offered | OffersUntold], None] | None = None,
+        offer: Callable[[BlocksChanged | OffersUntold], None] | None = None,
         exchange: Exchange | None = None,
         memory: EngineMemory | None = None,
         hbm: HbmTier | None = None,
@@ -130,7 +130,7 @@ class Executor:
                 case Changed():
                     assert self._publish is not None, "a change that nobody asked for"
                     self._publish(command)
-                case Offered() | OffersUntold():
+                case Stored() | Removed() | OffersUntold():
                     assert self._offer is not None, "an offer that nobody asked for"
                     self._offer(command)
                 case StoryTold():

@@ -21,9 +21,9 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from kvstore.engine.events import Changed, Offered, OffersUntold
+from kvstore.engine.events import Changed, OffersUntold
 from kvstore.types import KEY_BYTES
-from kvstore.wire.feed import Left
+from kvstore.wire.feed import Change, Left, Removed, Stored
 
 LOG_BYTES_MAX: Final = 32 << 20
 """Size of one log: 131,072 rows of one key, or a million keys in full rows."""
@@ -38,9 +38,8 @@ two."""
 _CHANGE_BYTES: Final = 72
 """Bytes of a change besides its keys and names: a space, numbers, lengths."""
 
-Told = Offered | Left
-Row = Changed | Told | OffersUntold
-_KEYED: Final = (Changed, Offered)
+Row = Changed | Change | OffersUntold
+_KEYED: Final = (Changed, Stored, Removed)
 
 _RowT = TypeVar("_RowT", bound=Row)
 
@@ -151,20 +150,20 @@ def key_count(row: Row) -> int:
     return len(row.keys) // KEY_BYTES if isinstance(row, _KEYED) else 1
 
 
-def head_bytes(told: Told) -> int:
+def head_bytes(told: Change) -> int:
     """Most bytes of a change in a message, without its keys."""
     names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
     return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 
 
-def is_like(one: Told, other: Told) -> bool:
+def is_like(one: Change, other: Change) -> bool:
     """Whether they are changes that differ in their keys only."""
     if isinstance(one, Left) or isinstance(other, Left):
         return False
     return msgspec.structs.replace(one, keys=other.keys) == other
 
 
-def joined(told: Told, keys: Sequence[bytes]) -> Told:
+def joined(told: Change, keys: Sequence[bytes]) -> Change:
     """The change with all of these keys, in place of several alike: engines store block by
     block."""
     if len(keys) <= 1 or isinstance(told, Left):

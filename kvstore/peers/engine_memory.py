@@ -34,19 +34,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.config.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
 from kvstore.engine import SPACE_DIGITS
-from kvstore.engine.events import Follow, Offered, Unfollow
+from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, FollowedMemory, Phase
 from kvstore.mailbox import Mailbox
-from kvstore.peers.changes import Told
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
-from kvstore.wire.feed import Change, Left, Removed, Stored
+from kvstore.wire.feed import Change, Left
 
 TURN_MS: Final = 250
 """Longest wait between two checks of deadlines."""
@@ -230,7 +229,7 @@ class EngineMemory:
     `close`."""
 
     def __init__(
-        self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Told], None]
+        self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Change], None]
     ) -> None:
         """`sources`: engines from the configuration. `tell`: called with each change; `append` of
         the feeds' log."""
@@ -314,8 +313,7 @@ class EngineMemory:
                 return [], -1
             first = min(left, key=lambda each: each.serial)
             keys = first.feed.held_keys()
-        held = first.feed.held_of(keys)
-        return [_offered(each) for each in held], _FIRST_ROW + first.serial + 1
+        return first.feed.held_of(keys), _FIRST_ROW + first.serial + 1
 
     def reports(
         self, *, tenant: str = "", space: SpaceId | None = None, keys: bytes = b""
@@ -453,13 +451,7 @@ class EngineMemory:
 
     def _say(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            match change:
-                case Stored() | Removed():
-                    self._tell(_offered(change))
-                case Left():
-                    self._tell(change)
-                case _:
-                    raise AssertionError(f"an engine does not say {change}")
+            self._tell(change)
 
 
 def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -476,12 +468,6 @@ def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
         frames.append(socket.recv(zmq.NOBLOCK))
         size_bytes += len(frames[-1])
     return frames
-
-
-def _offered(change: Stored | Removed) -> Offered:
-    stored = isinstance(change, Stored)
-    named = (change.tenant, change.space, change.keys, change.engine, change.rank)
-    return Offered(change.tier, stored, *named)
 
 
 def _report(follower: _Follower, blocks: int) -> MemoryReport:

@@ -29,7 +29,7 @@ import grpc
 
 from kvstore.client.index import aio_channel
 from kvstore.client.reasons import reason_of
-from kvstore.engine.events import Offered, OffersUntold
+from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.index.feed import BEAT_MS
 from kvstore.indexer.twins import Twin
@@ -39,7 +39,6 @@ from kvstore.peers.changes import (
     DELTA_KEYS_MAX,
     ChangeLog,
     FeedCounters,
-    Told,
     head_bytes,
     is_like,
     joined,
@@ -48,7 +47,7 @@ from kvstore.peers.changes import (
 )
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.types import Incarnation
 from kvstore.wire.feed import (
     FEEDS,
     MESSAGE_BYTES_MAX,
@@ -56,9 +55,9 @@ from kvstore.wire.feed import (
     Delta,
     FeedBeat,
     Hello,
+    Left,
     OfStream,
     Registry,
-    Removed,
     SnapshotPart,
     Stored,
     decode_order,
@@ -83,10 +82,10 @@ REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
 ANOTHER_VERSION: Final = "it is of another version of kvstore: run one on nodes and indexes"
 
-Slice = tuple[list[Offered], int]
+Slice = tuple[list[Stored], int]
 """Blocks in some rows of the table that peers can fetch, and the next row, -1 after the last."""
 
-FeedLog = ChangeLog[Told | OffersUntold]
+FeedLog = ChangeLog[Change | OffersUntold]
 
 Serves = Callable[[], tuple[EngineEntry, ...]]
 """Returns the engines that a node serves now."""
@@ -388,9 +387,9 @@ class FeedLink:
             self._counters.deltas += 1
             await _write(call, Delta(*self._stream_name(), self._sequence, changes))
 
-    def _take_changes(self, rows: Iterator[Told | OffersUntold]) -> tuple[Change, ...]:
+    def _take_changes(self, rows: Iterator[Change | OffersUntold]) -> tuple[Change, ...]:
         """As many changes as one message may have; changes that differ in keys only are joined."""
-        runs: list[tuple[Told, list[bytes]]] = []
+        runs: list[tuple[Change, list[bytes]]] = []
         count = size = 0
         while count < DELTA_KEYS_MAX and size < MESSAGE_BYTES and (told := next(rows, None)):
             if isinstance(told, OffersUntold):
@@ -399,10 +398,10 @@ class FeedLink:
             if not runs or not is_like(runs[-1][0], told):
                 runs.append((told, []))
                 size += head_bytes(told)
-            keys = told.keys if isinstance(told, Offered) else b""
+            keys = b"" if isinstance(told, Left) else told.keys
             runs[-1][1].append(keys)
             count, size = count + key_count(told), size + len(keys)
-        return tuple(_change(joined(told, keys)) for told, keys in runs)
+        return tuple(joined(told, keys) for told, keys in runs)
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """Send all blocks that peers can fetch, in parts, with deltas between them."""
@@ -420,21 +419,10 @@ class FeedLink:
         await self._write_part(call, number, [], is_last=True)
 
     async def _write_part(
-        self, call: Any, number: int, offers: Sequence[Offered], *, is_last: bool
+        self, call: Any, number: int, offers: Sequence[Stored], *, is_last: bool
     ) -> None:
-        stored = tuple(Stored(*_blocks(offer)) for offer in offers)
         name = self._stream_name()
-        await _write(call, SnapshotPart(*name, self._sequence, number, is_last, stored))
-
-
-def _change(told: Told) -> Change:
-    if not isinstance(told, Offered):
-        return told
-    return Stored(*_blocks(told)) if told.stored else Removed(*_blocks(told))
-
-
-def _blocks(offer: Offered) -> tuple[str, SpaceId, Tier, bytes, str, int]:
-    return offer.tenant, offer.space, offer.tier, offer.keys, offer.engine, offer.rank
+        await _write(call, SnapshotPart(*name, self._sequence, number, is_last, tuple(offers)))
 
 
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:

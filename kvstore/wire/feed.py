@@ -46,7 +46,9 @@ class RegistryRefused(ProtocolError):
     """The engines that a node names are invalid; its blocks are accepted."""
 
 
-class _BlocksChanged(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _BlocksChanged(
+    msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
+):
     tenant: Label
     space: WholeSpace
     tier: Tier
@@ -58,7 +60,7 @@ class _BlocksChanged(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class Stored(_BlocksChanged, frozen=True, tag=True):
-    """The node now offers these blocks."""
+    """The node now offers these blocks, perhaps again: every shard is in the tier."""
 
 
 class Removed(_BlocksChanged, frozen=True, tag=True):
@@ -72,7 +74,8 @@ class Left(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
     rank: U32 = 0
 
 
-Change = Stored | Removed | Left
+BlocksChanged = Stored | Removed
+Change = BlocksChanged | Left
 
 
 class OfStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """Blocks that peers can fetch from this node: a tier holds them in all their shards.
 
-    Change (tier, shard, keys) ─▶ which of the keys are whole now ─▶ Offered, or taken back
+    Change (tier, shard, keys) ─▶ which of the keys are whole now ─▶ Stored, Removed
 
 An engine of several ranks stores a block in shards, and the shards come and go one by one. A shard
 alone is of no use to a peer that may be sharded in another way, so a key is offered while the
@@ -23,9 +23,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Offered
 from kvstore.engine.memory.residency import Change, Residency
 from kvstore.types import KEY_BYTES, Shard, SpaceId
+from kvstore.wire.feed import BlocksChanged, Removed, Stored
 
 Address = tuple[str, SpaceId]
 Geometry = tuple[int, int]
@@ -41,12 +41,12 @@ class Offers:
         self._residency = residency
         self._geometry = geometry
 
-    def offers_of(self, changes: Iterable[Change]) -> list[Offered]:
+    def offers_of(self, changes: Iterable[Change]) -> list[BlocksChanged]:
         """Offers and withdrawals that follow from the changes of a step that has ended, in
         order."""
         return [offer for change in changes for offer in self._judge(change)]
 
-    def held(self, held: Iterable[Change]) -> list[Offered]:
+    def held(self, held: Iterable[Change]) -> list[Stored]:
         """Offers of the whole blocks in a slice of the tables (`Residency.held`). A key is judged
         once, with the shard that begins at layer 0 and head 0: every whole block has one."""
         offers = (
@@ -55,18 +55,18 @@ class Offers:
             if (change.scope[2].layer_begin, change.scope[2].head_begin) == (0, 0)
             for offer in self._judge(change)
         )
-        return [offer for offer in offers if offer.stored]
+        return [offer for offer in offers if isinstance(offer, Stored)]
 
     def any_held(self, address: Address) -> bool:
         """Whether a tier holds anything of a space."""
         count_of = self._residency.table.count_of
         return any(scope in count_of for scope in self._residency.shards(*address).values())
 
-    def _judge(self, change: Change) -> Iterator[Offered]:
+    def _judge(self, change: Change) -> Iterator[BlocksChanged]:
         tenant, space, shard = change.scope
         geometry = self._geometry((tenant, space))
         if geometry is not None and change.stored and _cover(frozenset((shard,)), geometry):
-            yield Offered(change.tier, True, tenant, space, change.keys)
+            yield Stored(tenant, space, change.tier, change.keys)
             return
         if geometry is None or not self._residency.shards(tenant, space):
             # Or the step that took the last block of the space forgot its scopes.
@@ -74,9 +74,9 @@ class Offers:
         else:
             whole = self._whole(change, geometry)
         keys = np.frombuffer(change.keys, dtype=f"V{KEY_BYTES}")
-        for stored, which in ((True, whole), (False, ~whole)):
+        for made, which in ((Stored, whole), (Removed, ~whole)):
             if which.any():
-                yield Offered(change.tier, stored, tenant, space, keys[which].tobytes())
+                yield made(tenant, space, change.tier, keys[which].tobytes())
 
     def _whole(self, change: Change, geometry: Geometry) -> NDArray[np.bool_]:
         """Flags of the keys of a change: the shards that the tier holds of the key cover all layers

@@ -33,7 +33,6 @@ from kvstore.engine.events import (
     FileGone,
     Follow,
     Hangup,
-    Offered,
     OffersUntold,
     PeerCommand,
     Promote,
@@ -52,6 +51,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
+from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.layout import Slab
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
 from tests.kit import engine_check
@@ -236,7 +236,7 @@ class SimNode:
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")
-            case _ if isinstance(command, Offered | OffersUntold | PeerCommand):
+            case _ if isinstance(command, BlocksChanged | OffersUntold | PeerCommand):
                 assert self.peers is not None, "a peer command without peers"
                 self.peers.take(command)
             case Follow() | Unfollow() | StoryTold():

@@ -34,7 +34,6 @@ from kvstore.engine.events import (
     LandingUp,
     Locate,
     Located,
-    Offered,
     OffersUntold,
     PeerCommand,
     PeerEvent,
@@ -55,7 +54,7 @@ from kvstore.peers.lander import Lander
 from kvstore.peers.pusher import Pusher
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
-from kvstore.wire.feed import Hello
+from kvstore.wire.feed import BlocksChanged, Hello, Removed, Stored
 from kvstore.wire.peers import PeerHello, PushGrant, PushWord, ServeAnswer, encode
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
@@ -117,7 +116,7 @@ class SimPeers:
         cluster: SimCluster,
         incarnation: int,
         memory: SimMemory,
-        offered: Callable[[int], tuple[list[Offered], int]],
+        offered: Callable[[int], tuple[list[Stored], int]],
     ) -> None:
         self.machine, self.cluster, self.world = machine, cluster, machine.world
         self.name, self.incarnation = machine.name, incarnation
@@ -277,10 +276,10 @@ class SimPeers:
                 word = msgspec.structs.replace(word, grant=source.choice(given))
             events.insert(source.randint(0, len(events)), word)
 
-    def take(self, command: PeerCommand | Offered | OffersUntold) -> None:
+    def take(self, command: PeerCommand | BlocksChanged | OffersUntold) -> None:
         """Hand it over, as the exchange and the feeder do."""
         match command:
-            case Offered() | OffersUntold():
+            case Stored() | Removed() | OffersUntold():
                 self.log.append(command)
             case Locate():
                 self._locates.add(command.locate)
@@ -308,7 +307,7 @@ class SimPeers:
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
         self.has_lied = True
-        self.log.append(Offered(tier, True, tenant, space, keys))
+        self.log.append(Stored(tenant, space, tier, keys))
 
     def lose(self) -> None:
         """What replicas were told is not all there is."""

@@ -21,7 +21,6 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Hangup,
-    Offered,
     OffersUntold,
     RaiseGenerations,
     Ready,
@@ -34,6 +33,7 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
+from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -193,7 +193,7 @@ class Node:
                     self.released.append(connection)
                 case Changed():
                     self._hear_change(command)
-                case Offered():
+                case Stored() | Removed():
                     self._hear_offer(command)
                 case OffersUntold():
                     self.untold += 1
@@ -205,7 +205,7 @@ class Node:
             self.ask_offers()
         if self.config.tell_offers:
             assert self.offered == self._whole(), "the offers tell another story than the tables"
-        telling = Changed | Offered | OffersUntold
+        telling = Changed | BlocksChanged | OffersUntold
         return [command for command in commands if not isinstance(command, telling)]
 
     def ask_offers(self) -> None:
@@ -216,11 +216,11 @@ class Node:
             for offer in offers:
                 self._hear_offer(offer)
 
-    def _hear_offer(self, offer: Offered) -> None:
+    def _hear_offer(self, offer: BlocksChanged) -> None:
         scope = offer.tier, offer.tenant, offer.space
         keys = {(*scope, offer.keys[at : at + 32]) for at in range(0, len(offer.keys), 32)}
         assert keys, "an offer of nothing"
-        self.offered = self.offered | keys if offer.stored else self.offered - keys
+        self.offered = self.offered | keys if isinstance(offer, Stored) else self.offered - keys
 
     @property
     def state(self) -> State:

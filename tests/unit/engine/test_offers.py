@@ -7,11 +7,12 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine.events import Clear, Command, Offered, OffersUntold
+from kvstore.engine.events import Clear, Command, OffersUntold
 from kvstore.engine.memory.residency import Change, Residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.moves.offers import Offers, _cover
 from kvstore.types import Shard, SpaceId, Tier
+from kvstore.wire.feed import Removed, Stored
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, attached, key
 
@@ -104,7 +105,7 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
     offers = Offers(Residency(block_count_max=4, word_count=4), lambda _: (LAYERS, HEADS))
     scope = ("t", SpaceId(bytes(32)), WHOLE)
     assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
-        Offered(Tier.DRAM, False, *scope[:2], key(1) + key(2))
+        Removed(*scope[:2], Tier.DRAM, key(1) + key(2))
     ]
 
 
@@ -150,6 +151,6 @@ def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_offers_name_no_shard_and_no_token() -> None:
-    told = ("tier", "stored", "tenant", "space", "keys", "engine", "rank")
-    assert Offered.__struct_fields__ == told
+    told = ("tenant", "space", "tier", "keys", "engine", "rank")
+    assert Stored.__struct_fields__ == Removed.__struct_fields__ == told
     assert OffersUntold.__struct_fields__ == ()

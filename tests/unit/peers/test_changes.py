@@ -8,18 +8,18 @@ import threading
 
 import pytest
 
-from kvstore.engine.events import Offered, OffersUntold
+from kvstore.engine.events import OffersUntold
 from kvstore.peers import changes
 from kvstore.peers.changes import ChangeLog, ChangeReader, Row, key_count
 from kvstore.types import KEY_BYTES, SpaceId, Tier
-from kvstore.wire.feed import Left
+from kvstore.wire.feed import Left, Stored
 
 ONE_KEY_BYTES = changes.ROW_BYTES + KEY_BYTES
 
 
-def offer(first: int, count: int = 1) -> Offered:
+def offer(first: int, count: int = 1) -> Stored:
     keys = b"".join(n.to_bytes(KEY_BYTES, "big") for n in range(first, first + count))
-    return Offered(Tier.DRAM, True, "t", SpaceId(bytes(32)), keys)
+    return Stored("t", SpaceId(bytes(32)), Tier.DRAM, keys)
 
 
 def reader(log: ChangeLog[Row]) -> ChangeReader[Row]:
@@ -27,7 +27,7 @@ def reader(log: ChangeLog[Row]) -> ChangeReader[Row]:
 
 
 def keys_of(rows: list[Row]) -> list[int]:
-    keys = b"".join(row.keys for row in rows if isinstance(row, Offered))
+    keys = b"".join(row.keys for row in rows if isinstance(row, Stored))
     return [int.from_bytes(keys[at : at + KEY_BYTES], "big") for at in range(0, len(keys), 32)]
 
 

@@ -22,18 +22,17 @@ from kvstore.config.engine_sources import (
     check_endpoint,
     parse_sources,
 )
-from kvstore.engine.events import Follow, Offered, Unfollow
+from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import engine_memory
-from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
-from kvstore.wire.feed import Left
+from kvstore.wire.feed import Change, Left, Stored
 from tests.integration.node.conftest import eventually
 from tests.kit.engine_publisher import (
     BLOCK_TOKENS,
@@ -58,7 +57,7 @@ class Heard:
         self.held: dict[tuple[str, int], set[bytes]] = {}
         self.lock = threading.Lock()
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, told: Change) -> None:
         with self.lock:
             its = self.held.setdefault((told.engine, told.rank), set())
             if isinstance(told, Left):
@@ -66,7 +65,9 @@ class Heard:
                 return
             assert (told.tier, told.tenant, told.space) == (Tier.HBM, "default", SPACE)
             keys = {told.keys[at : at + 32] for at in range(0, len(told.keys), 32)}
-            self.held[told.engine, told.rank] = its | keys if told.stored else its - keys
+            self.held[told.engine, told.rank] = (
+                its | keys if isinstance(told, Stored) else its - keys
+            )
 
     def blocks(self, engine: str = "e", rank: int = 0) -> set[int]:
         with self.lock:
@@ -169,7 +170,7 @@ def test_snapshots_and_questions_see_what_was_told(endpoint: str) -> None:
     ):
         engine.publish(stored(TOKENS, 0, 3))
         assert comes(heard, {0, 1, 2})
-        own = Offered(Tier.DRAM, True, "t", SPACE, KEYS[7])
+        own = Stored("t", SPACE, Tier.DRAM, KEYS[7])
         ask = memory.behind(lambda row: ([own], -1 if row else 1))
         row, offers = 0, []
         while row >= 0:
@@ -177,7 +178,7 @@ def test_snapshots_and_questions_see_what_was_told(endpoint: str) -> None:
             offers += slice_
         (its,) = offers[2:]
         assert offers[:2] == [own, own]
-        assert (its.engine, its.tier, its.stored) == ("e", Tier.HBM, True)
+        assert (its.engine, its.tier) == ("e", Tier.HBM)
         assert its.keys == b"".join(KEYS[:3])
         asked: dict[str, Any] = {"tenant": "default", "space": SPACE}
         for keys, blocks in (

@@ -11,8 +11,8 @@ import pytest
 from kvstore.index.engine_feed import EngineFeed
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import engine_memory
-from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import EngineMemory
+from kvstore.wire.feed import Change
 from tests.integration.node.conftest import eventually
 from tests.kit.engine_publisher import EnginePublisher, stored
 from tests.unit.peers.test_engine_memory import (
@@ -97,7 +97,7 @@ def test_a_bug_elsewhere_lets_all_begin_again(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_when_nothing_is_read_any_more_it_says_so(endpoint: str) -> None:
-    def tell(told: Told) -> None:
+    def tell(told: Change) -> None:
         raise KeyError("a replica")
 
     memory = EngineMemory([source(endpoint)], clock=MonotonicClock(), tell=tell)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -12,13 +12,12 @@ import pytest
 
 from kvstore.client.index import IndexClient, channel
 from kvstore.config.cluster import ReplicaConfig
-from kvstore.engine.events import Offered, OffersUntold
+from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy
 from kvstore.index.feed import Trust
 from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.peers import changes, feed
-from kvstore.peers.changes import Told
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.proto import forms
 from kvstore.testing.raw_engine import make_keys
@@ -31,7 +30,9 @@ from kvstore.wire.feed import (
     Hello,
     Left,
     OfStream,
+    Removed,
     SnapshotPart,
+    Stored,
     encode,
 )
 from kvstore.wire.load import EngineEntry, Load
@@ -74,8 +75,8 @@ class World:
         keys = [key for key in self.held[row : row + 100] if key is not None]
         return [self.offer(keys)] if keys else [], row + 100 if row + 100 < len(self.held) else -1
 
-    def offer(self, keys: list[bytes], *, stored: bool = True) -> Offered:
-        return Offered(Tier.DRAM, stored, "t", SPACE, b"".join(keys))
+    def offer(self, keys: list[bytes], *, stored: bool = True) -> Any:
+        return (Stored if stored else Removed)("t", SPACE, Tier.DRAM, b"".join(keys))
 
     def store(self, keys: list[bytes]) -> None:
         self.held += keys
@@ -238,8 +239,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[OfStream]:
 def test_long_names_fill_no_message_beyond_what_a_replica_takes(
     world: World, written: list[OfStream]
 ) -> None:
-    def hbm(keys: list[bytes], *, stored: bool = True) -> Offered:
-        return Offered(Tier.HBM, stored, "t" * 255, SPACE, b"".join(keys), "e" * 255)
+    def hbm(keys: list[bytes], *, stored: bool = True) -> Any:
+        return (Stored if stored else Removed)(
+            "t" * 255, SPACE, Tier.HBM, b"".join(keys), "e" * 255
+        )
 
     # Of one key, there and gone: nothing of it can be joined.
     for _ in range(changes.DELTA_KEYS_MAX):
@@ -350,18 +353,18 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(feed, "RETRY_MAX_S", 0.01)
-    make = feed._change
-    asked: list[Told] = []
+    make = changes.joined
+    asked: list[Change] = []
 
-    def broken(told: Told) -> Change:
+    def broken(told: Change, keys: Sequence[bytes]) -> Change:
         asked.append(told)
         if len(asked) <= 3:
             raise KeyError("tier")
-        return make(told)
+        return make(told, keys)
 
     world.feeder.start(world.ask)
     assert world.is_known()
-    monkeypatch.setattr(feed, "_change", broken)
+    monkeypatch.setattr(feed, "joined", broken)
     for bugs in (1, 2, 3):
         world.store(KEYS[bugs : bugs + 1])
         assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
@@ -430,8 +433,8 @@ def test_what_is_lost_while_the_first_slice_is_read_is_noticed(world: World) -> 
 
 
 def test_what_an_engine_of_the_node_holds_is_told_as_its_own(world: World) -> None:
-    def hbm(keys: list[bytes], *, stored: bool = True, rank: int = 1) -> Offered:
-        return Offered(Tier.HBM, stored, "t", SPACE, b"".join(keys), "e", rank)
+    def hbm(keys: list[bytes], *, stored: bool = True, rank: int = 1) -> Any:
+        return (Stored if stored else Removed)("t", SPACE, Tier.HBM, b"".join(keys), "e", rank)
 
     def found() -> dict[tuple[str, int], tuple[int, int]]:
         answer = world.client.match("t", SPACE, b"".join(KEYS[:9]))
