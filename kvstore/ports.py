@@ -217,21 +217,17 @@ class Transport(Protocol):
     peer without.
     """
 
-    @property
-    def refused_count(self) -> int:
-        """Peers refused since the transport was opened, for want of room."""
-        ...
-
-    @property
-    def capabilities(self) -> TransportCapabilities:
-        """Capabilities of the class."""
-        ...
+    refused_count: int
+    """Peers refused since the transport was opened, for want of room."""
+    capabilities: TransportCapabilities
+    """Capabilities of the class."""
 
     @staticmethod
     def is_at(details: bytes, host: str) -> bool:
         """Whether the details of a descriptor name the machine `host` and no other; True for a back
         end that cannot see that."""
-        ...
+        del details, host
+        return True
 
     def describe(self) -> bytes:
         """Descriptor that a peer needs to read and write here; for a trusted channel only."""
@@ -246,8 +242,8 @@ class Transport(Protocol):
         ...
 
     def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        """Begin a transfer. Callers choose numbers that are not under way, and places without
-        another writer meanwhile.
+        """Begin a transfer of at least one piece. Callers choose numbers that are not under way,
+        and places without another writer meanwhile.
 
         Raises:
             TransportError: the peer is not connected or takes no writes, or a piece lies outside of

@@ -189,10 +189,13 @@ class Feed:
         """Last load published by the present incarnation; None: none yet."""
         self.engines: tuple[EngineEntry, ...] = ()
         """Engines last published by the present incarnation."""
-        self._incarnation = Incarnation(0)
-        self._replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
+        self.incarnation = Incarnation(0)
+        """Incarnation of the present stream."""
+        self.replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
+        """Replaced incarnations, whose Hello is refused while the present one is connected."""
         self._stream = 0
-        self._open = False
+        self.is_open = False
+        """Whether the stream has not ended."""
         self._refused = False
         self._heard_ms = 0
         self._awaited_ms = 0
@@ -213,10 +216,10 @@ class Feed:
         ended). Sequence numbers were those of another stream: only a snapshot or a new incarnation
         makes it in sync."""
         feed = cls()
-        feed._incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
-        feed._replaced.extend(replaced)
+        feed.incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
+        feed.replaced.extend(replaced)
         if heard_ms is not None:
-            feed._open, feed._heard_ms = True, heard_ms
+            feed.is_open, feed._heard_ms = True, heard_ms
         return feed
 
     def hear(self, event: Event, now_ms: int) -> Heard:
@@ -227,12 +230,12 @@ class Feed:
             case ConnectRefused():
                 self._refused = True
                 return _GO_ON
-        if (event.incarnation, event.stream) != (self._incarnation, self._stream):
+        if (event.incarnation, event.stream) != (self.incarnation, self._stream):
             return _CLOSE
         if isinstance(event, FeedClosed):
-            self._open = False
+            self.is_open = False
             return _GO_ON
-        if not self._open:
+        if not self.is_open:
             return _CLOSE
         self._spoke(now_ms)
         match event:
@@ -246,21 +249,6 @@ class Feed:
             case Registry(engines=engines):
                 self.engines = engines
                 return _GO_ON
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """Incarnation of the present stream."""
-        return self._incarnation
-
-    @property
-    def replaced(self) -> tuple[Incarnation, ...]:
-        """Replaced incarnations, whose Hello is refused while the present one is connected."""
-        return tuple(self._replaced)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the stream has not ended."""
-        return self._open
 
     @property
     def is_exact(self) -> bool:
@@ -287,20 +275,20 @@ class Feed:
         self._refused = False
 
     def _is_heard(self, now_ms: int) -> bool:
-        return self._open and now_ms - self._heard_ms < STALE_MS
+        return self.is_open and now_ms - self._heard_ms < STALE_MS
 
     def _hello(self, hello: Hello, now_ms: int) -> Heard:
-        is_new = hello.incarnation != self._incarnation
+        is_new = hello.incarnation != self.incarnation
         if not is_new and hello.stream <= self._stream:
             return _CLOSE
-        if hello.incarnation in self._replaced:
+        if hello.incarnation in self.replaced:
             if self._is_heard(now_ms):
                 return _CLOSE
             # What replaced it was a dead one's Hello, which came late: this one lives.
-            self._replaced.remove(hello.incarnation)
-        if is_new and self._incarnation:
-            self._replaced.append(self._incarnation)
-        self._incarnation, self._stream, self._open = hello.incarnation, hello.stream, True
+            self.replaced.remove(hello.incarnation)
+        if is_new and self.incarnation:
+            self.replaced.append(self.incarnation)
+        self.incarnation, self._stream, self.is_open = hello.incarnation, hello.stream, True
         self.address = hello.address
         self._spoke(now_ms)
         if is_new:

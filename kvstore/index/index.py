@@ -216,12 +216,6 @@ class Index:
             for its in (node.feed,)
         ]
 
-    def address(self, node: str, now_ms: int) -> str | None:
-        """Peer address of the node; None if it is unknown or left out of answers."""
-        self._review(now_ms)
-        known = self.nodes.get(node)
-        return None if known is None or known.trust is None else known.feed.address
-
     def statistics(self) -> Statistics:
         """Sizes and counts."""
         holdings = self.holdings

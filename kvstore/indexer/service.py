@@ -133,7 +133,7 @@ class IndexService(IndexServicer):
         self._hosts: dict[str, str] = {}
         """IP address that the stream of each node comes from."""
         self._rivals = Rivals()
-        self._watchers = 0
+        self.watcher_count = 0
         self._endings = Tasks("a bug at the end of a feed")
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Thread that makes the keys of prompts, since those of long ones take tens of
@@ -149,10 +149,6 @@ class IndexService(IndexServicer):
     @property
     def feed_count(self) -> int:
         return len(self._feeds)
-
-    @property
-    def watcher_count(self) -> int:
-        return self._watchers
 
     async def trust(self) -> Trust:
         """Trust in the index itself: that in its answer about an empty prompt."""
@@ -201,14 +197,14 @@ class IndexService(IndexServicer):
             await _refuse(context, f"a watcher names {WATCH_KEYS_MAX} blocks at most")
         if not request.nodes and not keys:
             await _refuse(context, "watch nodes, or a prefix, or both")
-        if self._watchers >= WATCHER_COUNT_MAX:
+        if self.watcher_count >= WATCHER_COUNT_MAX:
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             await context.abort(code, f"{WATCHER_COUNT_MAX} watchers are there already")
-        self._watchers += 1
+        self.watcher_count += 1
         try:
             await self._watch(request, keys, context)
         finally:
-            self._watchers -= 1
+            self.watcher_count -= 1
 
     async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
         told: dict[str, News] = {}

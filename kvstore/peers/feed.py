@@ -116,7 +116,7 @@ class Feeder:
         self._load: Load | None = None
         self._engines: tuple[EngineEntry, ...] | None = None
         hello = Hello(node, incarnation, 0, 0, address)
-        self._links = [
+        self.links = [
             FeedLink(
                 replica,
                 credentials,
@@ -151,26 +151,21 @@ class Feeder:
     @property
     def waiting_keys(self) -> int:
         """Number of keys that still have to be sent to the replica that lacks most."""
-        return max((link.changes.waiting_keys for link in self._links), default=0)
-
-    @property
-    def replica_count(self) -> int:
-        """Replicas that the node publishes to."""
-        return len(self._links)
+        return max((link.changes.waiting_keys for link in self.links), default=0)
 
     @property
     def connected_count(self) -> int:
         """Replicas that are connected."""
-        return sum(link.is_connected for link in self._links)
+        return sum(link.is_connected for link in self.links)
 
     @property
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
-        if twins := [link.twin.text for link in self._links if link.twin.text]:
+        if twins := [link.twin.text for link in self.links if link.twin.text]:
             return twins[0]
         away = [
             f"{link.replica} is not reached{link.why}"
-            for link in self._links
+            for link in self.links
             if not link.is_connected
         ]
         return f"the index at {', '.join(away)}" if away else ""
@@ -183,7 +178,7 @@ class Feeder:
         loop = asyncio.get_running_loop()
         works = [
             persist(f"the feed of {link.replica}", partial(link.run, ask), pause_s=RETRY_MAX_S)
-            for link in self._links
+            for link in self.links
         ]
         asking = partial(self._follow_node, load, engines)
         works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))

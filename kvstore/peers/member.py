@@ -81,7 +81,8 @@ class ClusterMember:
             commas."""
             self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
             stack.callback(self._client.close)
-            self._node = config.node
+            self.node = config.node
+            """Name of the node in the cluster."""
             self.feeder = Feeder(
                 loop,
                 node=config.node,
@@ -161,19 +162,14 @@ class ClusterMember:
         try:
             known = self._client.nodes(engines=True)
         except IndexUnavailable as error:
-            return [MemberReport(self._node, str(error), "", "", None)]
+            return [MemberReport(self.node, str(error), "", "", None)]
         return [member_report(member, known.trust) for member in known.nodes]
-
-    @property
-    def node(self) -> str:
-        """Name of the node in the cluster."""
-        return self._node
 
     def with_peers(self, load: Load) -> Load:
         """The node's load, completed with that of feeds and peers."""
         load = msgspec.structs.replace(
             load,
-            replicas=self.feeder.replica_count,
+            replicas=len(self.feeder.links),
             replicas_reached=self.feeder.connected_count,
         )
         return load if self.peering is None else self.peering.with_fetches(load)

@@ -269,11 +269,8 @@ def _headers(found: pb.HeaderMap) -> CIMultiDict[str]:
 
 
 def _status(found: pb.HeaderMap) -> int:
-    for each in found.headers:
-        if each.key == ":status":
-            text = each.raw_value.decode("latin-1") or each.value
-            return int(text) if text.isdecimal() else 0
-    return 0
+    text = _headers(found).get(":status", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _subset(metadata: pb.Metadata) -> tuple[str, ...] | None:

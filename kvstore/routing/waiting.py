@@ -161,17 +161,13 @@ class WaitingRoom:
                 over.append(entry)
         return over
 
-    def rate_per_s(self, now_ns: int) -> float:
-        """Held requests per second that are routed, lately; 0: not known."""
+    def wait_s(self, ahead: int, now_ns: int) -> float:
+        """Expected seconds in the room behind `ahead` requests, at the rate at which held ones were
+        routed lately; 0 if that is not known."""
         if len(self._taken_ns) < 2:
             return 0.0
         span_s = max(1e-3, (now_ns - self._taken_ns[0]) / NS_PER_S)
-        return len(self._taken_ns) / span_s
-
-    def wait_s(self, ahead: int, now_ns: int) -> float:
-        """Expected seconds in the room behind `ahead` requests; 0 if the rate is not known."""
-        rate = self.rate_per_s(now_ns)
-        return ahead / rate if rate else 0.0
+        return ahead / (len(self._taken_ns) / span_s)
 
     def retry_after_s(self, ahead: int, excess_s: float, now_ns: int) -> float:
         """Whole seconds, 1 to 60, after which the request would fit: from the drain rate, or the

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.index import Holder
+from kvstore.index.index import Holder, Statistics
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
 
@@ -73,11 +73,9 @@ class Polled(NamedTuple):
     """Decoded answer of the script POLL."""
 
     epoch: bytes
-    slot_count: int
     void_count: int
-    entry_count: int
-    row_count: int
-    evicted_count: int
+    sizes: Statistics
+    """Without the store's memory."""
     records: dict[str, tuple[bytes, Body, bytes]]
     """By node: version, body, and the version of the record at which a connection to the node's
     address was refused."""
@@ -93,7 +91,8 @@ def polled(answer: Sequence[Any]) -> Polled:
         for name, value in zip(_COUNTS, rest, strict=False)
     )
     records = dict(_record(*each) for each in rest[len(_COUNTS) :])
-    return Polled(epoch, slots, void, entries, rows, evicted, records)
+    sizes = Statistics(entries, rows, slots, len(records), 0, evicted)
+    return Polled(epoch, void, sizes, records)
 
 
 def _count(name: str, value: bytes | int) -> int:

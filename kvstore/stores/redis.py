@@ -178,7 +178,7 @@ class _Heard:
         feed = self.feed
         return Body(
             incarnation=feed.incarnation,
-            replaced=feed.replaced,
+            replaced=tuple(feed.replaced),
             address=feed.address,
             sequence=feed.sequence,
             is_open=feed.is_open,
@@ -509,14 +509,7 @@ class RedisStore:
                 link.heard = None
         self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
         self._sweeper.void_count = found.void_count
-        self._sizes = Statistics(
-            found.entry_count,
-            found.row_count,
-            found.slot_count,
-            len(records),
-            memory_bytes,
-            found.evicted_count,
-        )
+        self._sizes = msgspec.structs.replace(found.sizes, memory_bytes=memory_bytes)
         for name in [n for n, li in self._links.items() if not li.is_open and n not in records]:
             if not self._links[name].lock.locked():
                 del self._links[name]

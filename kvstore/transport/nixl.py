@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.installation import is_installed
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
-from kvstore.transport.pieces import check_pieces, open_descriptor
+from kvstore.ports import End, Outcome, Pieces, Transport, TransportCapabilities, TransportMemory
+from kvstore.transport.pieces import check_pieces, described, open_descriptor
 from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 
 UNIT_BYTES: Final = 64 << 10
@@ -62,7 +62,7 @@ class _NixlMove(NamedTuple):
     ranges: int
 
 
-class Nixl:
+class Nixl(Transport):
     """A `Transport` over NIXL."""
 
     capabilities = TransportCapabilities(
@@ -100,15 +100,13 @@ class Nixl:
             _ranges(self._agent, *self._told), True, [self._plugin]
         )
         self._described = encode(
-            Descriptor(
+            described(
                 f"nixl/{self._plugin}",
                 name,
                 len(self._arena),
-                source.ctypes.data,
                 details,
-                landing_begin=landing.begin if landing else 0,
-                landing_bytes=len(landing.memory) if landing else 0,
-                landing_base=landing.memory.ctypes.data if landing else 0,
+                landing,
+                base=source.ctypes.data,
             )
         )
         self._units = self._prepare("", self._arena.ctypes.data, len(self._arena))
@@ -119,10 +117,6 @@ class Nixl:
 
     refused_count = 0
     """Always 0: NIXL reports no connections of peers."""
-
-    @staticmethod
-    def is_at(details: bytes, host: str) -> bool:
-        return True
 
     def describe(self) -> bytes:
         return self._described
@@ -150,9 +144,6 @@ class Nixl:
         if to is None or not to.is_connected:
             raise TransportError(f"{peer} is not connected")
         check_pieces(pieces, direction, local_bytes=len(self._arena), found=to.found)
-        if not len(pieces.length):
-            self._outcomes.append(Outcome(number, End.DONE))
-            return
         try:
             handle = self._request(to, pieces, direction)
         except self._faults as error:

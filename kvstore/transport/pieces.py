@@ -8,6 +8,7 @@ length  4   4   4       4
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -96,10 +97,20 @@ def described(
     size_bytes: int,
     details: bytes,
     landing: Landing | None,
+    *,
+    base: int = 0,
 ) -> Descriptor:
-    """Descriptor for a back end whose peers count by offsets, not by addresses."""
-    begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
-    return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
+    """Descriptor for peers. `base`: address of the arena, for a back end whose peers count by
+    addresses; 0: by offsets."""
+    found = Descriptor(backend, name, size_bytes, base, details)
+    if landing is None:
+        return found
+    return msgspec.structs.replace(
+        found,
+        landing_begin=landing.begin,
+        landing_bytes=len(landing.memory),
+        landing_base=landing.memory.ctypes.data if base else 0,
+    )
 
 
 def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:

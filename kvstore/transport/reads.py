@@ -73,10 +73,6 @@ class _PeerReads:
         """Whether an engine waits for something from this peer."""
         return any(its.direction is Direction.READ for its in self.waiting)
 
-    def anything(self) -> bool:
-        """Whether there is anything to post to this peer: always, as it has a turn."""
-        return True
-
     def next(self) -> _Transfer:
         """The transfer whose turn it is: reads before pushes."""
         reads = (its for its in self.waiting if its.direction is Direction.READ)
@@ -120,12 +116,12 @@ class Reads:
         """The next post to give to the back end; None: there is none now. Ask until there
         is none.
         """
-        for wants in (_PeerReads.reads, _PeerReads.anything):
+        for is_first in (True, False):  # peers that an engine waits for come first
             for _ in range(len(self._turns)):
                 name = self._turns[0]
                 self._turns.rotate(-1)
                 peer = self._peers[name]
-                if wants(peer) and (size := self._size(peer, now_ns)):
+                if peer.reads() >= is_first and (size := self._size(peer, now_ns)):
                     return self._post(name, peer, size, now_ns)
         return None
 

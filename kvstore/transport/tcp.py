@@ -121,9 +121,6 @@ class Tcp:
         check_pieces(pieces, direction, local_bytes=len(self._arena), found=owner.found)
         if len(pieces.length) > PIECES_MAX:
             raise TransportError(f"more than {PIECES_MAX} pieces in one transfer")
-        if not len(pieces.length):
-            self._outcomes.append(Outcome(number, End.DONE))
-            return
         ranges = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
         places = [self._arena[at : at + size] for at, size in ranges]
         if owner.stream is None:

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.ports import End, Outcome, Pieces, Transport, TransportCapabilities, TransportMemory
 from kvstore.transport.pieces import check_pieces, check_within, open_descriptor
 from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, encode, words
 
@@ -71,7 +71,7 @@ class _UcxRead:
         return self.completed == len(self.requests)
 
 
-class Ucx:
+class Ucx(Transport):
     """A `Transport` over UCX."""
 
     capabilities = TransportCapabilities(
@@ -110,10 +110,6 @@ class Ucx:
         self._next_tag = DATA
         self._outcomes: list[Outcome] = []
         self.refused_count = 0
-
-    @staticmethod
-    def is_at(details: bytes, host: str) -> bool:
-        return True
 
     def describe(self) -> bytes:
         return encode(Descriptor("ucx", self._name, len(self._source), 0, self._address))

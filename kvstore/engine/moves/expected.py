@@ -10,7 +10,7 @@ Does not cover: what becomes of expectations (`grants`), the room itself (`landi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -245,6 +245,19 @@ class GrantedRoom(msgspec.Struct, eq=False):
         return self.expect.message.node
 
 
+def flags_of(
+    groups: Mapping[tuple[int, ...], Collection[bytes]], scopes: Sequence[int], keys: Keys
+) -> NDArray[np.bool_]:
+    """Flags [S][n] of the keys that are in `groups`, of keys by the scopes (all shards) in which
+    they are wanted."""
+    flags = np.zeros((len(scopes), len(keys)), dtype=bool)
+    for these, its in groups.items():
+        if not frozenset(these).isdisjoint(scopes):
+            found = (key in its for key in each(keys))
+            flags[np.isin(scopes, these)] |= np.fromiter(found, dtype=bool, count=len(keys))
+    return flags
+
+
 class ExpectedKeys:
     """Expected keys, counted by expectation, grouped by the scopes (all shards) in which they are
     wanted."""
@@ -269,12 +282,7 @@ class ExpectedKeys:
 
     def flags(self, scopes: Sequence[int], keys: Keys) -> NDArray[np.bool_]:
         """Flags of the keys that are expected, [S][n]."""
-        flags = np.zeros((len(scopes), len(keys)), dtype=bool)
-        for these, its in self._counts.items():
-            if not frozenset(these).isdisjoint(scopes):
-                found = (key in its for key in each(keys))
-                flags[np.isin(scopes, these)] |= np.fromiter(found, dtype=bool, count=len(keys))
-        return flags
+        return flags_of(self._counts, scopes, keys)
 
     def __bool__(self) -> bool:
         return bool(self._counts)

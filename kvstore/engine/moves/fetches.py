@@ -28,6 +28,7 @@ from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.expected import flags_of
 from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
@@ -185,21 +186,13 @@ class Fetches:
 
     def _bringer(self, scope: int, key: bytes) -> int:
         """Number of the question or fetch that brings this key of a scope."""
-        return next(its[key] for its in self._with([scope]).values() if key in its)
-
-    def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
-        """Keys on their way in any of these scopes, grouped as in `_coming`."""
-        wanted = set(scopes)
-        return {these: its for these, its in self._coming.items() if not wanted.isdisjoint(these)}
+        groups = self._coming.items()
+        return next(its[key] for these, its in groups if scope in these and key in its)
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Flags [S][n] of the keys that are queried or on their way (`arrivals.Source`)."""
         del rows
-        flags = np.zeros((len(scopes), len(keys)), dtype=bool)
-        for these, its in self._with(scopes).items() if self._coming else ():
-            found = np.fromiter((key in its for key in each(keys)), dtype=bool, count=len(keys))
-            flags[np.isin(scopes, these)] |= found
-        return flags
+        return flags_of(self._coming, scopes, keys)
 
     def _expect(self, number: int, asker: Asker, keys: Keys) -> None:
         its = self._coming.setdefault(asker.scopes, {})

@@ -129,7 +129,9 @@ class Slices:
             failed: takes why there is no answer.
         """
         namespace, service, self._port = _parts(text.url)
-        self._text, self._api, self._found, self._failed = text, api, found, failed
+        self._api, self._found, self._failed = api, found, failed
+        self._options = dict(text.options)
+        self._scheme = "https" if self._options.pop("scheme", "") == "https" else "http"
         self._source = f"--worker-slices {namespace}/{service}"
         self._url = (
             f"{api.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
@@ -207,14 +209,6 @@ class Slices:
                         address_of_text(WorkerText(name=name, url=url, options=self._options)),
                         is_terminating=bool(endpoint.conditions.terminating),
                     )
-
-    @property
-    def _scheme(self) -> str:
-        return "https" if self._text.options.get("scheme") == "https" else "http"
-
-    @property
-    def _options(self) -> dict[str, str]:
-        return {key: value for key, value in self._text.options.items() if key != "scheme"}
 
 
 def _parts(url: str) -> tuple[str, str, str]:

@@ -91,7 +91,7 @@ def _is_exact_where_it_says_so(index: Index, truth: Truth) -> bool:
         return True
     feed = node.feed
     is_exact = feed.trust(NOW) is Trust.EXACT
-    return not is_exact or _told(index) == truth[feed._incarnation, feed.sequence]
+    return not is_exact or _told(index) == truth[feed.incarnation, feed.sequence]
 
 
 def _heal(index: Index, held: set[int], *, incarnation: int, sequence: int) -> None:
