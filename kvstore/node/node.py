@@ -21,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvstore import __version__
 from kvstore.arena import Arena
@@ -89,43 +89,15 @@ NEWCOMER_COUNT_MAX: Final = 16
 CONNECTIONS_PER_LIFE: Final = 1 << 32
 """Connections of one process have numbers that no other has."""
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class Running(NamedTuple):
-    """A node that serves, as shown to an operator."""
+class _Closes(Protocol):
+    def close(self) -> object: ...
 
-    socket: str
-    dram_bytes: int
-    dram_note: str
-    slab_bytes: int
-    file: str
-    """Directory and size of the disk tier; empty when there is none."""
-    huge_pages: bool
-    metrics_url: str
-    """Empty when off."""
-    events: str
-    """Where KV events and their replay are; empty when off."""
-    replica: str
-    """Where the replica inside this node is; empty when there is none."""
-    tells: str
-    """Replicas that the node publishes to and asks, its own first; empty when there is none."""
-    peers: str
-    """Where other nodes reach it, and by what blocks move; empty when off."""
-    incarnation: Incarnation
 
-    def line(self) -> str:
-        """The line that announces to an operator, and a script, that the node is ready."""
-        note = f" ({self.dram_note})" if self.dram_note else ""
-        return (
-            f"kvstore node ready: version={__version__} socket={self.socket}"
-            f" metrics={self.metrics_url or 'off'}"
-            f" events={self.events or 'off'} index={self.tells or 'off'}"
-            f" serves-index={self.replica or 'off'} peers={self.peers or 'off'}"
-            f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
-            f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
-            f" dram={format_size(self.dram_bytes)}{note}"
-        )
+_Part = TypeVar("_Part", bound=_Closes)
 
 
 def run_node(config: NodeConfig, handover: Handover) -> None:
@@ -137,35 +109,27 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         SupervisorGone: it ended.
     """
     with contextlib.ExitStack() as stack:
-        node = _assemble(_in_place(config, handover.begin.places), handover, stack)
+        node = NodeAssembly(_in_place(config, handover.begin.places), handover, stack)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: node.driver.stop())
         signal.signal(signal.SIGTERM, lambda *_: node.leave())
         # Start-up objects live for ever: no collection needs to look at them again.
         gc.freeze()
-        handover.serving(node.serving)
+        serving = node.serving()
+        handover.serving(serving)
         if handover.begin.life == 0:
-            logs.say(__name__, node.running.line())
+            logs.say(__name__, node.ready_line())
         else:
             away_ms = (time.monotonic_ns() - handover.begin.died_ns) // NS_PER_MS
             node.collector.away_ns = away_ms * NS_PER_MS
             _log.info(
                 "serves again after %d ms: %d blocks (%s) were kept in memory",
-                *(away_ms, node.serving.blocks, format_size(node.serving.size_bytes)),
+                *(away_ms, serving.blocks, format_size(serving.size_bytes)),
             )
             if trouble := handover.code.trouble():
                 _log.warning("%s", trouble)
         # Last: threads that are made before have the place of any other.
         node.driver.run(ThreadPriority(time.monotonic_ns()))
-
-
-class _NodeParts(NamedTuple):
-    driver: Driver
-    running: Running
-    serving: Serving
-    collector: NodeCollector
-    leave: Callable[[], None]
-    """End, after a drain if there is to be one."""
 
 
 def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
@@ -187,66 +151,210 @@ def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
     return dataclasses.replace(config, http=http, events=events, cluster=cluster)
 
 
-def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _NodeParts:
-    """Make all parts, in order; `stack` takes them apart in the opposite one."""
-    clock, life = MonotonicClock(), handover.begin.life
-    incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
-    door = Door(config.socket, socket.socket(fileno=handover.listener_fd))
-    stack.callback(door.close)
-    memory = take_memory(config, incarnation, handover)
-    arena, tier = memory.arena, _make_tier(memory)
-    stack.callback(tier.close)
-    attach = _make_attach(config, door, handover, clock)
-    stack.callback(attach.close)
-    files = _open_files(config, arena, clock, handover, stack)
-    publisher = _open_publisher(config, incarnation, clock, stack)
-    loop = LoopThread("grpc")
-    stack.callback(loop.close)
-    member = _open_member(config, incarnation, arena, tier, clock, loop, stack)
-    hbm = _open_hbm(config, tier, incarnation, life, stack)
-    engine = _make_engine(config, memory, life, files, member, hbm)
-    traces = _open_traces(config, stack)
-    driver = Driver(
-        engine=engine,
-        tier=tier,
-        attach=attach,
-        executor=_make_executor(arena, tier, attach, files, publisher, member, hbm, traces),
-        clock=clock,
-        files=files,
-        exchange=member.peering.exchange if member and member.peering else None,
-        hbm=hbm,
-    )
-    source = TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
-    attach.watch(handover.fileno(), source)
-    _adopt_writers(memory, attach)
-    driver.begin(memory.adopt)
-    collector = NodeCollector(
-        driver=driver,
-        attach=attach,
-        tier=tier,
-        incarnation=incarnation,
-        version=handover.code.version,
-        events=publisher.counters if publisher else EventCounters(),
-        member=member,
-        traces=traces,
-    )
-    parts = collector, driver, door, files, publisher, member
-    pages = make_pages(*parts, code_trouble=handover.code.trouble)
-    http = _serve_pages(config, pages, handover, stack)
-    stack.callback(InspectServer(config.socket, loop, driver, pages["/state.json"], member).close)
-    tier.start()
-    _start_scrub(config, driver, tier, stack)
-    if publisher is not None:
-        _start_publisher(publisher, driver)
-    if member is not None:
-        _start_member(member, driver)
-    return _NodeParts(
-        driver,
-        _running(config, arena, incarnation, http, publisher, member),
-        _serving(engine, http, publisher, member),
-        collector,
-        _make_leave(config, driver, member, loop),
-    )
+class NodeAssembly:
+    """All parts of a node, made in order; `stack` takes them apart in the opposite one."""
+
+    def __init__(self, config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> None:
+        self._config, self._handover, self._stack = config, handover, stack
+        self._clock, self._life = MonotonicClock(), handover.begin.life
+        self._incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
+        door = self._own(Door(config.socket, socket.socket(fileno=handover.listener_fd)))
+        memory = take_memory(config, self._incarnation, handover)
+        self._arena, self._tier = memory.arena, self._own(_make_tier(memory))
+        self._attach = self._own(self._make_attach(door))
+        self._files = _open_files(config, self._arena, self._clock, handover, stack)
+        self._publisher = self._open_publisher()
+        loop = self._own(LoopThread("grpc"))
+        self._member = member = self._open_member(loop)
+        self._exchange = member.peering.exchange if member and member.peering else None
+        self._hbm = self._open_hbm()
+        self._engine = _make_engine(config, memory, self._life, self._files, member, self._hbm)
+        self._traces = self._open_traces()
+        self.driver = driver = self._make_driver()
+        source = TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
+        self._attach.watch(handover.fileno(), source)
+        for writer, pidfd in memory.writers:
+            self._attach.adopt(writer.connection, pidfd)
+        driver.begin(memory.adopt)
+        self.collector = self._make_collector()
+        parts = self.collector, driver, door, self._files, self._publisher, member
+        pages = make_pages(*parts, code_trouble=handover.code.trouble)
+        self._http = self._serve_pages(pages)
+        self._own(InspectServer(config.socket, loop, driver, pages["/state.json"], member))
+        self._tier.start()
+        if config.scrub is not None:
+            self._own(DramScrub(driver, self._tier, config.scrub)).start()
+        if self._publisher is not None:
+            self._publisher.start(lambda row: self._ask(lambda engine: engine.held(row)))
+        if member is not None:
+            member.start(
+                lambda row: self._ask(lambda engine: engine.offered(row)),
+                lambda: self._ask(Engine.load),
+                lambda: self._ask(Engine.engines),
+            )
+        self.leave = _make_leave(config, driver, member, loop)
+        """End, after a drain if there is to be one."""
+
+    def _own(self, part: _Part) -> _Part:
+        """The part, which is closed at the end."""
+        return self._stack.enter_context(contextlib.closing(part))
+
+    def _ask(self, ask: Callable[[Engine], _T]) -> _T:
+        return self.driver.query(ask, timeout_s=HELD_TIMEOUT_S)
+
+    # ── made ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_attach(self, door: Door) -> Attach:
+        return Attach(
+            door,
+            allow_uids=self._config.allow_uids,
+            # A process that attaches again holds two sockets for a moment.
+            connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
+            clock=self._clock,
+            register=self._handover.attached,
+            unregister=self._handover.released,
+            first_number=self._life * CONNECTIONS_PER_LIFE + 1,
+        )
+
+    def _make_driver(self) -> Driver:
+        publisher, member, traces = self._publisher, self._member, self._traces
+        executor = Executor(
+            tier=self._tier,
+            attach=self._attach,
+            arena_fd=self._arena.arena_fd,
+            generation_fd=self._arena.generation_fd,
+            files=self._files,
+            publish=publisher.log.append if publisher else None,
+            offer=member.feeder.log.append if member else None,
+            exchange=self._exchange,
+            memory=member.memory if member else None,
+            hbm=self._hbm,
+            trace=traces.put if traces else None,
+        )
+        return Driver(
+            engine=self._engine,
+            tier=self._tier,
+            attach=self._attach,
+            executor=executor,
+            clock=self._clock,
+            files=self._files,
+            exchange=self._exchange,
+            hbm=self._hbm,
+        )
+
+    def _make_collector(self) -> NodeCollector:
+        return NodeCollector(
+            driver=self.driver,
+            attach=self._attach,
+            tier=self._tier,
+            incarnation=self._incarnation,
+            version=self._handover.code.version,
+            events=self._publisher.counters if self._publisher else EventCounters(),
+            member=self._member,
+            traces=self._traces,
+        )
+
+    # ── made where the configuration has it ──────────────────────────────────────────────────────
+
+    def _open_publisher(self) -> Publisher | None:
+        config = self._config.events
+        if config is None:
+            return None
+        try:
+            # Only here: a node without --events needs no ZeroMQ.
+            from kvstore.node.publish import Publisher
+        except ImportError:
+            raise ConfigError(lacking("--events", "pyzmq", "events")) from None
+        if config.beyond_loopback:
+            _log.warning(
+                "--insecure: every client that reaches %s can read, without TLS, names of blocks",
+                config.endpoint,
+            )
+        return self._own(Publisher(config, incarnation=self._incarnation, clock=self._clock))
+
+    def _open_member(self, loop: LoopThread) -> ClusterMember | None:
+        config, arena, tier, clock = self._config.cluster, self._arena, self._tier, self._clock
+        if config is None:
+            return None
+        # Only here: a node by itself needs no gRPC beyond its own socket.
+        from kvstore.peers.member import ClusterMember
+
+        its = self._incarnation
+        return self._own(ClusterMember(config, its, arena=arena, tier=tier, clock=clock, loop=loop))
+
+    def _open_hbm(self) -> HbmTier | None:
+        size, gpu = self._config.hbm_bytes, self._config.hbm_gpu
+        if not size:
+            return None
+        # Only here: a node without hbm loads nothing of CUDA.
+        from kvstore.tiers.hbm import open_hbm
+
+        try:
+            room_s_max = HBM_ROOM_S_MAX if self._life else 0.0
+            hbm = open_hbm(gpu, self._tier, size, self._incarnation, room_s_max=room_s_max)
+        except ConfigError as error:
+            if self._life == 0:
+                raise
+            _log.error("serves without hbm: %s", error)  # what is in dram is served all the same
+            return None
+        return self._own(hbm)
+
+    def _open_traces(self) -> NodeTraces | None:
+        config = self._config
+        if config.trace is None:
+            return None
+        # Only here: a node without --trace loads nothing of OpenTelemetry.
+        from kvstore.node.traces import NodeTraces
+
+        name = config.cluster.node if config.cluster else platform.node()
+        return self._own(NodeTraces(config.trace, name, config.trace_sample))
+
+    def _serve_pages(self, pages: Mapping[str, PageMaker]) -> HttpServer | None:
+        if self._config.http is None:
+            return None
+        held_fd = self._handover.places.pop(control.METRICS, -1)
+        http = self._own(HttpServer(self._config.http, pages, held_fd=held_fd))
+        self._handover.keep(control.METRICS, http.fileno())
+        http.start()
+        return http
+
+    # ── told ─────────────────────────────────────────────────────────────────────────────────────
+
+    def serving(self) -> Serving:
+        """Where this process can be reached, and what it keeps, for its supervisor."""
+        http, publisher, member = self._http, self._publisher, self._member
+        places = Addresses(
+            metrics_port=http.port if http else 0,
+            events=publisher.endpoint if publisher else "",
+            events_replay=publisher.replay_endpoint if publisher else "",
+            index_port=member.index_port if member else 0,
+            peer_port=member.peer_port if member else 0,
+        )
+        kept_bytes = self._engine.tiers()[0].used_bytes
+        blocks = self._engine.counters.blocks_kept
+        return Serving(places, blocks=blocks, size_bytes=kept_bytes)
+
+    def ready_line(self) -> str:
+        """The line that announces to an operator, and a script, that the node is ready."""
+        config, http, events, member = self._config, self._http, self._publisher, self._member
+        file = config.file
+        facts = {
+            "version": __version__,
+            "socket": config.socket,
+            "metrics": f"{http.url}/metrics" if http else "",
+            "events": f"{events.endpoint},{events.replay_endpoint}" if events else "",
+            "index": member.tells if member else "",
+            "serves-index": member.index if member else "",
+            "peers": member.reached if member else "",
+            "incarnation": f"{self._incarnation:016x}",
+            "huge-pages": "yes" if self._arena.huge_pages else "no",
+            "slab": format_size(config.slab_bytes),
+            "file": f"{file.home}:{format_size(file.capacity_bytes)}" if file else "",
+            "dram": format_size(config.dram_bytes),
+        }
+        note = f" ({config.dram_note})" if config.dram_note else ""
+        shown = " ".join(f"{name}={value or 'off'}" for name, value in facts.items())
+        return f"kvstore node ready: {shown}{note}"
 
 
 def _make_leave(
@@ -294,209 +402,10 @@ def _make_tier(memory: NodeMemory) -> DramTier:
     )
 
 
-def _make_executor(
-    arena: Arena,
-    tier: DramTier,
-    attach: Attach,
-    files: FileEnd | None,
-    publisher: Publisher | None,
-    member: ClusterMember | None,
-    hbm: HbmTier | None,
-    traces: NodeTraces | None,
-) -> Executor:
-    return Executor(
-        tier=tier,
-        attach=attach,
-        arena_fd=arena.arena_fd,
-        generation_fd=arena.generation_fd,
-        files=files,
-        publish=publisher.log.append if publisher else None,
-        offer=member.feeder.log.append if member else None,
-        exchange=member.peering.exchange if member and member.peering else None,
-        memory=member.memory if member else None,
-        hbm=hbm,
-        trace=traces.put if traces else None,
-    )
-
-
-def _make_attach(config: NodeConfig, door: Door, handover: Handover, clock: Clock) -> Attach:
-    return Attach(
-        door,
-        allow_uids=config.allow_uids,
-        # A process that attaches again holds two sockets for a moment.
-        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
-        clock=clock,
-        register=handover.attached,
-        unregister=handover.released,
-        first_number=handover.begin.life * CONNECTIONS_PER_LIFE + 1,
-    )
-
-
-def _serving(
-    engine: Engine,
-    http: HttpServer | None,
-    publisher: Publisher | None,
-    member: ClusterMember | None,
-) -> Serving:
-    places = Addresses(
-        metrics_port=http.port if http else 0,
-        events=publisher.endpoint if publisher else "",
-        events_replay=publisher.replay_endpoint if publisher else "",
-        index_port=member.index_port if member else 0,
-        peer_port=member.peer_port if member else 0,
-    )
-    kept_bytes = engine.tiers()[0].used_bytes
-    return Serving(places, blocks=engine.counters.blocks_kept, size_bytes=kept_bytes)
-
-
 def _supervisor_ended(driver: Driver) -> list[Event]:
     _log.warning("the supervisor has ended: so does its node")
     driver.stop()
     return []
-
-
-def _serve_pages(
-    config: NodeConfig,
-    pages: Mapping[str, PageMaker],
-    handover: Handover,
-    stack: contextlib.ExitStack,
-) -> HttpServer | None:
-    if config.http is None:
-        return None
-    http = HttpServer(config.http, pages, held_fd=handover.places.pop(control.METRICS, -1))
-    stack.callback(http.close)
-    handover.keep(control.METRICS, http.fileno())
-    http.start()
-    return http
-
-
-def _running(
-    config: NodeConfig,
-    arena: Arena,
-    incarnation: Incarnation,
-    http: HttpServer | None,
-    publisher: Publisher | None,
-    member: ClusterMember | None,
-) -> Running:
-    return Running(
-        socket=str(config.socket),
-        dram_bytes=config.dram_bytes,
-        dram_note=config.dram_note,
-        slab_bytes=config.slab_bytes,
-        file=f"{config.file.home}:{format_size(config.file.capacity_bytes)}" if config.file else "",
-        huge_pages=arena.huge_pages,
-        metrics_url=http.url + "/metrics" if http else "",
-        events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
-        replica=member.index if member else "",
-        tells=member.tells if member else "",
-        peers=member.reached if member else "",
-        incarnation=incarnation,
-    )
-
-
-def _open_publisher(
-    config: NodeConfig, incarnation: Incarnation, clock: Clock, stack: contextlib.ExitStack
-) -> Publisher | None:
-    if config.events is None:
-        return None
-    try:
-        # Only here: a node without --events needs no ZeroMQ.
-        from kvstore.node.publish import Publisher
-    except ImportError:
-        raise ConfigError(lacking("--events", "pyzmq", "events")) from None
-    if config.events.beyond_loopback:
-        _log.warning(
-            "--insecure: every client that reaches %s can read, without TLS, names of blocks",
-            config.events.endpoint,
-        )
-    publisher = Publisher(config.events, incarnation=incarnation, clock=clock)
-    stack.callback(publisher.close)
-    return publisher
-
-
-def _adopt_writers(memory: NodeMemory, attach: Attach) -> None:
-    for writer, pidfd in memory.writers:
-        attach.adopt(writer.connection, pidfd)
-
-
-def _start_scrub(
-    config: NodeConfig, driver: Driver, tier: DramTier, stack: contextlib.ExitStack
-) -> None:
-    if config.scrub is not None:
-        scrub = DramScrub(driver, tier, config.scrub)
-        stack.callback(scrub.close)
-        scrub.start()
-
-
-def _open_member(
-    config: NodeConfig,
-    incarnation: Incarnation,
-    arena: Arena,
-    tier: DramTier,
-    clock: Clock,
-    loop: LoopThread,
-    stack: contextlib.ExitStack,
-) -> ClusterMember | None:
-    if config.cluster is None:
-        return None
-    # Only here: a node by itself needs no gRPC beyond its own socket.
-    from kvstore.peers.member import ClusterMember
-
-    member = ClusterMember(
-        config.cluster, incarnation, arena=arena, tier=tier, clock=clock, loop=loop
-    )
-    stack.callback(member.close)
-    return member
-
-
-def _start_member(member: ClusterMember, driver: Driver) -> None:
-    member.start(
-        lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S),
-        lambda: driver.query(lambda engine: engine.load(), timeout_s=HELD_TIMEOUT_S),
-        lambda: driver.query(lambda engine: engine.engines(), timeout_s=HELD_TIMEOUT_S),
-    )
-
-
-def _start_publisher(publisher: Publisher, driver: Driver) -> None:
-    publisher.start(
-        lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
-    )
-
-
-def _open_hbm(
-    config: NodeConfig,
-    dram: DramTier,
-    incarnation: Incarnation,
-    life: int,
-    stack: contextlib.ExitStack,
-) -> HbmTier | None:
-    if not config.hbm_bytes:
-        return None
-    # Only here: a node without hbm loads nothing of CUDA.
-    from kvstore.tiers.hbm import open_hbm
-
-    try:
-        size, room_s_max = config.hbm_bytes, HBM_ROOM_S_MAX if life else 0.0
-        hbm = open_hbm(config.hbm_gpu, dram, size, incarnation, room_s_max=room_s_max)
-    except ConfigError as error:
-        if life == 0:
-            raise
-        _log.error("serves without hbm: %s", error)  # what is in dram is served all the same
-        return None
-    stack.callback(hbm.close)
-    return hbm
-
-
-def _open_traces(config: NodeConfig, stack: contextlib.ExitStack) -> NodeTraces | None:
-    if config.trace is None:
-        return None
-    # Only here: a node without --trace loads nothing of OpenTelemetry.
-    from kvstore.node.traces import NodeTraces
-
-    name = config.cluster.node if config.cluster else platform.node()
-    traces = NodeTraces(config.trace, name, config.trace_sample)
-    stack.callback(traces.close)
-    return traces
 
 
 def _open_files(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from kvstore import __version__
-from kvstore.node.node import Running
-from kvstore.types import Incarnation
+from kvstore.node.node import NodeAssembly
 
 HARDENED = """
 import ctypes, resource, sys
@@ -30,21 +32,21 @@ def test_a_node_is_not_dumpable_and_has_all_its_descriptors() -> None:
 
 
 def test_the_ready_line_tells_what_scripts_and_people_need() -> None:
-    running = Running(
-        socket="/run/kvstore/node.sock",
-        dram_bytes=3 << 30,
-        dram_note="half of the 6 GiB that the machine has available",
-        slab_bytes=64 << 20,
-        file="/var/lib/kvstore:2 TiB",
-        huge_pages=False,
-        metrics_url="",
-        events="",
-        replica="",
-        tells="10.0.0.1:9470",
-        peers="10.0.0.2:9480/nixl",
-        incarnation=Incarnation(0xAB),
+    node: Any = SimpleNamespace(
+        _config=SimpleNamespace(
+            socket=Path("/run/kvstore/node.sock"),
+            dram_bytes=3 << 30,
+            dram_note="half of the 6 GiB that the machine has available",
+            slab_bytes=64 << 20,
+            file=SimpleNamespace(home=Path("/var/lib/kvstore"), capacity_bytes=2 << 40),
+        ),
+        _http=None,
+        _publisher=None,
+        _member=SimpleNamespace(tells="10.0.0.1:9470", index="", reached="10.0.0.2:9480/nixl"),
+        _arena=SimpleNamespace(huge_pages=False),
+        _incarnation=0xAB,
     )
-    assert running.line() == (
+    assert NodeAssembly.ready_line(node) == (
         f"kvstore node ready: version={__version__}"
         " socket=/run/kvstore/node.sock metrics=off events=off index=10.0.0.1:9470"
         " serves-index=off peers=10.0.0.2:9480/nixl"
