@@ -50,9 +50,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.kvstore.adapters")
 
-_SLOW: Final = NotServed("its files take too long to read")
-_IN_PLACE: Final = NotServed("it was loaded in place of another one, under the same number")
-_TOO_MANY: Final = NotServed(f"there are more than {ADAPTERS_MAX} adapters")
+_SLOW: Final = "its files take too long to read"
+_IN_PLACE: Final = "it was loaded in place of another one, under the same number"
+_TOO_MANY: Final = f"there are more than {ADAPTERS_MAX} adapters"
+_CHANGED: Final = "its files changed while the engine ran"
 
 
 class AdapterKeys(DerivedKeys):
@@ -82,7 +83,7 @@ class _Files(NamedTuple):
 
 
 class _Adapter:
-    def __init__(self, path: str, reading: Future[_Files | NotServed], now_ns: int) -> None:
+    def __init__(self, path: str, reading: Future[_Files | str], now_ns: int) -> None:
         self.path, self.reading = path, reading
         self.looked_ns = now_ns
         """When the last read of its files, or look at them, began."""
@@ -128,8 +129,8 @@ class Adapters:
         self._found: dict[int, _Adapter] = {}
         """Adapters seen so far, by the engine's number of each."""
 
-    def look(self, adapter: LoRARequest, now_ns: int) -> bytes | NotServed | None:
-        """The adapter's digest; None: it is being read, ask again; NotServed: the requests of this
+    def look(self, adapter: LoRARequest, now_ns: int) -> bytes | str | None:
+        """The adapter's digest; None: it is being read, ask again; a text: why the requests of this
         adapter are computed."""
         found = self._found.get(adapter.lora_int_id)
         if found is None:
@@ -142,11 +143,11 @@ class Adapters:
         if not found.reading.done():
             return None if now_ns - found.looked_ns < READ_NS_MAX else _SLOW
         files = found.reading.result()
-        if isinstance(files, NotServed):
+        if isinstance(files, str):
             return files
         self._watch(adapter, found, files.stamp, now_ns)
         if found.is_changed:
-            return NotServed("its files changed while the engine ran")
+            return _CHANGED
         if found.look is not None and now_ns - found.looked_ns >= LOOK_NS_MAX:
             return _SLOW
         return files.digest
@@ -158,9 +159,7 @@ class Adapters:
         if adapter is None or not asks_for_adapter(request.kv_transfer_params):
             return None
         found = self.look(adapter, now_ns)
-        if isinstance(found, bytes):
-            return adapter_answer(found)
-        return adapter_answer("its files are being read" if found is None else found.reason)
+        return adapter_answer("its files are being read" if found is None else found)
 
     def close(self) -> None:
         """Read nothing more."""
@@ -170,7 +169,7 @@ class Adapters:
         if found.look is not None and found.look.done():
             if found.look.result() != stamp and not found.is_changed:
                 found.is_changed = True
-                _say(adapter, "its files changed while the engine ran")
+                _say(adapter, _CHANGED)
             found.look = None
         if found.look is None and now_ns - found.looked_ns >= LOOK_NS:
             found.looked_ns = now_ns
@@ -183,21 +182,22 @@ def _say(adapter: LoRARequest, reason: str) -> None:
     )
 
 
-def _read(adapter: LoRARequest, dtype: str) -> _Files | NotServed:
+def _read(adapter: LoRARequest, dtype: str) -> _Files | str:
     """The adapter's digest, and the stamp of its files from before they were read, so that a change
-    meanwhile is noticed by a later look."""
+    meanwhile is noticed by a later look; a text: why there is none."""
     path = Path(adapter.lora_path)
     try:
         stamp = _stamp(path)
         folder = path if path.exists() else downloaded(adapter.lora_path, None, None)
-        found: Any = NotServed(f"its files cannot be found at {adapter.lora_path}")
-        if folder is not None:
-            found = digest_path(folder)
-    except (OSError, ValueError) as error:
-        found = NotServed(f"its files cannot be read: {error}")
-    if isinstance(found, NotServed):
-        _say(adapter, found.reason)
-        return found
+        if folder is None:
+            raise NotServed(f"its files cannot be found at {adapter.lora_path}")
+        found = digest_path(folder)
+    except (NotServed, OSError, ValueError) as error:
+        reason = str(error)
+        if not isinstance(error, NotServed):
+            reason = f"its files cannot be read: {error}"
+        _say(adapter, reason)
+        return reason
     text = f"kvstore adapter 1 {dtype} {adapter.is_3d_lora_weight} {found.digest} "
     return _Files(stamp, hashlib.sha256(text.encode()).digest())
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvstore.connector.groups import is_full, specs_of
 
 if TYPE_CHECKING:
@@ -17,10 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
-class NotServed(msgspec.Struct, frozen=True):
-    """This rank's cache cannot be shared; `reason` is one sentence for the log."""
-
-    reason: str
+class NotServed(Exception):
+    """This rank's cache cannot be shared; its text is one sentence for the log."""
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:

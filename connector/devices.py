@@ -48,11 +48,12 @@ class GroupLayers(NamedTuple):
     """Layers, by their place in the order, that shadow checks leave out."""
 
 
-OpenCopies = Callable[[Sequence[GroupLayers], int], CopyEngine | NotServed]
+OpenCopies = Callable[[Sequence[GroupLayers], int], CopyEngine]
 
 
-def open_copies(groups: Sequence[GroupLayers], block_count: int) -> CopyEngine | NotServed:
-    """The copy engine for these caches, which `device_of` knows and which have pages."""
+def open_copies(groups: Sequence[GroupLayers], block_count: int) -> CopyEngine:
+    """The copy engine for these caches, which `device_of` knows and which have pages. Raises
+    NotServed."""
     import torch
 
     cache = next(iter(groups[0].caches.values()))
@@ -65,7 +66,7 @@ def open_copies(groups: Sequence[GroupLayers], block_count: int) -> CopyEngine |
         )
         return DeviceCopies(device, [_device_cache(group, block_count) for group in groups])
     except DeviceError as error:
-        return NotServed(f"the KV cache is on cuda: {error}")
+        raise NotServed(f"the KV cache is on cuda: {error}") from None
 
 
 def host_caches(groups: Sequence[GroupLayers], block_count: int) -> list[PagedCache]:
@@ -82,7 +83,6 @@ def host_caches(groups: Sequence[GroupLayers], block_count: int) -> list[PagedCa
 
 def _device_cache(group: GroupLayers, block_count: int) -> DeviceCache:
     pages = cache_pages(group.caches, block_count=block_count)
-    assert not isinstance(pages, NotServed), pages
     return DeviceCache(
         pages, block_count, uncompared=group.uncompared, values=value_type(group.caches)
     )
@@ -96,7 +96,6 @@ def cache_arrays(
     import torch
 
     pages = cache_pages(kv_caches, block_count=block_count)
-    assert not isinstance(pages, NotServed), pages
     arrays = []
     for name, (_, stride, page_bytes) in zip(layers_in_order(kv_caches), pages, strict=True):
         cache = kv_caches[name]
@@ -109,9 +108,7 @@ def cache_arrays(
     return arrays
 
 
-def cache_pages(
-    kv_caches: Mapping[str, torch.Tensor], *, block_count: int
-) -> list[LayerPages] | NotServed:
+def cache_pages(kv_caches: Mapping[str, torch.Tensor], *, block_count: int) -> list[LayerPages]:
     """Per layer, in order, where its pages lie in the memory of its device.
 
     Args:
@@ -119,12 +116,15 @@ def cache_pages(
             block follow one another. A page is one run of bytes, in any order
             (`mapping.page_order`).
         block_count: of the engine.
+
+    Raises:
+        NotServed: a layer has no such pages.
     """
     pages = []
     for name in layers_in_order(kv_caches):
         cache = kv_caches[name]
         if cache.ndim != 4 or cache.shape[0] % block_count or not _is_one_run(cache, block_count):
-            return NotServed(
+            raise NotServed(
                 f"the KV cache of {name} is not laid out as one page a block: shape "
                 f"{tuple(cache.shape)}, strides {cache.stride()}"
             )
@@ -274,14 +274,14 @@ class _Proof:
             page.copy_(part)
 
 
-def device_of(kv_caches: Mapping[str, torch.Tensor]) -> str | NotServed:
-    """Type of the device that the caches are on, if it is served."""
+def device_of(kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """Type of the device that the caches are on. Raises NotServed."""
     kinds = {str(cache.device.type) for cache in kv_caches.values()}
     if kinds == {"cuda"} and _is_rocm():
-        return NotServed("the KV cache is on an AMD GPU (ROCm): NVIDIA GPUs and CPUs are served")
+        raise NotServed("the KV cache is on an AMD GPU (ROCm): NVIDIA GPUs and CPUs are served")
     if kinds in ({"cpu"}, {"cuda"}):
         return kinds.pop()
-    return NotServed(f"the KV cache is on {' and '.join(sorted(kinds))}: cpu and cuda are served")
+    raise NotServed(f"the KV cache is on {' and '.join(sorted(kinds))}: cpu and cuda are served")
 
 
 def _is_rocm() -> bool:

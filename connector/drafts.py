@@ -48,17 +48,18 @@ def lookahead_tokens(vllm_config: VllmConfig) -> int:
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
-def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str] | NotServed:
-    """The draft model's layers among `names`, those that own memory; empty without such a model."""
+def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str]:
+    """The draft model's layers among `names`, those that own memory; empty without such a model.
+    Raises NotServed."""
     speculative = vllm_config.speculative_config
     if speculative is None or not has_cache(vllm_config):
         return frozenset()
     if speculative.method not in _SERVED:
-        return NotServed(f"the cache of a draft model of method {speculative.method} is not known")
+        raise NotServed(f"the cache of a draft model of method {speculative.method} is not known")
     end = int(vllm_config.model_config.get_total_num_hidden_layers())
     found = frozenset(name for name in names if _is_drafts(name, end))
     if not found or len(found) == len(names):
-        return NotServed("the names of the layers do not show which are the draft model's")
+        raise NotServed("the names of the layers do not show which are the draft model's")
     return found
 
 

@@ -113,13 +113,13 @@ def page_order(caches: Iterable[torch.Tensor], block_count: int) -> str:
 
 def grouped(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> list[dict[str, torch.Tensor]] | NotServed:
+) -> list[dict[str, torch.Tensor]]:
     """The caches by layer of each group that is served, in that order. Groups share the memory of
-    their layers: a block belongs to one of them at a time."""
+    their layers: a block belongs to one of them at a time. Raises NotServed."""
     names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     owned = {cache.data_ptr() for name, cache in kv_caches.items() if name in names}
     if any(cache.data_ptr() not in owned for cache in kv_caches.values()):
-        return NotServed("layers outside of the KV cache groups have a cache")
+        raise NotServed("layers outside of the KV cache groups have a cache")
     return [
         {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
         for group in (kv_cache_config.kv_cache_groups[n] for n in served_groups(kv_cache_config))
@@ -133,7 +133,7 @@ def describe(
     *,
     weights: Sequence[str],
     group: int = 0,
-) -> RankModel | NotServed:
+) -> RankModel:
     """Space and shard of a KV cache group whose caches have pages (`devices.cache_pages`).
 
     Args:
@@ -141,14 +141,13 @@ def describe(
         kv_caches: by layer, as of `grouped`.
         weights: digests of the weights of `drafts.models_of` the engine.
         group: number of the group, as of `grouped`.
+
+    Raises:
+        NotServed: the model cannot be distinguished for certain.
     """
     names = layers_in_order(kv_caches)
-    reason = _why_not(vllm_config, kv_cache_config)
-    if reason:
-        return NotServed(reason)
+    _check_layout(vllm_config, kv_cache_config)
     drafts = draft_layers(vllm_config, names)
-    if isinstance(drafts, NotServed):
-        return drafts
     caches = {name: kv_caches[name] for name in names}
     heads = {name: int(cache.shape[1]) for name, cache in caches.items()}
     number = served_groups(kv_cache_config)[group]
@@ -157,21 +156,19 @@ def describe(
         part = state_part(vllm_config, of, heads)
     else:
         part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
-    if isinstance(part, NotServed):
-        return part
     if order := page_order(caches.values(), kv_cache_config.num_blocks):
         part = _as_one_head(part)
     held = part.shard.head_end - part.shard.head_begin
     sizes = tuple(c.nbytes // kv_cache_config.num_blocks // held for c in caches.values())
     if len(set(sizes)) > 1 and part.layer_count != len(names):
-        return NotServed("its layers differ in size, and those of other pipeline stages are hidden")
+        raise NotServed("its layers differ in size, and those of other pipeline stages are hidden")
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
     is_packed = all(cache.device.type == "cpu" for cache in caches.values())
     isa = _machine() if is_state(of) else _each(map(_isa, layers))
     if not is_packed:
         isa = "cuda"  # its backends do not pack pages for a processor
     elif not is_state(of) and "" in map(_isa, layers):
-        return NotServed("the attention backend does not say how it packs its pages")
+        raise NotServed("the attention backend does not say how it packs its pages")
     spec = of.kv_cache_spec
     space = Space(
         **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers, isa=isa),
@@ -228,7 +225,7 @@ def part_of(
     heads: Mapping[str, int],
     *,
     drafts: frozenset[str] = frozenset(),
-) -> RankPart | NotServed:
+) -> RankPart:
     """Which layers and KV heads of the model a rank holds.
 
     Ranks are numbered stage by stage, and within a stage by the heads they hold. With fewer KV
@@ -240,6 +237,9 @@ def part_of(
         kv_cache_config: of this rank.
         heads: KV heads in each of its layers that own memory, in order.
         drafts: layers of the draft model.
+
+    Raises:
+        NotServed: its part is not known.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     names, ranks = list(heads), parallel.tensor_parallel_size
@@ -253,14 +253,14 @@ def part_of(
         # The engine itself says how many ranks are alike for MLA only; elsewhere it says 1.
         agrees = kv_cache_config.kv_tp_replicas in (1, replicas)
         if not agrees or ranks % replicas or ranks // replicas * held != total:
-            return NotServed(
+            raise NotServed(
                 f"each of {ranks} ranks holds {held} of {total} KV heads of {name}, which does not "
                 "say which"
             )
         totals.append(total)
         alike.add(replicas)
     if len(alike) != 1:
-        return NotServed("some of its layers have their KV heads on several ranks, others do not")
+        raise NotServed("some of its layers have their KV heads on several ranks, others do not")
     (replicas,) = alike
     heads_total = math.gcd(*totals)
     head_count = heads_total * replicas // ranks
@@ -271,7 +271,7 @@ def part_of(
         layers_total = int(model.get_total_num_hidden_layers())
         numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in names]
         if numbers != [[number] for number in range(layer_begin, layer_end)]:
-            return NotServed(
+            raise NotServed(
                 "the layers of this pipeline stage do not each have a cache of their own, so their "
                 "place in the model is not known"
             )
@@ -295,13 +295,13 @@ def _as_one_head(part: RankPart) -> RankPart:
 
 def state_part(
     vllm_config: VllmConfig, group: KVCacheGroupSpec, heads: Mapping[str, int]
-) -> RankPart | NotServed:
+) -> RankPart:
     """As `part_of`, of a group of recurrent layers: a state is bytes in an order that only its
-    layer knows, and the part of one rank counts as one head."""
+    layer knows, and the part of one rank counts as one head. Raises NotServed."""
     parallel = vllm_config.parallel_config
     alike = {bool(spec.tp_replicated) for spec in specs_of(group)}
     if len(alike) != 1 or set(heads.values()) != {1}:
-        return NotServed("its recurrent layers are not shared by ranks in one way")
+        raise NotServed("its recurrent layers are not shared by ranks in one way")
     total = 1 if alike == {True} else parallel.tensor_parallel_size
     begin = parallel.rank % total
     return RankPart(
@@ -372,15 +372,12 @@ def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    if kv_cache_config.kv_cache_layout not in LAYOUTS:
-        return (
-            f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not {' or '.join(LAYOUTS)}"
-        )
-    groups = len(kv_cache_config.kv_cache_groups)
+def _check_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    layout, groups = kv_cache_config.kv_cache_layout, len(kv_cache_config.kv_cache_groups)
+    if layout not in LAYOUTS:
+        raise NotServed(f"the KV cache layout is {layout}, not {' or '.join(LAYOUTS)}")
     if groups > 1 and vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return f"the layers of {groups} KV cache groups are on several pipeline stages"
-    return ""
+        raise NotServed(f"the layers of {groups} KV cache groups are on several pipeline stages")
 
 
 def _isa(layer: Any) -> str:

@@ -21,7 +21,6 @@ from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.connector.adapters import AdapterKeys, Adapters
-from kvstore.connector.checks import NotServed
 from kvstore.connector.handoff import SELECT_FD_END
 from kvstore.connector.prompts import tail_key, why_left_out
 from kvstore.errors import AttachError, ProtocolError
@@ -263,7 +262,7 @@ class SchedulerSide:
             return True
         adapter = request.lora_request
         return adapter is not None and isinstance(
-            self._adapters.look(adapter, time.monotonic_ns()), NotServed
+            self._adapters.look(adapter, time.monotonic_ns()), str
         )
 
     def get_num_new_matched_tokens(

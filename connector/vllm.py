@@ -251,13 +251,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _file_tokens(self, request: Request) -> int:
         return self._in_scheduler.file_tokens(request)
 
+    @_guarded(lambda self: KVStoreMetadata(self._rescue_plan()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's orders to the ranks."""
-        return KVStoreMetadata(self._build_plan(scheduler_output))
-
-    @_guarded(lambda self: self._rescue_plan())
-    def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        return self._in_scheduler.build_plan(scheduler_output)
+        return KVStoreMetadata(self._in_scheduler.build_plan(scheduler_output))
 
     def _rescue_plan(self) -> StepPlan:
         return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
@@ -282,18 +279,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; its blocks may be reused at once (fences protect running copies)."""
-        return False, self._request_finished(request)
+        """As `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
+    @_guarded(lambda self: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`; this is the one that vllm calls."""
-        return False, self._request_finished(request)
-
-    @_guarded(lambda self: None)
-    def _request_finished(self, request: Request) -> dict[str, Any] | None:
-        return self._in_scheduler.request_finished(request)
+        """The request ended; its blocks may be reused at once (fences protect running copies)."""
+        return False, self._in_scheduler.request_finished(request)
 
     @_guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:

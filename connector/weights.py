@@ -76,25 +76,19 @@ _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _tensor_decoder = msgspec.json.Decoder(_Tensor)
 
 
-class _Unreadable(Exception):
-    """Internal: the module's public functions turn it into NotServed."""
-
-
-def digest_weights(model: ModelConfig, load: LoadConfig) -> WeightsDigest | NotServed:
-    """The digest of the weights that the engine is configured to load."""
+def digest_weights(model: ModelConfig, load: LoadConfig) -> WeightsDigest:
+    """The digest of the weights that the engine is configured to load. Raises NotServed."""
     load_format = str(load.load_format)
     if load_format == "dummy":
         text = f"dummy {model.seed}"
         return WeightsDigest(hashlib.sha256(text.encode()).hexdigest(), 0, 0)
     if load_format not in _FILE_FORMATS:
-        return NotServed(
-            f"weights of load format {load_format} cannot be distinguished from others"
-        )
+        raise NotServed(f"weights of load format {load_format} cannot be distinguished from others")
     path = Path(model.model)
     if not path.exists():
         found = downloaded(model.model, model.revision, load.download_dir)
         if found is None:
-            return NotServed(f"the weight files of {model.model} cannot be found")
+            raise NotServed(f"the weight files of {model.model} cannot be found")
         path = found
     return digest_path(path)
 
@@ -111,24 +105,22 @@ def downloaded(model: str, revision: str | None, folder: str | None) -> Path | N
         return None
 
 
-def digest_path(path: Path) -> WeightsDigest | NotServed:
-    """The digest of a model's folder, or of a single weight file."""
+def digest_path(path: Path) -> WeightsDigest:
+    """The digest of a model's folder, or of a single weight file. Raises NotServed."""
     hasher = _Hasher()
     try:
         folder = path if path.is_dir() else path.parent
         files = sorted(folder.iterdir()) if path.is_dir() else [path]
         weights = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
         if not weights:
-            return NotServed(f"there are no weight files in {path}")
+            raise NotServed(f"there are no weight files in {path}")
         for name in _CONFIG_FILES:
             if (folder / name).is_file():
                 hasher.add(name, (folder / name).read_bytes())
         for file in weights:
             _add_file(hasher, file)
     except OSError as error:
-        return NotServed(f"weight files cannot be read: {error}")
-    except _Unreadable as error:
-        return NotServed(str(error))
+        raise NotServed(f"weight files cannot be read: {error}") from None
     return WeightsDigest(hasher.digest(), len(weights), hasher.read_bytes)
 
 
@@ -167,7 +159,7 @@ def _add_tensors(hasher: _Hasher, descriptor: int, size: int, name: str) -> None
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     begin = 8 + length
     if length > HEADER_BYTES_MAX or begin > size:
-        raise _Unreadable(f"{name} is no safetensors file")
+        raise NotServed(f"{name} is no safetensors file")
     content = os.pread(descriptor, length, 8)
     hasher.add(f"{name} header", content)
     try:
@@ -175,12 +167,12 @@ def _add_tensors(hasher: _Hasher, descriptor: int, size: int, name: str) -> None
         entries.pop("__metadata__", None)
         tensors = {key: _tensor_decoder.decode(value) for key, value in entries.items()}
     except msgspec.DecodeError:
-        raise _Unreadable(f"{name} has a header that is no safetensors header") from None
+        raise NotServed(f"{name} has a header that is no safetensors header") from None
     pieces = min(max(PIECES_MAX // max(len(tensors), 1), 1), PIECES_PER_TENSOR_MAX)
     for key, tensor in sorted(tensors.items()):
         first, last = tensor.data_offsets
         if not 0 <= first <= last <= size - begin:
-            raise _Unreadable(f"{name} is shorter than its header says")
+            raise NotServed(f"{name} is shorter than its header says")
         _add_range(hasher, descriptor, key, begin + first, begin + last, pieces=pieces)
 
 

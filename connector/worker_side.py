@@ -102,12 +102,12 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged cache exists: find its space and shard, and start to attach."""
-        found = self._describe(kv_caches)
-        if isinstance(found, NotServed):
-            self._reason = found.reason
-            logger.warning("kvstore: the cache is off: %s", found.reason)
+        try:
+            rank_config, copies = self._describe(kv_caches)
+        except NotServed as error:
+            self._reason = str(error)
+            logger.warning("kvstore: the cache is off: %s", error)
             return
-        rank_config, copies = found
         self._copies = copies
         core = RankCore(
             rank_config, copies_max=copies.copies_max, is_fenced_late=self._is_fenced_late
@@ -126,37 +126,19 @@ class WorkerSide:
         """Why this rank's cache is not served; empty when it is."""
         return self._reason if self._handoff is None else ""
 
-    def _describe(
-        self, kv_caches: dict[str, torch.Tensor]
-    ) -> tuple[RankConfig, CopyEngine] | NotServed:
+    def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[RankConfig, CopyEngine]:
         device = device_of(kv_caches)
-        if isinstance(device, NotServed):
-            return device
         by_group = grouped(self._kv_cache_config, kv_caches)
-        if isinstance(by_group, NotServed):
-            return by_group
         begin_ns = time.monotonic_ns()
-        weights = []
-        for model, load in models_of(self._vllm_config):
-            digest = digest_weights(model, load)
-            if isinstance(digest, NotServed):
-                return digest
-            weights.append(digest)
+        weights = [digest_weights(*each) for each in models_of(self._vllm_config)]
         digests = [each.digest for each in weights]
-        groups, held = [], []
-        for number, layers in enumerate(by_group):
-            group = self._describe_group(number, layers, digests)
-            if isinstance(group, NotServed):
-                return group
-            groups.append(group[0])
-            held.append(group[1])
+        described = [self._describe_group(n, each, digests) for n, each in enumerate(by_group)]
+        groups, held = zip(*described, strict=True)
         block_count = self._kv_cache_config.num_blocks
         copies = self._open_copies(held, block_count)
-        if isinstance(copies, NotServed):
-            return copies
         if reason := prove(copies, held, block_count):
             copies.close()
-            return NotServed(f"copies from and to the KV cache do not work on {device}: {reason}")
+            raise NotServed(f"copies from and to the KV cache do not work on {device}: {reason}")
         for number, each in enumerate(groups):
             assert copies.block_bytes(number) == each.block_bytes, (number, each)
         logger.info(
@@ -175,22 +157,18 @@ class WorkerSide:
             tenant=self._config.tenant,
             rank=self._rank,
             process=secrets.token_hex(8),
-            groups=tuple(groups),
+            groups=groups,
             gpu=copies.gpu,
         )
         return config, copies
 
     def _describe_group(
         self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
-    ) -> tuple[Group, GroupLayers] | NotServed:
-        pages = cache_pages(layers, block_count=self._kv_cache_config.num_blocks)
-        if isinstance(pages, NotServed):
-            return pages
+    ) -> tuple[Group, GroupLayers]:
+        cache_pages(layers, block_count=self._kv_cache_config.num_blocks)  # raises NotServed
         model = describe(
             self._vllm_config, self._kv_cache_config, layers, weights=weights, group=number
         )
-        if isinstance(model, NotServed):
-            return model
         size = shard_bytes(model.space, model.shard)
         return Group(model.space, model.shard, size), GroupLayers(layers, model.uncompared)
 

@@ -14,7 +14,6 @@ from kvstore.client.core.costs import Costs
 from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.adapters import AdapterKeys
-from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
@@ -342,7 +341,7 @@ def test_every_end_is_told_and_an_adapters_at_its_beginning(
     side = make_side(link)
     plain, adapted = request(1, 8), request(2, 8)
     adapted.lora_request = object()
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: NotServed("gone"))
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: "gone")
     for one in (plain, adapted):
         side.on_new_request(one)
         side.request_finished(one)
@@ -375,11 +374,11 @@ def test_a_request_waits_for_the_digest_of_its_adapter(
     assert not side._unread
 
 
-@pytest.mark.parametrize("found", [b"d" * 32, NotServed("its files changed"), None])
+@pytest.mark.parametrize("found", [b"d" * 32, "its files changed", None])
 def test_a_router_is_told_the_digest_of_an_adapter_or_why_not(
     make_side: Callable[[FullSocket], SchedulerSide],
     monkeypatch: pytest.MonkeyPatch,
-    found: bytes | NotServed | None,
+    found: bytes | str | None,
 ) -> None:
     side, one, plain = make_side(FullSocket(room=100)), request(1, 8), request(2, 8)
     one.lora_request = object()
@@ -402,7 +401,7 @@ def test_a_request_whose_adapter_takes_too_long_is_computed(
 ) -> None:
     link = FullSocket(room=100)
     side = make_side(link)
-    found: list[NotServed | None] = [None]
+    found: list[str | None] = [None]
     monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: found[0])
     late, gone = request(1, 8), request(2, 8)
     late.lora_request = gone.lora_request = object()
@@ -411,7 +410,7 @@ def test_a_request_whose_adapter_takes_too_long_is_computed(
     side.request_finished(gone)
     assert stories(link) == [("r2", "adapter")]
     assert side.get_num_new_matched_tokens(late, 0) == (None, False)
-    found[0] = NotServed("slow")
+    found[0] = "slow"
     assert side.get_num_new_matched_tokens(late, 0) == (0, False)
     side.request_finished(late)
     assert stories(link) == [("r2", "adapter"), ("r1", "adapter")]
@@ -424,11 +423,11 @@ def test_nothing_is_stored_or_loaded_once_an_adapters_files_changed(
     link = FullSocket(room=100)
     side, one = make_side(link), request(1, 8)
     one.lora_request = object()
-    digest: list[bytes | NotServed] = [b"d" * 32]
+    digest: list[bytes | str] = [b"d" * 32]
     monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: digest[0])
     side.on_new_request(one)
     assert side._is_left_out(one) is False
-    digest[0] = NotServed("changed")
+    digest[0] = "changed"
     assert side.get_num_new_matched_tokens(one, 0) == (0, False)
     one.num_computed_tokens = 0
     state = SimpleNamespace(get_block_ids=lambda name: pytest.fail("its blocks are looked at"))

@@ -130,14 +130,12 @@ def kv_cache_config(layout: str = "LBHNC", names: Sequence[str] = NAMES) -> Any:
 
 
 def described(**changes: Any) -> RankModel:
-    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
-    assert isinstance(found, RankModel), found
-    return found
+    return describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
 
 
 def drafting(
     method: str, *names: str, heads: int = 1, tp: int = 1, weights: str = "d"
-) -> RankModel | NotServed:
+) -> RankModel:
     """An engine with a draft model of such layers, of one KV head in all."""
     import torch
 
@@ -222,10 +220,10 @@ def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
     ],
 )
 def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) -> None:
-    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
-    assert isinstance(found, NotServed)
-    found = describe(vllm_config("/a"), kv_cache_config("LHBNC"), kv_caches(), weights=["w"])
-    assert isinstance(found, NotServed)
+    with pytest.raises(NotServed):
+        describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
+    with pytest.raises(NotServed, match="layout"):
+        describe(vllm_config("/a"), kv_cache_config("LHBNC"), kv_caches(), weights=["w"])
 
 
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────
