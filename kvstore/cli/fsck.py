@@ -43,7 +43,7 @@ from kvstore.tiers.file.segments.directory import (
     segments_identity,
 )
 from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
-from kvstore.tiers.file.segments.recovery import Contents, read_contents, read_head
+from kvstore.tiers.file.segments.recovery import Contents, SegmentFile, read_head
 from kvstore.tiers.file.verify import walk
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
@@ -345,12 +345,13 @@ def _check(
         return None
     report.segments += 1
     report.file_bytes += size
-    found, bad = _read(disk, fd, size, head)
+    file = SegmentFile(disk, fd, head, size)
+    found, bad = _read(file)
     for _ in range(_LOOKS_MAX if report.node_runs and not found.is_closed else 0):
         if not (bad or found.skipped_pages):
             break
         threading.Event().wait(_LOOK_PAUSE_S)
-        found, bad = _read(disk, fd, size, head)
+        found, bad = _read(file)
     table, skipped = found.table, found.skipped_pages
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
@@ -364,10 +365,10 @@ def _check(
     return _Checked(number, size, head, table, bad, skipped, found.is_closed)
 
 
-def _read(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Contents, list[int]]:
+def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
     """(contents of a segment, rows of its table whose records are bad)."""
-    found = read_contents(disk, fd, size, head)
-    walked = walk(disk, fd, head, found.table, Pages(_PIECE_BYTES))
+    found = file.contents()
+    walked = walk(file, found.table, Pages(_PIECE_BYTES))
     return found, [row for row, (_, good) in enumerate(walked) if not good]
 
 

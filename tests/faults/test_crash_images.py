@@ -24,7 +24,7 @@ from kvstore.tiers.file.segments import disk
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import segment_name
 from kvstore.tiers.file.segments.disk import Pages, PosixDisk
-from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments.recovery import SegmentFile, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.learned import Learned, encode_learned
 from kvstore.wire.record import Void
@@ -92,7 +92,7 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     head = read_head(medium, -1) if len(data) >= PAGE_BYTES else None
     if head is None or head.store_id != store_id or head.number != number:
         return None
-    table = read_footer(medium, -1, len(data), head) or scan(medium, -1, len(data), head).table()
+    table = SegmentFile(medium, -1, head, len(data)).contents().table
     memory = _pages(SLOT_PAGES * PAGE_BYTES)
     catalog: Any = OneSegment(Segment(number, head, segment_name(number), -1, len(data)))
     reading = Reader(catalog, medium, memory.view, direct=True)

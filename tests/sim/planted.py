@@ -46,8 +46,7 @@ from kvstore.index.feed import Feed, Heard
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.tiers.file.jobs import ReadJob
-from kvstore.tiers.file.reader import Reader, WantedBlock
+from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.shared import Peers

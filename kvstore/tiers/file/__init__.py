@@ -9,7 +9,7 @@
 | `verify.py`, `scrub.py` | whether a record is still what was stored; asking that all the time |
 | `segments/` | what lies on the disk, and what it held when the tier was opened |
 | `health.py` | when a failing disk is left alone (`kvstore.breaker`) |
-| `jobs.py`, `outbox.py` | what waits or runs; events on their way to the driver |
+| `outbox.py` | events on their way to the driver |
 | `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,13 +24,12 @@ from kvstore.ports import Clock
 from kvstore.tier_events import FileEvent, FileLate, FileWritten, ReclaimFile, Suspended, VoidFile
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.jobs import CarryJob, WriteJob
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reclaim import Reclaimer
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk
-from kvstore.tiers.file.writer import AppendOutcome, Writer
+from kvstore.tiers.file.writer import AppendOutcome, RecordBatch, Writer
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
@@ -38,6 +38,29 @@ from kvstore.wire.segment import Table
 _BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
 
 FREE_SEGMENTS_MIN: Final = 3
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """A WriteFile that waits or runs. `places`: locations of its leading blocks, those written so
+    far."""
+
+    job: int
+    batch: RecordBatch
+    deadline_ns: int
+    taken_bytes: int
+    places: list[int] = field(default_factory=list)
+    running: bool = False
+    late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CarryJob:
+    """Recovery is over, and found these voids, which new segments have to repeat."""
+
+    voids: tuple[Void, ...]
+
+
 _Job = WriteJob | VoidFile | ReclaimFile | CarryJob | bytes
 """Bytes: the note to keep."""
 

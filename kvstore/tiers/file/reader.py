@@ -6,33 +6,34 @@ A block is good when the page before it is the record that was asked for, at the
 found, and the checksum over address and bytes is the one that the storing rank made. Verification
 runs on the reading thread and without the GIL.
 
-Does not cover: which runs there are, and deadlines (`jobs.py`, `tier.py`).
+A read is split into runs, which threads take one by one, and ends when every run has ended or was
+taken back before it began; its deadline takes back the runs that have not begun.
+
+Does not cover: threads and deadlines (`tier.py`).
 """
 
 from __future__ import annotations
 
 import enum
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import numpy as np
 
+from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached, read_all
-from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import (
-    BlockPage,
-    Scope,
-    parse_page,
-    payload_pages,
-    record_pages,
-)
-from kvstore.wire.segment import place_of
+from kvstore.wire.record import BlockPage, Scope, parse_page, payload_pages, record_pages
+from kvstore.wire.segment import PAGE_SHIFT, place_of
 
 RUN_BYTES_MAX: Final = 4 << 20
 RUN_RECORDS_MAX: Final = 128
+PAGE_MASK: Final = (1 << PAGE_SHIFT) - 1
 
 
 class ReadVerdict(enum.Enum):
@@ -54,11 +55,61 @@ class WantedBlock(msgspec.Struct, frozen=True):
     checksum: bytes | None
 
 
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """A ReadFile that waits or runs. `good`: a byte per block, 1 once it was read and is intact."""
+
+    order: ReadFile
+    deadline_ns: int
+    taken_bytes: int
+    good: bytearray
+    runs_left: int = 0
+    late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RecordRun:
+    """Records of one read that lie side by side in segment `number`. `indices`: of these blocks in
+    the job's order."""
+
+    job: ReadJob
+    number: int
+    indices: list[int]
+    wanted: list[WantedBlock]
+
+
 class RunResult(msgspec.Struct):
     """A verdict per block, and the medium's failure if there was one."""
 
     verdicts: list[ReadVerdict]
     error: OSError | None = None
+
+
+def split(job: ReadJob) -> Iterator[RecordRun]:
+    """Runs of neighbours, in the order in which they lie on disk."""
+    order = job.order
+    pages, locations = record_pages(order.scope), np.frombuffer(order.locations, np.uint64)
+    run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
+    run: RecordRun | None = None
+    expected = -1
+    for index in np.argsort(locations, kind="stable").tolist():
+        location = int(locations[index])
+        wanted = WantedBlock(
+            location & PAGE_MASK,
+            int(order.slots[index]),
+            order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
+            order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] or None,
+        )
+        if run is not None and location == expected and len(run.indices) < run_max:
+            run.indices.append(index)
+            run.wanted.append(wanted)
+        else:
+            if run is not None:
+                yield run
+            run = RecordRun(job, location >> PAGE_SHIFT, [index], [wanted])
+        expected = location + pages
+    if run is not None:
+        yield run
 
 
 class Reader:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.tier_events import FileEvent, FileGone, FileKnown, FileMoved, FileReclaim
 from kvstore.tiers.file.reader import (
+    PAGE_MASK,
     RUN_BYTES_MAX,
     RUN_RECORDS_MAX,
     Reader,
@@ -22,13 +23,11 @@ from kvstore.tiers.file.reader import (
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk, Pages
-from kvstore.tiers.file.segments.recovery import read_contents, record_sets
-from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
+from kvstore.tiers.file.segments.recovery import SegmentFile, record_sets
+from kvstore.tiers.file.writer import RecordBatch, Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages
-from kvstore.wire.segment import PAGE_SHIFT, Table
-
-_PAGE_MASK = (1 << PAGE_SHIFT) - 1
+from kvstore.wire.segment import Table
 
 
 class Reclaimer:
@@ -59,7 +58,8 @@ class Reclaimer:
         """Table of the segment; None: it cannot be read, though the disk can be."""
         try:
             with self._catalog.reading(segment) as fd:
-                return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table
+                file = SegmentFile(self._disk, fd, segment.head, segment.taken_bytes)
+                return file.contents().table
         except OSError:
             if not self._directory.is_readable():
                 raise
@@ -99,12 +99,13 @@ class Reclaimer:
         keys, sums = keys[rows], sums[rows]
         good = []
         for row, place in enumerate(places.tolist()):
-            page, slot = place & _PAGE_MASK, row * pages
+            page, slot = place & PAGE_MASK, row * pages
             wanted = WantedBlock(page, slot, keys[row].tobytes(), sums[row].tobytes())
             if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
                 good.append(row)
-        payloads = Payloads(scratch.view, np.array(good, np.uint32) * np.uint32(pages))
-        batch = RecordBatch(scope, keys[good].tobytes(), sums[good].tobytes(), payloads)
+        slots = np.array(good, np.uint32) * np.uint32(pages)
+        of_good = keys[good].tobytes(), sums[good].tobytes()
+        batch = RecordBatch(scope, *of_good, scratch.view, slots)
         outcome = self._writer.append(batch, spare=True)
         errors += [outcome.error] if outcome.error is not None else []
         done = good[: len(outcome.places)]

@@ -26,7 +26,7 @@ from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.tiers.file.log_thread import LogThread, Parts
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.disk import Pages, forget_cached
-from kvstore.tiers.file.segments.recovery import read_contents
+from kvstore.tiers.file.segments.recovery import SegmentFile
 from kvstore.tiers.file.verify import Record, walk
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
@@ -97,12 +97,13 @@ class Scrub:
     def _scrub(self, segment: Segment) -> None:
         try:
             with self._catalog.reading(segment) as fd:
-                table = self._table(segment, fd)
+                file = SegmentFile(self._disk, fd, segment.head, segment.taken_bytes)
+                table = self._table(segment, file)
                 if table is None:
                     return
                 alive = table.living(segment.number, self._log.voids)
                 for record, good in walk(
-                    *(self._disk, fd, segment.head, table, self._buffer),
+                    *(file, table, self._buffer),
                     rows=alive.nonzero()[0].tolist(),
                     before_read=self._take_turn,
                     failed=self._failed,
@@ -115,12 +116,12 @@ class Scrub:
         except OSError as error:
             self._failed(error)
 
-    def _table(self, segment: Segment, fd: int) -> Table | None:
+    def _table(self, segment: Segment, file: SegmentFile) -> Table | None:
         """Table of the segment; None: it is being closed, and looked at in the next pass."""
         if segment.appending:
             return self._log.table_of(segment.number)
         self._take_turn(PIECE_BYTES)
-        return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table
+        return file.contents().table
 
     def _verified(self, segment: Segment, fd: int, record: Record, *, good: bool) -> None:
         if not self._direct:

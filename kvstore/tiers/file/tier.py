@@ -41,22 +41,16 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.jobs import (
-    ReadJob,
-    RecordRun,
-    WriteJob,
-    split,
-)
-from kvstore.tiers.file.log_thread import LogThread, Parts
+from kvstore.tiers.file.log_thread import LogThread, Parts, WriteJob
 from kvstore.tiers.file.outbox import Outbox
-from kvstore.tiers.file.reader import Reader, ReadVerdict, RunResult
+from kvstore.tiers.file.reader import Reader, ReadJob, ReadVerdict, RecordRun, RunResult, split
 from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.segments.catalog import Catalog
 from kvstore.tiers.file.segments.directory import Directory, cannot_be_read, open_directory
 from kvstore.tiers.file.segments.disk import Disk, PosixDisk
 from kvstore.tiers.file.segments.restart import Restart
 from kvstore.tiers.file.segments.shared import Peers
-from kvstore.tiers.file.writer import Payloads, RecordBatch
+from kvstore.tiers.file.writer import RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.record import Void, payload_pages
@@ -227,8 +221,8 @@ class FileTier:
     def _write(self, order: WriteFile) -> bool:
         taken = self._check(order)
         assert len(order.checksums) == len(order.slots) * CHECKSUM_BYTES
-        payloads = Payloads(self._memory, np.array(order.slots, np.uint32))
-        batch = RecordBatch(order.scope, order.keys, order.checksums, payloads)
+        slots = np.array(order.slots, np.uint32)
+        batch = RecordBatch(order.scope, order.keys, order.checksums, self._memory, slots)
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + self._config.write_deadline_ms * NS_PER_MS
         with self._lock:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from kvstore.tiers.file.segments.disk import Disk, Pages, read_all
+from kvstore.tiers.file.segments.disk import Pages, read_all
+from kvstore.tiers.file.segments.recovery import SegmentFile
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import BlockPage, Scope, parse_page, record_pages
-from kvstore.wire.segment import SegmentHead, Table, place_of
+from kvstore.wire.record import BlockPage, Scope, record_pages
+from kvstore.wire.segment import Table
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -53,9 +54,7 @@ def is_bad_sector(error: OSError) -> bool:
 
 
 def walk(
-    disk: Disk,
-    fd: int,
-    head: SegmentHead,
+    file: SegmentFile,
     table: Table,
     buffer: Pages,
     *,
@@ -66,7 +65,7 @@ def walk(
     """Records in the order in which they lie, each with whether it is intact (`is_intact`).
 
     Args:
-        disk, fd, head, buffer, before_read: as of `is_intact`.
+        file, buffer, before_read: as of `is_intact`.
         table: what the segment holds.
         rows: of the table; None: all.
         failed: called when the medium failed; whether the record is bad, else it is left out.
@@ -74,7 +73,7 @@ def walk(
     for row in range(len(table.pages)) if rows is None else rows:
         record = record_at(table, row)
         try:
-            good = is_intact(disk, fd, head, record, buffer, before_read=before_read)
+            good = is_intact(file, record, buffer, before_read)
         except OSError as error:
             if not failed(error):
                 continue
@@ -83,19 +82,15 @@ def walk(
 
 
 def is_intact(
-    disk: Disk,
-    fd: int,
-    head: SegmentHead,
+    file: SegmentFile,
     record: Record,
     buffer: Pages,
-    *,
     before_read: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Whether the record is there, every byte of it.
 
     Args:
-        disk, fd: its segment.
-        head: what the segment's page 0 said.
+        file: its segment.
         record: what should be there.
         buffer: for a piece, at least a page; a record that fits it is in there afterwards.
         before_read: called with the size of each piece before it is read.
@@ -103,13 +98,9 @@ def is_intact(
     Raises:
         OSError: the medium failed.
     """
-    pieces = _read(disk, fd, record, buffer, before_read)
+    pieces = _read(file, record, buffer, before_read)
     first = next(pieces, memoryview(b""))
-    page = parse_page(
-        first[:PAGE_BYTES],
-        segment_id=head.segment_id,
-        place=place_of(head.number, record.page),
-    )
+    page = file.parsed(first[:PAGE_BYTES], record.page)
     if page != BlockPage(record.scope, record.key, record.checksum):
         return False
     payload = itertools.chain([first[PAGE_BYTES:]], pieces)
@@ -117,13 +108,13 @@ def is_intact(
 
 
 def _read(
-    disk: Disk, fd: int, record: Record, buffer: Pages, before_read: Callable[[int], None]
+    file: SegmentFile, record: Record, buffer: Pages, before_read: Callable[[int], None]
 ) -> Iterator[memoryview]:
     """Header and payload of a record, piece by piece, in `buffer`; ends early with its file."""
     end = PAGE_BYTES + record.scope.block_bytes
     for begin in range(0, record.size_bytes, len(buffer.view)):
         piece = buffer.view[: min(len(buffer.view), record.size_bytes - begin)]
         before_read(len(piece))
-        if read_all(disk, fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
+        if read_all(file.disk, file.fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
             return
         yield piece[: end - begin]

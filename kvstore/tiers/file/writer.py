@@ -37,7 +37,7 @@ from kvstore.tiers.file.segments.disk import (
     open_regular,
     write_all,
 )
-from kvstore.tiers.file.segments.recovery import Gathered
+from kvstore.tiers.file.segments.recovery import Gathered, SegmentFile
 from kvstore.tiers.file.verify import walk
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
@@ -70,20 +70,15 @@ class SyncFailed(OSError):
     """fsync failed: the kernel may have dropped data that it had accepted."""
 
 
-class Payloads(msgspec.Struct, frozen=True):
-    """Blocks: each begins in `memory` (u8, page aligned) at its page of `slots` (u32 [n])."""
-
-    memory: memoryview
-    slots: NDArray[np.uint32]
-
-
 class RecordBatch(msgspec.Struct, frozen=True):
-    """Blocks of one scope to be written. `keys` 32 bytes each, `checksums` 16."""
+    """Blocks of one scope to be written. `keys` 32 bytes each, `checksums` 16. Each begins in
+    `memory` (u8, page aligned) at its page of `slots` (u32 [n])."""
 
     scope: Scope
     keys: bytes
     checksums: bytes
-    payloads: Payloads
+    memory: memoryview
+    slots: NDArray[np.uint32]
 
 
 class AppendOutcome(msgspec.Struct):
@@ -188,7 +183,7 @@ class Writer:
             first: blocks before this one are done already.
             spare: may use the segment that is kept free for reclaiming.
         """
-        count = len(batch.payloads.slots) if self.may_hold(batch.scope) else 0
+        count = len(batch.slots) if self.may_hold(batch.scope) else 0
         run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(batch.scope) << 12)))
         with self._attempt() as outcome:
             self._stay()
@@ -305,14 +300,14 @@ class Writer:
 
     def _payload(self, batch: RecordBatch, index: int, row: int) -> list[memoryview]:
         """The block's pages; a last one that it does not fill comes zero-padded from `_tails`."""
-        begin = int(batch.payloads.slots[index]) * PAGE_BYTES
+        begin = int(batch.slots[index]) * PAGE_BYTES
         length = batch.scope.block_bytes
         rest = length % PAGE_BYTES
-        whole = batch.payloads.memory[begin : begin + length - rest]
+        whole = batch.memory[begin : begin + length - rest]
         if not rest:
             return [whole]
         tail = self._tails.page(row)
-        tail[:rest] = batch.payloads.memory[begin + length - rest : begin + length]
+        tail[:rest] = batch.memory[begin + length - rest : begin + length]
         tail[rest:] = bytes(PAGE_BYTES - rest)
         return [whole, tail] if len(whole) else [tail]
 
@@ -447,8 +442,9 @@ class Writer:
         with contextlib.suppress(OSError):
             forget_cached(opened.fd)
         number, found = opened.segment.number, opened.found
+        file = SegmentFile(self._disk, opened.fd, opened.segment.head, self._segment_bytes)
         walked = walk(
-            *(self._disk, opened.fd, opened.segment.head, found.table(), Pages(MIB)),
+            *(file, found.table(), Pages(MIB)),
             rows=range(opened.synced_records, len(found.pages)),
             failed=lambda _: True,
         )

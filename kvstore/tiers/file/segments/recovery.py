@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.disk import Disk, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.wire.record import PAGE_MAGIC, Scope, Void, parse_page, record_pages
+from kvstore.wire.record import PAGE_MAGIC, BlockPage, Scope, Void, parse_page, record_pages
 from kvstore.wire.segment import (
     PAGE_SHIFT,
     SegmentHead,
@@ -37,18 +37,6 @@ _SEARCH_PAGES: Final = 256
 def read_head(disk: Disk, fd: int) -> SegmentHead | None:
     """Content of page 0. Raises OSError."""
     return parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
-
-
-def read_footer(disk: Disk, fd: int, file_bytes: int, head: SegmentHead) -> Table | None:
-    """The table of a closed segment, None if it has none that can be trusted. Raises OSError."""
-    if file_bytes % PAGE_BYTES or file_bytes < 3 * PAGE_BYTES:
-        return None
-    trailer = read_bytes(disk, fd, PAGE_BYTES, file_bytes - PAGE_BYTES)
-    place = parse_trailer(trailer, head, file_bytes=file_bytes)
-    if place is None:
-        return None
-    body = read_bytes(disk, fd, place.table_bytes, place.first_page * PAGE_BYTES)
-    return parse_footer(body, place, head)
 
 
 @dataclass
@@ -85,63 +73,6 @@ class Gathered:
         )
 
 
-def scan(
-    disk: Disk,
-    fd: int,
-    file_bytes: int,
-    head: SegmentHead,
-    *,
-    first_page: int = 1,
-    search: bool = True,
-) -> Gathered:
-    """Read records one behind the other.
-
-    Args:
-        disk, fd: where to read.
-        file_bytes: as far as the file goes.
-        head: what page 0 said.
-        first_page: where a record is expected.
-        search: look for the next record behind a broken one; else stop there.
-
-    Raises:
-        OSError: the medium failed.
-    """
-    found = Gathered(end_page=first_page)
-    page, end = first_page, file_bytes // PAGE_BYTES
-    while page < end:
-        raw = read_bytes(disk, fd, PAGE_BYTES, page * PAGE_BYTES)
-        record = parse_page(raw, segment_id=head.segment_id, place=place_of(head.number, page))
-        if isinstance(record, Void):
-            found.voids.append(record)
-            page += 1
-        elif record is not None and page + record_pages(record.scope) <= end:
-            found.add(page, record.scope, record.key, record.checksum)
-            page += record_pages(record.scope)
-        else:
-            if not search:
-                return found
-            after = _next_record(disk, fd, head, page + 1, end)
-            if after < end:
-                found.skipped_pages += after - page
-            page = after
-            continue
-        found.end_page = page
-    return found
-
-
-def _next_record(disk: Disk, fd: int, head: SegmentHead, page: int, end: int) -> int:
-    """First page from `page` on that is a record of this place; `end` if there is none."""
-    while page < end:
-        chunk = read_bytes(disk, fd, min(_SEARCH_PAGES, end - page) * PAGE_BYTES, page * PAGE_BYTES)
-        for at in range(len(chunk) // PAGE_BYTES):
-            raw = chunk[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
-            place = place_of(head.number, page + at)
-            if raw[:4] == PAGE_MAGIC and parse_page(raw, segment_id=head.segment_id, place=place):
-                return page + at
-        page += _SEARCH_PAGES
-    return end
-
-
 class Contents(NamedTuple):
     """Content of a segment, and how it was found."""
 
@@ -153,28 +84,85 @@ class Contents(NamedTuple):
     """Pages between records that are none."""
 
 
-def read_contents(
-    disk: Disk,
-    fd: int,
-    file_bytes: int,
-    head: SegmentHead,
-    *,
-    first_page: int = 1,
-    search: bool = True,
-) -> Contents:
-    """The content of a segment: by its footer, if it has one that can be trusted, else record by
-    record as `scan` finds them.
+class SegmentFile(NamedTuple):
+    """A segment that is open for reading. All methods raise OSError: the medium failed."""
 
-    Raises:
-        OSError: the medium failed.
-    """
-    table = read_footer(disk, fd, file_bytes, head)
-    if table is not None:
-        return Contents(table, file_bytes // PAGE_BYTES)
-    found = scan(disk, fd, file_bytes, head, first_page=first_page, search=search)
-    return Contents(
-        found.table(), found.end_page, is_closed=False, skipped_pages=found.skipped_pages
-    )
+    disk: Disk
+    fd: int
+    head: SegmentHead
+    """What page 0 said."""
+    size_bytes: int
+    """As far as the file goes."""
+
+    def contents(self, *, first_page: int = 1, search: bool = True) -> Contents:
+        """The content: by the footer, if there is one that can be trusted, else record by record as
+        `scan` finds them.
+        """
+        table = self.footer()
+        if table is not None:
+            return Contents(table, self.size_bytes // PAGE_BYTES)
+        found = self.scan(first_page=first_page, search=search)
+        return Contents(
+            found.table(), found.end_page, is_closed=False, skipped_pages=found.skipped_pages
+        )
+
+    def footer(self) -> Table | None:
+        """The table of a closed segment, None if it has none that can be trusted."""
+        size = self.size_bytes
+        if size % PAGE_BYTES or size < 3 * PAGE_BYTES:
+            return None
+        trailer = read_bytes(self.disk, self.fd, PAGE_BYTES, size - PAGE_BYTES)
+        place = parse_trailer(trailer, self.head, file_bytes=size)
+        if place is None:
+            return None
+        body = read_bytes(self.disk, self.fd, place.table_bytes, place.first_page * PAGE_BYTES)
+        return parse_footer(body, place, self.head)
+
+    def scan(self, *, first_page: int = 1, search: bool = True) -> Gathered:
+        """Read records one behind the other.
+
+        Args:
+            first_page: where a record is expected.
+            search: look for the next record behind a broken one; else stop there.
+        """
+        found = Gathered(end_page=first_page)
+        page, end = first_page, self.size_bytes // PAGE_BYTES
+        while page < end:
+            raw = read_bytes(self.disk, self.fd, PAGE_BYTES, page * PAGE_BYTES)
+            record = self.parsed(raw, page)
+            if isinstance(record, Void):
+                found.voids.append(record)
+                page += 1
+            elif record is not None and page + record_pages(record.scope) <= end:
+                found.add(page, record.scope, record.key, record.checksum)
+                page += record_pages(record.scope)
+            else:
+                if not search:
+                    return found
+                after = self._next_record(page + 1, end)
+                if after < end:
+                    found.skipped_pages += after - page
+                page = after
+                continue
+            found.end_page = page
+        return found
+
+    def parsed(self, raw: bytes | memoryview, page: int) -> BlockPage | Void | None:
+        """What a page of this segment says; None: it says nothing, or is of another place."""
+        place = place_of(self.head.number, page)
+        return parse_page(raw, segment_id=self.head.segment_id, place=place)
+
+    def _next_record(self, page: int, end: int) -> int:
+        """First page from `page` on that is a record of this place; `end` if there is none."""
+        while page < end:
+            length = min(_SEARCH_PAGES, end - page) * PAGE_BYTES
+            chunk = read_bytes(self.disk, self.fd, length, page * PAGE_BYTES)
+            for at in range(len(chunk) // PAGE_BYTES):
+                raw = chunk[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
+                if raw[:4] == PAGE_MAGIC and self.parsed(raw, page + at):
+                    return page + at
+            page += _SEARCH_PAGES
+        return end
 
 
 def record_sets(

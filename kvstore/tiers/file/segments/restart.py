@@ -21,7 +21,7 @@ from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import Disk
-from kvstore.tiers.file.segments.recovery import read_contents, read_footer, read_head, record_sets
+from kvstore.tiers.file.segments.recovery import SegmentFile, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
@@ -59,7 +59,7 @@ class Restart:
             try:
                 if (head := self._head_of(number)) is not None:
                     with self._directory.opened(segment_name(number)) as (fd, size):
-                        footer = read_footer(self._disk, fd, size, head)
+                        footer = SegmentFile(self._disk, fd, head, size).footer()
                     self.newest_is_closed = footer is not None
                     return number + 1
             except OSError:
@@ -138,7 +138,7 @@ class Restart:
             return True
         name = segment_name(number)
         with self._directory.opened(name) as (fd, size):
-            table = read_contents(self._disk, fd, size, head).table
+            table = SegmentFile(self._disk, fd, head, size).contents().table
         if not len(table.pages) and not table.voids:
             self._directory.remove(name)
             self._forget(number)

@@ -29,7 +29,7 @@ from kvstore.tier_events import FileGone, FileKnown
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.segments.directory import segment_number
 from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened, read_flags
-from kvstore.tiers.file.segments.recovery import read_contents, read_head, record_sets
+from kvstore.tiers.file.segments.recovery import SegmentFile, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
@@ -188,7 +188,7 @@ class Peers:
 
     def _announce_new(self, seen: _Seen, fd: int, size: int, announce: _Announce) -> bool:
         head, first, number = seen.segment.head, seen.end_page, seen.segment.number
-        found = read_contents(self._disk, fd, size, head, first_page=first, search=False)
+        found = SegmentFile(self._disk, fd, head, size).contents(first_page=first, search=False)
         sets = record_sets(found.table, number, own_number=head.number, voids=(), first_page=first)
         for known in sets:
             if not announce(known):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.file.segments.disk import PosixDisk, works_direct, write_all
-from kvstore.tiers.file.segments.recovery import read_head, scan
+from kvstore.tiers.file.segments.recovery import SegmentFile, read_head
 from kvstore.types import PAGE_BYTES
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
 
@@ -98,7 +98,7 @@ def test_records_behind_a_broken_one_are_found_only_when_looked_for(tmp_path: Pa
             disk, fd = PosixDisk(), file.fileno()
             head = read_head(disk, fd)
             assert head is not None
-            gathered = scan(disk, fd, len(image), head, search=search)
+            gathered = SegmentFile(disk, fd, head, len(image)).scan(search=search)
         keys = bytes(gathered.keys)
         return [keys[at : at + 32] for at in range(0, len(keys), 32)], gathered.skipped_pages
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim
-from kvstore.tiers.file.jobs import WriteJob
+from kvstore.tiers.file.log_thread import WriteJob
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.tier import look_pause_s

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.file.segments.disk import Pages, PosixDisk, open_regular
-from kvstore.tiers.file.segments.recovery import read_head, scan
+from kvstore.tiers.file.segments.recovery import SegmentFile, read_head
 from kvstore.tiers.file.verify import Record, is_intact, record_at
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
-from kvstore.wire.segment import SegmentHead, place_of
+from kvstore.wire.segment import place_of
 from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key, payload
 
 DISK = PosixDisk()
@@ -32,12 +32,12 @@ class Stored:
         os.close(dir_fd)
         head = read_head(DISK, self.fd)
         assert head is not None
-        self.head: SegmentHead = head
-        table = scan(DISK, self.fd, size, head).table()
+        self.file = SegmentFile(DISK, self.fd, head, size)
+        table = self.file.scan().table()
         self.records = [record_at(table, row) for row in range(len(table.pages))]
 
     def is_intact(self, record: Record, piece_bytes: int = 1 << 20) -> bool:
-        return is_intact(DISK, self.fd, self.head, record, Pages(piece_bytes))
+        return is_intact(self.file, record, Pages(piece_bytes))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_record_that_fits_the_buffer_is_in_there_afterwards(stored: Stored) ->
     first, _ = stored.records
     buffer = Pages(first.size_bytes)
     turns: list[int] = []
-    assert is_intact(DISK, stored.fd, stored.head, first, buffer, before_read=turns.append)
+    assert is_intact(stored.file, first, buffer, turns.append)
     assert bytes(buffer.view[PAGE_BYTES:]) == payload(1)
     assert turns == [first.size_bytes]
 
@@ -79,8 +79,8 @@ def test_a_page_that_tells_of_another_block_is_no_page_of_this_one(stored: Store
         prefix=first.scope.prefix(),
         key=key(9),
         checksum=first.checksum,
-        segment_id=stored.head.segment_id,
-        place=place_of(stored.head.number, first.page),
+        segment_id=stored.file.head.segment_id,
+        place=place_of(stored.file.head.number, first.page),
     )
     os.pwrite(stored.fd, page, first.page * PAGE_BYTES)
     assert not stored.is_intact(first)
