@@ -234,7 +234,7 @@ class WorkerSide:
 
     def _load_ended(self, load: LoadResult) -> bool:
         """Take the result of a load. Returns whether it was the last one of its request."""
-        if load.failed_block_ids and self._has_groups:
+        if load.failed_block_ids and len(self._kv_cache_config.kv_cache_groups) > 1:
             self._failed.add(load.request)
         elif load.failed_block_ids:
             self._load_errors.update(load.failed_block_ids)
@@ -243,10 +243,6 @@ class WorkerSide:
             return False
         del self._loading[load.request]
         return True
-
-    @property
-    def _has_groups(self) -> bool:
-        return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def block_ids_with_load_errors(self) -> set[int]:
         """Target blocks of the loads that `get_finished` just named which hold nothing valid.

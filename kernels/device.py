@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,10 @@ from kvstore.wire.layout import Slab
 # A range lasts from the launch until the end is reported, hashing included. Without a tool that
 # listens one costs 0.2 us; without the package `nvtx` there are none.
 
+try:
+    import nvtx as _nvtx
+except ImportError:
+    _nvtx = None
 DOMAIN: Final = "kvstore"
 Range = Callable[[], object]
 """A function that ends a range."""
@@ -59,24 +63,9 @@ Range = Callable[[], object]
 def begin_range(name: str) -> Range:
     """Begin a range with this name. Returns the function that ends it."""
     if _nvtx is None:
-        return _nothing
+        return lambda: None
     nvtx, begun = _nvtx, _nvtx.start_range(message=name, domain=DOMAIN)
     return lambda: nvtx.end_range(begun)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _import() -> Any:
-    try:
-        import nvtx
-    except ImportError:
-        return None
-    return nvtx
-
-
-_nvtx = _import()
 
 
 # ── flights ───────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ Covers: hours, money, the row of all. Does not cover: the sums (`kvstore.engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,47 +21,31 @@ from kvstore.engine import SavingsReport
 
 MS_PER_HOUR: Final = 3_600_000
 ALL: Final = "(all)"
+KINDS: Final = ("saved", "spent", "lost")
 
 
-class SavingsRow(msgspec.Struct, frozen=True):
-    """Savings in hours of one model, tenant and tier, or of all of them."""
-
-    model: str
-    tenant: str
-    tier: str
-    loaded_tokens: int
-    saved_hours: float
-    """Hours of engines, also in `spent_hours` and `lost_hours`: an engine computes on all of its
-    GPUs at once.
-    """
-    spent_hours: float
-    lost_hours: float
-    net_gpu_hours: float
-    """Hours saved less hours spent, times GPUs; negative: a loss."""
-    net_money: float | None = None
-    """`net_gpu_hours` at the price of a GPU hour; None: no price was given."""
+Row = dict[str, Any]
+"""Savings of one model, tenant and tier, or of all of them: fields of a SavingsReport, with hours
+in place of milliseconds, and `net_money`.
+"""
 
 
-def in_hours(rows: Sequence[SavingsReport], gpu_hour: float | None) -> list[SavingsRow]:
-    """Rows of a node in hours, and their sum as the last row. `gpu_hour`: price of one, in any
-    currency.
+def in_hours(rows: Sequence[SavingsReport], gpu_hour: float | None) -> list[Row]:
+    """Rows of a node in hours, and their sum as the last row. Hours saved, spent and lost are those
+    of engines, each of which computes on all of its GPUs at once. `gpu_hour`: price of one, in any
+    currency; None: there is no `net_money`.
     """
     names = SavingsReport.__struct_fields__[3:]
     sums = (sum(getattr(row, name) for row in rows) for name in names)
-    every = [*rows, SavingsReport(ALL, ALL, ALL, *sums)]
-    return [_in_hours(row, gpu_hour) for row in every]
+    return [_in_hours(row, gpu_hour) for row in (*rows, SavingsReport(ALL, ALL, ALL, *sums))]
 
 
-def _in_hours(row: SavingsReport, gpu_hour: float | None) -> SavingsRow:
-    net = row.net_gpu_ms / MS_PER_HOUR
-    return SavingsRow(
-        *(row.model, row.tenant, row.tier, row.loaded_tokens),
-        saved_hours=row.saved_ms / MS_PER_HOUR,
-        spent_hours=row.spent_ms / MS_PER_HOUR,
-        lost_hours=row.lost_ms / MS_PER_HOUR,
-        net_gpu_hours=net,
-        net_money=None if gpu_hour is None else net * gpu_hour,
-    )
+def _in_hours(report: SavingsReport, gpu_hour: float | None) -> Row:
+    row: Row = {}
+    for name, value in msgspec.structs.asdict(report).items():
+        is_time = name.endswith("_ms")
+        row[name.replace("_ms", "_hours")] = value / MS_PER_HOUR if is_time else value
+    return row | {"net_money": None if gpu_hour is None else row["net_gpu_hours"] * gpu_hour}
 
 
 def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> None:
@@ -80,14 +65,13 @@ def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> Non
 def columns(gpu_hour: float | None) -> list[TableColumn]:
     """Columns of the table; money only where there is a price."""
     shown = [
-        *(TableColumn(name, name) for name in ("model", "tenant", "tier")),
-        number("loaded tokens", "loaded_tokens", "{:,}".format),
-        number("saved h", "saved_hours", _figure),
-        number("spent h", "spent_hours", _figure),
-        number("lost h", "lost_hours", _figure),
-        number("net GPU h", "net_gpu_hours", _figure),
+        *(TableColumn(name, itemgetter(name)) for name in ("model", "tenant", "tier")),
+        number("loaded tokens", itemgetter("loaded_tokens"), "{:,}".format),
+        *(number(f"{kind} h", itemgetter(f"{kind}_hours"), _figure) for kind in KINDS),
+        number("net GPU h", itemgetter("net_gpu_hours"), _figure),
     ]
-    return shown if gpu_hour is None else [*shown, number("net money", "net_money", _figure)]
+    money = number("net money", itemgetter("net_money"), _figure)
+    return shown if gpu_hour is None else [*shown, money]
 
 
 def _figure(value: Any) -> Text:

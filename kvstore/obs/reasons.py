@@ -160,18 +160,13 @@ def range_as_dict(row: RangeReport, request: RequestReport | None) -> dict[str, 
     return found | its
 
 
-def request_as_dict(row: RequestReport) -> dict[str, object]:
-    """As --json prints it."""
-    found = msgspec.structs.asdict(row)
-    del found["detail"], found["missed"]
-    found["pushes"] = [msgspec.structs.asdict(push) for push in row.pushes]
-    its = {"outcome": word(row.outcome), "text": of_request(row)}
-    return found | its | {"request": printable(row.request)}
-
-
 def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
-    """For programs; `ranges` None: not asked for."""
-    row = request_as_dict(request)
+    """As --json prints it; `ranges` None: not asked for."""
+    row = msgspec.structs.asdict(request)
+    del row["detail"], row["missed"]
+    row["pushes"] = [msgspec.structs.asdict(push) for push in request.pushes]
+    row |= {"outcome": word(request.outcome), "text": of_request(request)}
+    row["request"] = printable(request.request)
     if ranges is not None:
         row["ranges"] = [range_as_dict(each, request) for each in ranges]
     return row

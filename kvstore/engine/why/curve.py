@@ -35,7 +35,7 @@ import numpy as np
 
 from kvstore.engine.memory.policy.choose import maker
 from kvstore.engine.memory.policy.disk import NS_PER_DAY
-from kvstore.engine.memory.policy.port import Mask, Policy, Prints, Stamps, Words, prints
+from kvstore.engine.memory.policy.port import Policy, Prints, Stamps, Words, prints
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
 from kvstore.units import NS_PER_MS
@@ -163,8 +163,7 @@ class Miniature:
 
     def _take(self, samples: Sequence[_Sample]) -> None:
         """Look up and use the blocks of these samples, in order."""
-        row_of, new, used = self._row_of, dict[int, tuple[int, int]](), set[int]()
-        stamps: dict[int, int] = {}
+        row_of, new, used, stamps = self._row_of, set[int](), set[int](), dict[int, int]()
         for sample in samples:
             self._next_stamp += len(sample.prints)
             stamp, missed, is_run = self._next_stamp, 0, True
@@ -177,7 +176,9 @@ class Miniature:
                     if is_named:
                         continue
                     row_of[print_] = row = self._free.pop()
-                    new[row] = print_, sample.size_bytes
+                    self._prints[row], self._sizes[row] = print_, sample.size_bytes
+                    self._used_bytes += sample.size_bytes
+                    new.add(row)
                 elif is_stored:
                     continue
                 elif is_named:
@@ -190,25 +191,17 @@ class Miniature:
                 self.missed_ns += missed * sample.compute_ns / self.rate
         self._apply(new, used, stamps)
 
-    def _apply(
-        self, new: dict[int, tuple[int, int]], used: set[int], stamps: dict[int, int]
-    ) -> None:
-        """Apply a batch to the policy. `new`: row → (print, size); `used`: rows used by a new
+    def _apply(self, new: set[int], used: set[int], stamps: dict[int, int]) -> None:
+        """Apply a batch to the policy. `new`: rows of new blocks; `used`: rows used by a new
         request; `stamps`: last stamp of each row."""
-        rows: Words = np.fromiter(stamps, np.int64, len(stamps))
-        its: Stamps = np.fromiter(stamps.values(), np.int64, len(stamps))
-        order = np.argsort(its)
-        rows, its = rows[order], its[order]
-        listed = rows.tolist()
+        listed = sorted(stamps, key=stamps.__getitem__)
+        rows: Words = np.array(listed, np.int64)
+        its: Stamps = np.array([stamps[row] for row in listed], np.int64)
         is_new = np.array([row in new for row in listed], dtype=bool)
         is_used = np.array([row in used for row in listed], dtype=bool)
         if new:
-            what = [new[row] for row in rows[is_new].tolist()]
-            self._prints[rows[is_new]] = np.array([print_ for print_, _ in what], np.uint64)
-            self._sizes[rows[is_new]] = [size for _, size in what]
-            self._used_bytes += int(self._sizes[rows[is_new]].sum())
             if self._policy is None:
-                held = min(KEYS_MAX, int(self.capacity_bytes / what[0][1]))
+                held = min(KEYS_MAX, int(self.capacity_bytes / self._sizes[rows[is_new][0]]))
                 self._policy = self._make_policy(lambda: self._all, held)
             self._policy.insert(rows[is_new], its[is_new], self._prints[rows[is_new]])
         if self._policy is not None:
@@ -222,10 +215,7 @@ class Miniature:
         ):
             self.is_full = True
             count = max(1, int(over * len(self._row_of) / self._used_bytes))
-            self._forget(self._policy.pop(count, self._may_go))
-
-    def _may_go(self, words: Words | slice) -> Mask:
-        return self._all[words]
+            self._forget(self._policy.pop(count, self._all.__getitem__))
 
     def _forget(self, rows: Words) -> None:
         for row, print_ in zip(rows.tolist(), self._prints[rows].tolist(), strict=True):
