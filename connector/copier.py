@@ -135,7 +135,7 @@ class Copier:
         reason = "the copy thread failed"
         try:
             while not self._handoff.stopping:
-                self._handoff.clear_wake()
+                self._handoff.wake.clear()
                 self._attend(time.monotonic_ns())
                 if not self._copy() and not self._populate():
                     self._sleep()
@@ -161,7 +161,7 @@ class Copier:
             return
         self._copies.pin_ahead(self._populated)
         poller = select.poll()
-        poller.register(self._handoff.wake_fd, select.POLLIN)
+        poller.register(self._handoff.wake, select.POLLIN)
         if self._link is not None:
             poller.register(
                 self._link.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0)

@@ -29,8 +29,10 @@ class Handoff:
         self._core = core
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._wake = Wake()
-        self._stopping = False
+        self.wake = Wake()
+        """Set when there may be something to do. The copy thread clears it before it looks for
+        work, so that no wake is lost; it is closed by the thread that saw the copy thread end."""
+        self.stopping = False
         self._is_over: Callable[[], bool] | None = None
         """Condition that the engine's thread waits for. The copy thread checks it, since a wake in
         vain costs every block a change of threads."""
@@ -42,7 +44,7 @@ class Handoff:
         must be done before their copies (`CopyEngine.mark`)."""
         with self._lock:
             self._core.submit(plan, after)
-        self._wake.set()
+        self.wake.set()
 
     def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
         """Wait until no store reads these engine blocks, which are about to be overwritten. After
@@ -53,7 +55,7 @@ class Handoff:
         with self._changed:
             if not self._core.fence(block_ids):
                 return True
-            self._wake.set()
+            self.wake.set()
             if self._wait(lambda: not self._core.fence(block_ids), timeout_s):
                 return True
             self._core.give_up(block_ids)
@@ -84,8 +86,8 @@ class Handoff:
 
     def stop(self) -> None:
         """Ask the copy thread to end after the copy in flight."""
-        self._stopping = True
-        self._wake.set()
+        self.stopping = True
+        self.wake.set()
 
     # ── copy thread ──────────────────────────────────────────────────────────────────────────────
 
@@ -97,30 +99,12 @@ class Handoff:
             if self._is_over is not None and self._is_over():
                 self._changed.notify()
 
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable when there may be something to do."""
-        return self._wake.fileno()
-
     def await_wake(self, timeout_s: float) -> None:
         """Wait until there may be something to do; finer than a millisecond."""
-        if self.wake_fd < SELECT_FD_END:
-            select.select([self.wake_fd], [], [], timeout_s)
+        if (fd := self.wake.fileno()) < SELECT_FD_END:
+            select.select([fd], [], [], timeout_s)
         else:
             poller = select.poll()
-            poller.register(self.wake_fd, select.POLLIN)
+            poller.register(fd, select.POLLIN)
             poller.poll(1)
-        self.clear_wake()
-
-    def clear_wake(self) -> None:
-        """End the wake; called before looking for work, so that no wake is lost."""
-        self._wake.clear()
-
-    def close(self) -> None:
-        """Close the wake's descriptor: after the copy thread's end, by the thread that saw it
-        end."""
-        self._wake.close()
+        self.wake.clear()

@@ -272,7 +272,7 @@ class WorkerSide:
             return
         self._handoff.stop()
         if self._copier.join(SHUTDOWN_S_MAX):
-            self._handoff.close()
+            self._handoff.wake.close()
 
     def forget(self) -> None:
         """In a forked child: thread, socket and memory stayed with the parent."""

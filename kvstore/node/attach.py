@@ -149,24 +149,14 @@ class Attach:
                     self._unread.setdefault(owner, set()).add(source.connection)
         return found
 
-    def owner(self, fd: int) -> ConnectionId | None:
-        """Connection that a descriptor belongs to; None: the node itself, or it is gone."""
-        source = self._sources.get(fd)
-        return None if source is None else source.connection
-
     def source(self, fd: int) -> TurnSource | None:
-        """The source behind this descriptor; None if it was closed earlier in this round."""
+        """The source behind this descriptor; None if it was closed earlier in this round. Events
+        that are not taken from its `read` are there in the next round."""
         return self._sources.get(fd)
 
     def charge(self, fd: int, party: Party, duration_ns: int) -> None:
         """Note that serving this descriptor took `duration_ns` of its party's time (`turns`)."""
         self._turns.charge(fd, party, duration_ns)
-
-    def read(self, fd: int, mask: int) -> Iterable[Event]:
-        """The events of one ready descriptor; none if it was closed earlier in this round. Those
-        that are not taken are there in the next round."""
-        source = self._sources.get(fd)
-        return () if source is None else source.read(mask)
 
     def expire(self, now_ns: int) -> None:
         """Hang up on newcomers that stay silent; listen again after a pause. Once a tick."""

@@ -138,7 +138,7 @@ class Driver:
         self._queries = Mailbox[_Query](QUERY_COUNT_MAX)
         attach.watch(self._queries.fileno(), TurnSource(TURN_WAKE, None, self._answer))
         if files is not None:
-            attach.watch(files.fileno(), TurnSource(TURN_FILES, None, files.read))
+            attach.watch(files.tier.fileno(), TurnSource(TURN_FILES, None, files.read))
         if hbm is not None:
             source = TurnSource(TURN_FILES, None, lambda _: hbm.take_events())
             attach.watch(hbm.fileno(), source)
@@ -196,9 +196,9 @@ class Driver:
             cleared_blocks += count
             if count < CLEAR_ROWS_MAX:
                 break
-        if self._files is not None and not self._files.wait_for_voids(timeout_s):
+        if self._files is not None and not self._files.tier.wait_for_voids(timeout_s):
             raise NotDurable(
-                f"{cleared_blocks} blocks are forgotten, but the disk of {self._files.path} is"
+                f"{cleared_blocks} blocks are forgotten, but the disk of {self._files.tier.path} is"
                 " full, failing or slow and did not record it: a restart of the node would bring"
                 " back what is on it; mend that and clear again, or stop the node and empty the"
                 " directory"
@@ -269,21 +269,20 @@ class Driver:
                 turn, until_ns = source.turn, now_ns + KIND_NS
             elif now_ns >= until_ns:
                 continue
-            self._serve(fd, mask)
+            self._serve(source, mask)
             end_ns = self._beat_if_due()
             self._attach.charge(fd, source.party, end_ns - now_ns)
             self._spin_until_ns = end_ns + SPIN_NS
 
-    def _serve(self, fd: int, mask: int) -> None:
+    def _serve(self, source: TurnSource, mask: int) -> None:
         """Read one descriptor and act on it: one of the three places that catch everything."""
-        owner = self._attach.owner(fd)
         try:
-            events = iter(self._attach.read(fd, mask))
+            events = iter(source.read(mask))
             first = next(events, None)
             if first is not None:
                 self._step(self._as_time_allows(first, events))
         except Exception as error:
-            self._recover(error, owner)
+            self._recover(error, source.connection)
 
     def _as_time_allows(self, event: Event | None, events: Iterator[Event]) -> Iterator[Event]:
         """Events for one step. Events not taken from `events` are not lost."""
@@ -299,7 +298,9 @@ class Driver:
         try:
             self._attach.expire(now_ns)
             files = self._files
-            events: list[Event] = [Tick(files.used_bytes, files.breakers) if files else Tick()]
+            events: list[Event] = [
+                Tick(files.tier.taken_bytes, files.breakers) if files else Tick()
+            ]
             ready_bytes = self._tier.ready_bytes
             if ready_bytes != self._ready_bytes:
                 self._ready_bytes = ready_bytes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -69,7 +68,8 @@ class FileEnd:
         wall_s: Callable[[], float] = time.time,
         on_hang: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._tier = tier
+        self.tier = tier
+        """The disk tier; what it is and holds is asked of it."""
         self._day_bytes = day_bytes
         self._wall_s = wall_s
         self._on_hang = on_hang
@@ -100,7 +100,7 @@ class FileEnd:
         learned = msgspec.structs.replace(learned, spent=spent)
         if learned != self.learned:
             self.learned = learned
-            self._tier.keep_note(encode_learned(learned))
+            self.tier.keep_note(encode_learned(learned))
 
     def should_remember(self, learned: Learned, spent_bytes: int) -> bool:
         """Whether a node killed now would forget an engine, or much of what it wrote today."""
@@ -123,7 +123,7 @@ class FileEnd:
                 "--file-writes-per-day %s is used up: writes to %s continue as the budget"
                 " refills, reads are not affected; logged once a day",
                 format_size(self._day_bytes),
-                self.path,
+                self.tier.path,
             )
 
     def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
@@ -141,7 +141,7 @@ class FileEnd:
                 " are those of other nodes; a larger --file has more rows, a larger --block-size of"
                 " the engines needs fewer; this is said once, kvstore_file_blocks_crowded_total"
                 " counts on",
-                self.path,
+                self.tier.path,
                 format_size(FILE_ROW_BYTES),
             )
         if self._is_recovered and not self._is_recovery_told:
@@ -156,44 +156,25 @@ class FileEnd:
                 _log.info("all records of the disk tier are indexed")
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes that the tier takes of its capacity."""
-        return self._tier.taken_bytes
-
-    @property
     def trouble(self) -> str:
         """Work that the tier does not do at present, and why; empty while all is well."""
         trouble = self._trouble.get(False) or self._trouble.get(True, "")
         if trouble or self._is_recovered:
             return trouble
         return (
-            f"the disk tier in {self.path} is still looked through: {self._found_blocks} blocks are"
-            " found so far"
+            f"the disk tier in {self.tier.path} is still looked through: {self._found_blocks}"
+            " blocks are found so far"
         )
 
     @property
     def breakers(self) -> tuple[str, str]:
         """States of the circuit breakers for reads and for writes."""
-        reads, writes = self._tier.breakers
+        reads, writes = self.tier.breakers
         return reads.value, writes.value
-
-    def wait_for_voids(self, timeout_s: float) -> bool:
-        """Wait, at most `timeout_s`, until all voids so far are on the disk: whether cleared blocks
-        stay so after a restart. From any thread."""
-        return self._tier.wait_for_voids(timeout_s)
-
-    @property
-    def path(self) -> Path:
-        """Directory of the disk tier."""
-        return self._tier.path
-
-    def fileno(self) -> int:
-        """Readable while `read` has something."""
-        return self._tier.fileno()
 
     def carry_out(self, command: FileCommand) -> list[FileEvent]:
         """Give the tier its order. Returns the end of a command that the tier refuses."""
-        if self._tier.submit(command):
+        if self.tier.submit(command):
             return []
         assert isinstance(command, WriteFile | ReadFile)
         count = len(command.keys) // KEY_BYTES
@@ -203,17 +184,17 @@ class FileEnd:
 
     def read(self, _mask: int) -> Iterator[FileEvent]:
         """Events of the tier for the engine."""
-        for event in self._tier.take_events():
+        for event in self.tier.take_events():
             match event:
                 case Suspended(reason=reason, writes_only=writes_only):
                     what = "writes" if writes_only else "reads and writes"
-                    trouble = f"the disk tier in {self.path} takes no {what}: {reason}"
+                    trouble = f"the disk tier in {self.tier.path} takes no {what}: {reason}"
                     self._trouble[writes_only] = trouble
                     _log.warning("%s", trouble)
                 case Resumed(writes_only=writes_only):
                     self._trouble.pop(writes_only, None)
                     if not self._trouble:
-                        _log.info("the disk tier in %s works again", self.path)
+                        _log.info("the disk tier in %s works again", self.tier.path)
                 case RecoveryDone():
                     self._is_recovered = True
                 case _:

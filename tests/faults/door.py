@@ -99,7 +99,8 @@ class Door:
         """Read and answer everything that was sent; a failure of the node's own fails the test."""
         while ready := self.attach.ready(0):
             for fd, mask in ready:
-                self.driver._serve(fd, mask)
+                if (source := self.attach.source(fd)) is not None:
+                    self.driver._serve(source, mask)
         assert not self.driver.counters.failures, "a bug in the node, see the log"
 
     def tick(self, ms: int = 100) -> None:

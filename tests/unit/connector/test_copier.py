@@ -131,7 +131,7 @@ class Rank:
     def stop(self) -> None:
         self.handoff.stop()
         assert self.copier.join(WAIT_S)
-        self.handoff.close()
+        self.handoff.wake.close()
 
 
 @pytest.fixture

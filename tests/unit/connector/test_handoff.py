@@ -61,7 +61,7 @@ def copy_one(handoff: Handoff) -> None:
 
 
 def is_awake(handoff: Handoff) -> bool:
-    return bool(select.select([handoff.wake_fd], [], [], 0)[0])
+    return bool(select.select([handoff.wake.fileno()], [], [], 0)[0])
 
 
 def test_a_plan_wakes_the_copy_thread_until_cleared() -> None:
@@ -70,20 +70,20 @@ def test_a_plan_wakes_the_copy_thread_until_cleared() -> None:
     handoff.submit(store(1))
     handoff.submit(store(2))
     assert is_awake(handoff)
-    handoff.clear_wake()
+    handoff.wake.clear()
     assert not is_awake(handoff)
-    handoff.clear_wake()
+    handoff.wake.clear()
     handoff.stop()
     assert is_awake(handoff)
     assert handoff.stopping
-    handoff.close()
+    handoff.wake.close()
 
 
 def test_closed_it_takes_plans_and_stops_without_a_descriptor() -> None:
     handoff = serving()
-    fd = handoff.wake_fd
-    handoff.close()
-    handoff.close()
+    fd = handoff.wake.fileno()
+    handoff.wake.close()
+    handoff.wake.close()
     handoff.submit(store(1))
     handoff.stop()
     assert (
@@ -98,16 +98,16 @@ def test_a_fence_that_nobody_reads_does_not_wait() -> None:
     begin = time.monotonic()
     assert handoff.keep_off((2, 3), timeout_s=10)
     assert time.monotonic() - begin < 5
-    handoff.close()
+    handoff.wake.close()
 
 
 def test_a_fence_waits_for_the_copy_and_not_longer() -> None:
     handoff = serving()
     handoff.submit(store(1, 2))
-    handoff.clear_wake()
+    handoff.wake.clear()
 
     def copy() -> None:
-        select.select([handoff.wake_fd], [], [], 10)  # the fence wakes the copy thread
+        select.select([handoff.wake.fileno()], [], [], 10)  # the fence wakes the copy thread
         copy_one(handoff)
         copy_one(handoff)
 
@@ -118,7 +118,7 @@ def test_a_fence_waits_for_the_copy_and_not_longer() -> None:
     assert time.monotonic() - begin < 5
     thread.join()
     assert handoff.take_report().blocks_sealed == 2
-    handoff.close()
+    handoff.wake.close()
 
 
 def test_a_fence_gives_up_in_time_and_the_store_is_abandoned() -> None:
@@ -130,7 +130,7 @@ def test_a_fence_gives_up_in_time_and_the_store_is_abandoned() -> None:
     report = handoff.take_report()
     assert (report.store_jobs_done, report.blocks_dropped) == ((1,), 2)
     assert handoff.keep_off((2,), timeout_s=0)
-    handoff.close()
+    handoff.wake.close()
 
 
 def test_waiting_for_a_load_ends_with_the_load() -> None:
@@ -143,7 +143,7 @@ def test_waiting_for_a_load_ends_with_the_load() -> None:
     assert time.monotonic() - begin < 5
     assert handoff.take_report().loads[0].loaded_blocks == 1
     thread.join()
-    handoff.close()
+    handoff.wake.close()
 
 
 def test_waiting_for_a_load_is_bounded_and_needs_one() -> None:
@@ -158,4 +158,4 @@ def test_waiting_for_a_load_is_bounded_and_needs_one() -> None:
     handoff.wait_for_load(0.02)
     assert 0.02 <= time.monotonic() - begin < 5
     assert not handoff.take_report().loads
-    handoff.close()
+    handoff.wake.close()

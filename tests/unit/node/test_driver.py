@@ -177,12 +177,12 @@ class Files:
     """A file tier that takes note of a clear or not, and is told what to remember."""
 
     path = "/var/lib/kvstore"
-    used_bytes = 0
+    taken_bytes = 0
     breakers = ("closed", "closed")
     takes_note = True
 
     def __init__(self) -> None:
-        self.has_spent_much = False
+        self.tier, self.has_spent_much = self, False
         self.remembered: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
 

@@ -282,7 +282,7 @@ def test_a_scheduler_waits_while_its_ranks_words_are_not_read_to_the_end(
     for fd, mask in attach.ready(0):
         source = attach.source(fd)
         assert source is not None
-        events = iter(attach.read(fd, mask))
+        events = iter(source.read(mask))
         found += [next(events)] if source.turn == TURN_RANK else list(events)
     later = rounds(attach)[0]
     said = [[e.message for e in part if isinstance(e, Received)] for part in (found, later)]
