@@ -13,47 +13,17 @@ HANDLE_BYTES: Final = 64
 """Size of CUDA's cudaIpcMemHandle_t."""
 
 
-class SharedMemory(Protocol):
-    """Memory of a device, which processes can share. Calls may wait. Every method raises
-    DeviceError."""
-
-    @property
-    def name(self) -> str:
-        """Name of the device: the same in every process of the machine, and of no other device."""
-        ...
-
-    def allocate(self, size_bytes: int) -> int:
-        """Address of new memory of the device's, which ends with the process at the latest; 0: it
-        has none left."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Give memory back; no copy touches it."""
-        ...
-
-    def share(self, address: int) -> bytes:
-        """A handle of HANDLE_BYTES, by which other processes `open` that memory."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Address in this process of memory that another one shares. Whether its bytes last longer
-        than the other process is not said."""
-        ...
-
-    def leave(self, address: int) -> None:
-        """Undo an `open`; no copy touches that memory."""
-        ...
-
-
 class DeviceError(Exception):
     """A call of the device failed."""
 
 
-class Device(SharedMemory, Protocol):
-    """A device with streams, which run what they are given in order, and events on them.
+class Device(Protocol):
+    """A device with streams, which run what they are given in order, and events on them, and with
+    memory, which processes can share.
 
     Copies are within its memory, or between that and pinned memory of the host. Any thread may
-    call; no call about streams waits. Handles are numbers of the device's choice.
+    call; calls about memory may wait, those about streams do not. Handles are numbers of the
+    device's choice.
 
     Every method raises DeviceError.
     """
@@ -61,57 +31,67 @@ class Device(SharedMemory, Protocol):
     def kernel_trouble(self) -> str:
         """Why `move` and `digest` cannot be called; empty: they can. The first call may take
         seconds."""
-        ...
 
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """As `copy`, by a kernel: pieces in any order, both sides the device's memory."""
-        ...
 
     def digest(self, stream: int, payloads: Addresses, size: int, *, sums: int, found: int) -> None:
         """Leave the digests of the pieces (`wire.checksum`) of payloads of one size, which begin at
         multiples of 16, at `found` [payload][piece]; all of it memory of the device's. `sums`:
         scratch of `launches.sums_bytes`."""
-        ...
 
     def stream(self, *, is_urgent: bool) -> int:
         """A new stream; of two with work the urgent one goes first."""
-        ...
 
     def event(self) -> int:
         """A new event, which has happened."""
-        ...
 
     def record(self, event: int, stream: int | None) -> None:
         """The event happens when all that the stream was given so far is done. None: that of the
         calling thread's engine."""
-        ...
 
     def wait(self, stream: int, event: int) -> None:
         """Work given to the stream from now on begins after the event, as last recorded."""
-        ...
 
     def has_happened(self, event: int) -> bool:
         """Whether the event has happened since it was last recorded."""
-        ...
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`. The end of a piece
         that is in the host's memory lies within one pinned range. The arrays may change afterwards.
         After an error some pieces may be copied."""
-        ...
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         """Fill pieces of the device's memory with zeros."""
-        ...
 
     def pin(self, address: int, size_bytes: int) -> None:
         """Keep pages of the host's memory in place, for copies; no page is pinned twice."""
-        ...
 
     def unpin(self, address: int) -> None:
         """Undo a `pin`; no copy touches that memory."""
-        ...
 
     def close(self) -> None:
         """Give streams and events back; nothing is under way."""
-        ...
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def name(self) -> str:
+        """Name of the device: the same in every process of the machine, and of no other device."""
+
+    def allocate(self, size_bytes: int) -> int:
+        """Address of new memory of the device's, which ends with the process at the latest; 0: it
+        has none left."""
+
+    def free(self, address: int) -> None:
+        """Give memory back; no copy touches it."""
+
+    def share(self, address: int) -> bytes:
+        """A handle of HANDLE_BYTES, by which other processes `open` that memory."""
+
+    def open(self, handle: bytes) -> int:
+        """Address in this process of memory that another one shares. Whether its bytes last longer
+        than the other process is not said."""
+
+    def leave(self, address: int) -> None:
+        """Undo an `open`; no copy touches that memory."""
