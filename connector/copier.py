@@ -80,12 +80,7 @@ class Copier:
     """See the module. Everything but `start` and `join` runs on its thread."""
 
     def __init__(
-        self,
-        handoff: Handoff,
-        copies: CopyEngine,
-        *,
-        socket: str,
-        heartbeat_timeout_ms: int,
+        self, handoff: Handoff, copies: CopyEngine, *, socket: str, heartbeat_timeout_ms: int
     ) -> None:
         """Args:
         handoff: source of jobs.

@@ -180,12 +180,7 @@ def _message(content: bytes) -> str:
 
 
 def _site(
-    url: str,
-    *,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    server_name: str | None,
+    url: str, *, ca: Path | None, cert: Path | None, key: Path | None, server_name: str | None
 ) -> Site:
     """The router to ask. Raises ConfigError: no URL, flags that do not go together, or unusable TLS
     files.

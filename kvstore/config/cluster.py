@@ -214,8 +214,5 @@ def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
         raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
     always = settings.fetch == "always"
     return PeerConfig(
-        **listen._asdict(),
-        transport=chosen,
-        is_fetched_always=always,
-        drain_s=settings.drain_s,
+        **listen._asdict(), transport=chosen, is_fetched_always=always, drain_s=settings.drain_s
     )

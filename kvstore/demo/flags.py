@@ -70,9 +70,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read_flags(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.Namespace, ConversationPlan]:
+def read_flags(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, ConversationPlan]:
     """(flags, checked; their conversations) of `kvstore demo`. Exits if the flags are wrong."""
     flags = parser()
     chosen = flags.parse_args(arguments)

@@ -161,11 +161,7 @@ class Executor:
             self._hbm.raise_generations(command.slots, command.generations)
 
     def _send(
-        self,
-        number: ConnectionId,
-        datagram: bytes,
-        descriptors: Sequence[int],
-        events: list[Event],
+        self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int], events: list[Event]
     ) -> None:
         if self._attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
             _log.warning("connection %d does not read: closed", number)

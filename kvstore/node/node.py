@@ -409,11 +409,7 @@ def _supervisor_ended(driver: Driver) -> list[Event]:
 
 
 def _open_files(
-    config: NodeConfig,
-    arena: Arena,
-    clock: Clock,
-    handover: Handover,
-    stack: contextlib.ExitStack,
+    config: NodeConfig, arena: Arena, clock: Clock, handover: Handover, stack: contextlib.ExitStack
 ) -> FileEnd | None:
     if config.file is None:
         return None

@@ -155,8 +155,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_used_bytes", [((tier.tier,), tier.used_bytes) for tier in tiers]),
         family("kvstore_pinned_bytes", [((dram.tier,), dram.pinned_bytes)]),
         family(
-            "kvstore_slots",
-            [((each,), getattr(dram, f"slots_{each}")) for each in SLOT_STATES],
+            "kvstore_slots", [((each,), getattr(dram, f"slots_{each}")) for each in SLOT_STATES]
         ),
         family(
             "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []

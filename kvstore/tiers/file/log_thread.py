@@ -90,10 +90,7 @@ class LogThread:
         self._segment_bytes = parts.config.segment_size
         log = parts.directory, parts.catalog, parts.disk
         self._writer = Writer(
-            *log,
-            segment_bytes=self._segment_bytes,
-            number=number,
-            follows_closed=follows_closed,
+            *log, segment_bytes=self._segment_bytes, number=number, follows_closed=follows_closed
         )
         self._reclaimer = Reclaimer(*log, self._writer)
         self._queue: deque[WriteJob | VoidFile] = deque()

@@ -84,11 +84,7 @@ class Reclaimer:
             yield rows[begin : begin + step]
 
     def _move_chunk(
-        self,
-        segment: Segment,
-        records: FileKnown,
-        rows: NDArray[np.int64],
-        errors: list[OSError],
+        self, segment: Segment, records: FileKnown, rows: NDArray[np.int64], errors: list[OSError]
     ) -> list[FileEvent]:
         scope = records.scope
         pages = payload_pages(scope.block_bytes)

@@ -101,9 +101,7 @@ class FileTier:
         its = self._catalog, self._outbox, self._health, self._lock
         parts = Parts(config, clock, disk, directory, *its)
         self._log = LogThread(
-            parts,
-            number=self._restart.next_number,
-            follows_closed=self._restart.newest_is_closed,
+            parts, number=self._restart.next_number, follows_closed=self._restart.newest_is_closed
         )
         readers = [
             Reader(self._catalog, disk, self._memory, direct=directory.direct, look=look)
@@ -124,9 +122,7 @@ class FileTier:
         ]
         if config.scrub is not None:
             scrub = Scrub(
-                *(config.scrub, parts, self._log),
-                leaving=self._leaving,
-                is_wanted=self._is_wanted,
+                *(config.scrub, parts, self._log), leaving=self._leaving, is_wanted=self._is_wanted
             )
             self._threads.append(threading.Thread(target=scrub.run, name="file-scrub", daemon=True))
 

@@ -41,13 +41,7 @@ from kvstore.tiers.file.segments.recovery import Gathered, SegmentFile
 from kvstore.tiers.file.verify import walk
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
-from kvstore.wire.record import (
-    Scope,
-    Void,
-    record_pages,
-    void_page,
-    write_block_page,
-)
+from kvstore.wire.record import Scope, Void, record_pages, void_page, write_block_page
 from kvstore.wire.segment import (
     ID_BYTES,
     SegmentHead,

@@ -149,13 +149,7 @@ class Peers:
         self._catalog.remove(seen.segment.number)
         vanished(seen.announced)
 
-    def _read(
-        self,
-        peer: _OtherNode,
-        name: str,
-        announce: _Announce,
-        vanished: _Vanished,
-    ) -> bool:
+    def _read(self, peer: _OtherNode, name: str, announce: _Announce, vanished: _Vanished) -> bool:
         seen = peer.segments.get(name)
         if seen is None and self._segment_count >= self._segments_max:
             return True  # not even opened: there may be many, and each look comes by
