@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, Received
+from kvstore.engine.events import Received
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop
 from tests.unit.engine.harness import Hellos, Node, Peer, attached, space
@@ -17,13 +16,6 @@ FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
 QUARTERS = msgspec.structs.replace(
     space("four ranks"), layer_count=1, kv_head_count=4, head_bytes=(16 << 10,)
 )
-
-
-def test_ranks_that_share_a_pool_share_its_credits() -> None:
-    """A block of four shards takes four slots: a quarter of the pool is a sixteenth in blocks."""
-    _, peer = attached(Node(slots=64, credit_share=0.25), shards=FOUR, space=QUARTERS)
-    assert len(peer.credits()) == 16
-    assert len(peer.unused(rank=3)) == 4
 
 
 def test_a_session_of_many_ranks_leaves_what_is_stored() -> None:
@@ -58,29 +50,6 @@ def test_two_models_with_their_part_leave_each_other_alone() -> None:
     assert len(small.lease(1, 6, 7).slots) == 4 * 2, "the other model's churn took them"
 
 
-def test_the_coldest_slab_of_a_model_that_left_goes_first() -> None:
-    node = Node(slots=16, slab_slots=4, credit_share=0.1)
-    gone = Peer(node, "gone")
-    for number in range(16):
-        gone.store(number)
-    slots = node.state.slots
-    (pool,) = slots.pools.values()
-    gone.hint(0, 1, 2, 3)
-    coldest = slots.coldest_slab(pool)
-    node.end(gone.scheduler, *gone.ranks)
-    assert coldest is not None
-    expected = {
-        slab: int(slots.stamps[slots.words_in(slab)].max())
-        for slab in pool.slabs
-        if not np.isin(slots.state[slots.words_in(slab)], (1, 3)).any()
-    }
-    assert coldest[0] in pool.slabs
-    assert coldest[1] == min(expected.values())
-    new = Peer(node, "new", space=space("new", layer_bytes=SLOT_BYTES_MIN))
-    assert new.unused(), "a slab changed hands"
-    assert coldest[0] not in pool.slabs
-
-
 def test_a_slab_that_a_living_process_may_write_never_changes_hands() -> None:
     node = Node(slots=16, slab_slots=4, credit_share=0.25)
     gone = Peer(node, "gone")
@@ -95,18 +64,6 @@ def test_a_slab_that_a_living_process_may_write_never_changes_hands() -> None:
     assert node.quarantined() == len(writable)
     pages = {slot + page for slot, _ in new.credits() for page in range(48)}
     assert not pages & writable
-
-
-def test_slots_of_several_sizes_that_go_at_once_go_back_to_their_own() -> None:
-    node = Node(slots=16, slab_slots=4, credit_share=0.25)
-    small = Peer(node, "small")
-    large = Peer(node, "large", space=space("large", layer_bytes=SLOT_BYTES_MIN))
-    small.store(1, 2, 3)
-    large.store(1)
-    node.step(Clear(None, None))
-    assert not node.blocks()
-    small.store(1)
-    large.store(1)
 
 
 def test_nothing_is_heard_after_a_hangup_in_the_same_batch() -> None:

@@ -73,19 +73,6 @@ def test_of_prompts_stored_in_turns_nothing_is_kept_that_cannot_be_hit(policy: s
     assert max(hits) >= KEPT - len(prompts) * PIECE
 
 
-def test_an_old_prompt_that_fits_loses_its_end_first() -> None:
-    peer = Peer(node())
-    prompt = range(SLOTS // 2)
-    peer.hint(*prompt)
-    for piece in pieces(prompt):
-        peer.seal(*piece)
-    for number in range(1000, 1000 + SLOTS - 3 * PIECE):
-        peer.seal(number)
-    hit = found(peer, 1, prompt)
-    assert 0 < hit < len(prompt)
-    assert all(peer.hint(number) == [False] for number in prompt[hit:])
-
-
 def test_pieces_that_come_from_disk_are_placed_like_those_that_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,14 +90,6 @@ def test_pieces_that_come_from_disk_are_placed_like_those_that_are_computed(
     in_dram = ["dram" in blocks[key(number)[:4].hex()] for number in prompt]
     assert 0 < sum(in_dram) < len(prompt)
     assert in_dram == sorted(in_dram, reverse=True), "a later block outlived an earlier one"
-
-
-def test_a_place_is_taken_once() -> None:
-    kept = Expected(key_count=8)
-    prints = np.array([1, 2, 3], dtype=np.uint64)
-    kept.keep(prints[:2], np.array([20, 10]))
-    assert kept.take(prints).tolist() == [20, 10, 0]
-    assert kept.take(prints).tolist() == [0, 0, 0]
 
 
 def test_a_place_that_another_key_takes_is_no_more_than_forgotten() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
@@ -56,6 +56,7 @@ def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
     assert (change.label, change.block_tokens) == ("its latest name", SMALL.block_tokens)
 
 
+@settings(max_examples=40)
 @given(slice_rows=st.integers(1, 9), stored=st.sets(st.integers(0, 11)), cleared=st.booleans())
 def test_slices_add_up_to_what_was_told(
     slice_rows: int, stored: set[int], *, cleared: bool

@@ -14,21 +14,6 @@ HEADS = (Shard(0, 4, 0, 2), Shard(0, 4, 2, 4))
 LAYERS = (Shard(0, 2, 0, 4), Shard(2, 4, 0, 4))
 
 
-def test_every_parallel_size_is_one() -> None:
-    shards = [WHOLE, *HEADS, *LAYERS]
-    assert set(covers(shards, layer_count=4, head_count=4)) == {(WHOLE,), HEADS, LAYERS}
-
-
-def test_a_missing_shard_is_none() -> None:
-    assert covers(HEADS[:1], layer_count=4, head_count=4) == []
-    assert covers([], layer_count=4, head_count=4) == []
-
-
-def test_shards_of_another_geometry_are_none() -> None:
-    assert covers([WHOLE], layer_count=4, head_count=8) == []
-    assert covers([WHOLE], layer_count=2, head_count=4) == []
-
-
 def test_many_are_bounded() -> None:
     rows = [Shard(layer, layer + 1, head, end) for layer in range(8) for head, end in _cuts(3)]
     assert len(covers(rows, layer_count=8, head_count=3)) == COVERS_MAX

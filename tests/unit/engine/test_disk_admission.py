@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.policy.disk import NS_PER_DAY, DiskAdmission, WriteBudget
@@ -24,33 +23,11 @@ def admission(
     return DiskAdmission(mode, day_bytes=day_bytes, key_count=key_count, seed=7)
 
 
-def test_all_means_all() -> None:
-    disk = admission(AdmissionMode.ALL)
-    assert disk.admit(keys(1, 2), 0).tolist() == [True, True]
-    assert disk.admit(keys(2, 3), 0).tolist() == [True, True]
-    assert disk.allow(10**9, BLOCK, 0) == 10**9
-    assert disk.left_bytes(0) is None
-
-
 def test_second_sight_means_not_the_first_time() -> None:
     disk = admission(AdmissionMode.SECOND_SIGHT)
     assert disk.admit(keys(1, 2, 3), 0).tolist() == [False, False, False]
     assert disk.admit(keys(2, 4, 1), 0).tolist() == [True, False, True]
     assert disk.admit(keys(4, 5), 0).tolist() == [True, False]
-
-
-def test_when_the_budget_is_tight_only_what_was_seen_goes_and_then_nothing() -> None:
-    disk = admission(AdmissionMode.ALL, day_bytes=4 * BLOCK)
-    assert disk.admit(keys(1, 2), 0).tolist() == [True, True]
-    assert disk.allow(3, BLOCK, 0) == 3
-    assert disk.admit(keys(4), 0).tolist() == [True], "a quarter is not tight"
-    assert disk.allow(1, BLOCK - 1, 0) == 1
-    assert disk.admit(keys(1, 3), 0).tolist() == [True, False]
-    assert disk.allow(1, BLOCK, 0) == 0
-    assert disk.left_bytes(0) == 1
-    disk.give_back(2 * BLOCK)
-    assert disk.left_bytes(0) == 2 * BLOCK + 1
-    assert disk.admit(keys(5), 0).tolist() == [True], "and as before when there is more again"
 
 
 def test_strangers_are_seldom_taken_for_seen() -> None:
@@ -69,22 +46,6 @@ def test_it_starts_full_and_fills_at_its_rate() -> None:
     assert budget.allow(1, 5, unit_bytes=1) == 0
     assert budget.allow(DAY_BYTES, 5 + NS_PER_DAY // 2, unit_bytes=1) == DAY_BYTES // 2
     assert budget.left_bytes(5 + 10 * NS_PER_DAY) == DAY_BYTES, "no more than a day is saved"
-
-
-def test_only_whole_blocks_are_allowed_and_the_rest_is_kept() -> None:
-    budget = WriteBudget(3 * BLOCK + 1)
-    assert budget.allow(BLOCK - 1, 0, unit_bytes=BLOCK) == 0
-    assert budget.allow(10 * BLOCK, 0, unit_bytes=BLOCK) == 3 * BLOCK
-    assert budget.left_bytes(0) == 1
-
-
-def test_what_was_not_written_comes_back_and_no_more() -> None:
-    budget = WriteBudget(4 * BLOCK)
-    budget.allow(4 * BLOCK, 0, unit_bytes=BLOCK)
-    budget.give_back(BLOCK)
-    assert budget.left_bytes(0) == BLOCK
-    budget.give_back(9 * BLOCK)
-    assert budget.left_bytes(0) == 4 * BLOCK
 
 
 def test_it_is_tight_below_a_quarter_of_a_day() -> None:
@@ -108,11 +69,6 @@ def test_asking_often_loses_nothing() -> None:
     budget.allow(1000, 0, unit_bytes=1)
     times = range(0, NS_PER_DAY + 1, NS_PER_DAY // 3000)
     assert sum(budget.allow(1000, now, unit_bytes=1) for now in times) == 1000
-
-
-def test_no_budget_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="no budget"):
-        WriteBudget(0)
 
 
 @given(

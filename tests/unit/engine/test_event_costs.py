@@ -47,14 +47,14 @@ from kvstore.wire.messages import (
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, key, keys
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, keys
 from tests.unit.engine.pushing import PushNode, push_grant
 from tests.unit.engine.watched import Watched, elements_of, instructions_of, watch
 
 SLOTS = 1 << 10
 TIMES = 16
 """As many slots, in the second of two nodes."""
-FEW, MANY = 64, 512
+FEW, MANY = 64, 256
 """Requests that wait: more than there is room for."""
 
 
@@ -156,35 +156,18 @@ def test_what_a_scrape_and_the_index_ask_looks_at_no_column() -> None:
     assert Watched.elements - before < SLOTS // TIMES
 
 
-def test_a_quiet_that_was_said_already_is_refused() -> None:
-    node, peer = attached(SLOTS)
-    assert peer.ranks[0] not in node.hangups
-    node.hear(peer.ranks[0], Quiet(peer.session))
-    assert node.hangups[peer.ranks[0]].startswith("a Quiet for a session that it was quiet for")
-
-
-@pytest.mark.parametrize("session", [0, 1])
-def test_a_quiet_of_long_ago_frees_nothing_and_costs_nothing(session: int) -> None:
-    """Of numbers that nobody ever asked for there are 2^60."""
-    node, peer = attached(SLOTS)
-    node.hear(peer.ranks[0], Quiet(session))
-    assert peer.ranks[0] in node.hangups
-    assert key(1)[:4].hex() not in node.blocks()
-    assert np.count_nonzero(node.state.slots.writer) > 0
-
-
-def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:
-    node, peer = attached(SLOTS)
-    asked = []
-    for _ in range(2):
-        node.connect(peer.scheduler_hello())
-        asked.append(node.last(peer.ranks[0], Quiesce).session)
-    held = node.granted()
-    node.hear(peer.ranks[0], Quiet(asked[0]))
-    assert node.granted() == held
-    node.hear(peer.ranks[0], Quiet(asked[1]))
-    assert node.granted() == held // 2
-    assert not node.hangups.keys() & set(peer.ranks)
+def test_what_inspect_asks_looks_at_no_column_for_each_space_or_rank() -> None:
+    found = []
+    for engines in (2, 12):
+        node = Node(slots=64, credit_share=0.05, credit_blocks_max=1)
+        for number in range(engines):
+            Peer(node, f"e{number}", epoch=str(number)).seal(number)
+        watch(node.engine)
+        before = Watched.elements
+        assert len(node.engine.spaces()) == len(node.engine.jobs()) == engines
+        found.append(Watched.elements - before)
+    few, many = found
+    assert many <= 6 * few < node.config.block_count_max, "some numbers for each row, no column"
 
 
 # ── the queue for the disk ───────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, TOKENS, WHOLE, Node, Peer, attached, keys, space
+from tests.unit.engine.harness import TOKENS, WHOLE, Node, Peer, attached, keys, space
 
 Row = tuple[int, int, str, Reason]
 """First block, blocks, tier, reason."""
@@ -60,20 +60,6 @@ def texts(node: Node) -> list[str]:
     return [of_range(row, latest) for row in node.engine.explain.ranges(latest.number)]
 
 
-def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
-    node, peer = attached(Node())
-    peer.store(1, 2)
-    peer.lease(1, 1, 2, 3, 4, 5)
-    row = told(node, peer, blocks=6, loaded=2, load_ns=1_500_000, queued_ns=2_000_000)
-    assert (row.prompt_tokens, row.loaded_tokens, row.load_us) == (6 * TOKENS + 3, 32, 1500)
-    assert (row.tenant, row.block_tokens, row.queued_us) == ("t", TOKENS, 2000)
-    assert rows(node) == [
-        (0, 2, "dram", Reason.NONE),
-        (2, 3, "", Reason.NEVER_STORED),
-        (5, 1, "", Reason.BEYOND_THE_QUESTION),
-    ]
-
-
 def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
     node, peer = attached(Node())
     peer.lease(1, 1, 2)
@@ -110,14 +96,6 @@ def test_evicted_when_and_for_whom() -> None:
     assert (
         of_range(now, None) == "evicted from dram to make room for stores of busy (busy), 9.0 s ago"
     )
-
-
-def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
-    node, peer = attached(Node(slots=8))
-    peer.store(1, *range(100, 112), 1)
-    peer.lease(1, 1)
-    told(node, peer, blocks=1, loaded=1)
-    assert rows(node) == [(0, 1, "dram", Reason.NONE)]
 
 
 def test_what_left_after_the_question_is_not_its_reason() -> None:
@@ -160,45 +138,13 @@ def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: Reaso
     assert (its in texts(node)[0]) == (tenant == "t")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_not_all_shards(rank: int) -> None:
-    node, peer = attached(Node(), shards=HALVES)
-    peer.store(1)
-    peer.seal(2, rank=rank)
-    peer.lease(1, 1, 2, 3)
-    told(node, peer, blocks=3, loaded=1)
-    assert rows(node) == [
-        (0, 1, "dram", Reason.NONE),
-        (1, 1, "", Reason.NOT_ALL_SHARDS),
-        (2, 1, "", Reason.NEVER_STORED),
-    ]
-
-
-def test_behind_a_gap() -> None:
-    node, peer = attached(Node())
-    peer.store(2)
-    peer.lease(1, 1, 2)
-    told(node, peer, blocks=2)
-    assert rows(node) == [(0, 1, "", Reason.NEVER_STORED), (1, 1, "dram", Reason.BEHIND_A_GAP)]
-
-
 @pytest.mark.parametrize(
     ("outcome", "reason", "held"),
     [
         ("deadline", Reason.DEADLINE, True),
-        ("cost gate", Reason.COST_GATE, True),
-        ("load failed", Reason.LOAD_FAILED, True),
-        ("shadow check", Reason.SHADOW_CHECK, True),
-        ("node unreachable", Reason.NODE_UNREACHABLE, False),
-        ("breaker open", Reason.BREAKER_OPEN, False),
-        ("no full block", Reason.NO_FULL_BLOCK, False),
-        ("not stored", Reason.NOT_STORED, False),
         ("group not stored", Reason.GROUP_NOT_STORED, True),
-        ("pinned share used up", Reason.PINNED_SHARE_USED_UP, False),
-        ("adapter", Reason.ADAPTER, False),
-        ("image uuid", Reason.IMAGE_UUID, False),
-        ("images off", Reason.IMAGES_OFF, False),
-        ("not asked", Reason.NOT_ASKED, False),
+        ("node unreachable", Reason.NODE_UNREACHABLE, False),
+        ("not stored", Reason.NOT_STORED, False),
         ("of a later version", Reason.OTHER_VERSION, False),
     ],
 )
@@ -214,14 +160,6 @@ def test_what_the_engine_decided(outcome: str, reason: Reason, held: bool) -> No
     assert word(row.outcome) == (outcome if reason is not Reason.OTHER_VERSION else "not known")
     assert of_request(row).endswith(": x?[2Jy"), "a terminal is not given orders"
     assert rows(node) == [(0, 2, "dram" if held else "", reason)]
-
-
-def test_an_engine_that_takes_fewer_blocks_did_not_need_them() -> None:
-    node, peer = attached(Node())
-    peer.store(1, 2)
-    peer.lease(1, 1, 2)
-    told(node, peer, blocks=2, loaded=1)
-    assert rows(node) == [(0, 1, "dram", Reason.NONE), (1, 1, "dram", Reason.NOT_NEEDED)]
 
 
 def test_the_engines_own_cache_comes_first() -> None:
@@ -243,19 +181,6 @@ def on_disk(*numbers: int, **config: Any) -> tuple[DiskNode, Peer]:
     node, peer = attached(DiskNode(**config))
     node.step(known(*numbers))
     return node, peer
-
-
-def test_from_disk_while_it_waited() -> None:
-    node, peer = on_disk(2, 3)
-    peer.store(1)
-    assert peer.lease(1, 1, 2, 3, 4).promoting == 2
-    node.read_all()
-    told(node, peer, blocks=4, loaded=3)
-    assert rows(node) == [
-        (0, 1, "dram", Reason.NONE),
-        (1, 2, "file", Reason.NONE),
-        (3, 1, "", Reason.NEVER_STORED),
-    ]
 
 
 def test_from_disk_by_the_hint_is_from_disk_for_the_first_who_asks() -> None:
@@ -319,16 +244,6 @@ def test_on_disk_without_room_in_dram() -> None:
     assert rows(node) == [(0, 8, "file", Reason.NOT_READ)]
 
 
-def test_on_disk_behind_a_gap() -> None:
-    node, peer = on_disk(2)
-    peer.lease(1, 1, 2)
-    told(node, peer, blocks=2)
-    assert rows(node) == [
-        (0, 1, "", Reason.NEVER_STORED),
-        (1, 1, "file", Reason.BEHIND_A_GAP_ON_DISK),
-    ]
-
-
 def test_reclaimed_or_lost_on_disk() -> None:
     node, peer = on_disk(1)
     node.step(known(2, at=50))
@@ -359,10 +274,6 @@ def test_room_for_blocks_from_disk_is_said() -> None:
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_no_two_reasons_have_one_code() -> None:
-    assert len(Reason.__members__) == len({reason.value for reason in Reason})
 
 
 def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,18 +307,6 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
     peer.lease(3, 1, 2)
     told(node, peer, blocks=2, leases=[3])
     assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)], "a tick made room"
-
-
-def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "LOOKS_PER_TICK", 2)
-    node, peer = attached(Node())
-    for lease in (1, 2, 3):
-        peer.lease(lease, 1, 2)
-    left = []
-    for _ in range(4):
-        left.append(len(node.state.trail._pending))
-        node.tick()
-    assert left == [3, 2, 1, 0]
 
 
 def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,19 +343,3 @@ def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
     for part in parts:
         assert decode_rows(type(part), encode_rows([part])) == [part]
         assert all(n < 2 * explain.COUNT_MAX for n in astuple(part) if isinstance(n, int))
-
-
-def test_only_a_scheduler_tells_stories() -> None:
-    node, peer = attached(Node())
-    node.hear(peer.ranks[0], Story(request="r"))
-    assert "Story from a rank" in node.hangups[peer.ranks[0]]
-
-
-def test_examined_after_its_engine_is_gone() -> None:
-    node, peer = attached(Node(block_count_max=64))
-    peer.lease(1, 1)
-    node.end(peer.scheduler, *peer.ranks)
-    node.state.residency.forget_unused_scopes(keep=set())
-    node.tick()
-    (finding,) = node.state.trail._findings.values()
-    assert [row.reason for row in finding.rest] == [Reason.NEVER_STORED]

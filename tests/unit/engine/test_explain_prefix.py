@@ -18,7 +18,6 @@ from tests.unit.engine.test_explain import on_disk
     ("asked", "found"),
     [
         ("cmpl-4f1a-0-1f2e3d4c", True),
-        ("cmpl-4f1a", True),
         ("cmpl-4f", True),
         ("4f1a", True),
         ("", True),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from kvstore.engine.events import Fetched, Locate, Located, Received, Tick
-from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.events import Locate, Received, Tick
 from kvstore.engine.moves import fetches as fetches_module
-from kvstore.engine.moves.arrivals import LOOKS_PER_STEP, Arrivals, Wait
+from kvstore.engine.moves.arrivals import LOOKS_PER_STEP
 from kvstore.engine.moves.fetches import (
     ABSENT_NS,
     AVOID_FIRST_NS,
@@ -19,23 +15,18 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES,
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
-    Fetches,
 )
 from kvstore.engine.moves.pace import ReadPace
-from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Hint,
-    LeaseAsk,
     LeaseMore,
-    LeaseRelease,
-    LeaseReply,
     Measured,
 )
 from tests.kit.moves_check import check_fetches
-from tests.unit.engine.disk import SPACE, DiskNode
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, key, keys, pairs
 from tests.unit.engine.peers import PeerNode
 
 
@@ -76,30 +67,6 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     assert node.blocks() == {short(1): "dram+file", short(2): "dram+file"}, "kept like a store"
 
 
-def test_the_checksums_are_the_ones_that_were_verified() -> None:
-    node, peer = attached()
-    peer.hint(1, 2)
-    node.locate(("far", 2))
-    node.arrive()
-    assert peer.lease(1, 1, 2, with_checksums=True).checksums == checksum(1) + checksum(2)
-
-
-def test_nobody_holds_it_and_the_wait_is_over() -> None:
-    node, peer = attached()
-    assert peer.lease(1, 1, 2).promoting == 2
-    node.locate()
-    assert (more(node, peer).promoting, more(node, peer).slots) == (0, b"")
-    assert not node.fetches
-
-
-def test_a_node_alone_asks_nobody() -> None:
-    node = DiskNode()
-    peer = Peer(node)
-    commands = node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1)))
-    assert not any(isinstance(command, Locate) for command in commands)
-    assert node.last(peer.scheduler, LeaseReply).promoting == 0
-
-
 def test_the_same_is_not_asked_twice_at_a_time_nor_at_once_again() -> None:
     node, peer = attached()
     peer.hint(1, 2, 3)
@@ -110,14 +77,6 @@ def test_the_same_is_not_asked_twice_at_a_time_nor_at_once_again() -> None:
     assert not node.locates
     node.tick(ABSENT_NS / 10**6)
     assert peer.lease(3, 1, 2, 3).promoting == 3
-
-
-def test_an_index_that_does_not_answer_is_asked_for_the_next_request() -> None:
-    node, peer = attached()
-    peer.hint(1)
-    node.locate(is_known=False)
-    peer.hint(1)
-    assert len(node.locates) == 1
 
 
 def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() -> None:
@@ -182,21 +141,6 @@ def test_a_shard_that_is_here_keeps_its_copy() -> None:
     node.arrive()
     places = [s for s, _ in pairs(more(node, peer))]
     assert places[0] == slot
-
-
-def test_a_fetch_that_never_ends_keeps_its_slots_and_nothing_else() -> None:
-    node, peer = attached()
-    peer.lease(1, 1)
-    node.locate(("far", 1))
-    (fetch,) = node.fetches
-    node.hear(peer.scheduler, LeaseRelease([1]))
-    node.end(peer.scheduler, *peer.ranks)
-    for _ in range(100):
-        node.tick(1000)
-    held = node.state.slots.of_writer(-2)
-    assert node.state.slots.slots_of(held).tolist() == fetch.slots.tolist()
-    node.arrive([False])
-    assert not len(node.state.slots.of_writer(-2))
 
 
 def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
@@ -325,51 +269,6 @@ def test_an_answer_that_comes_late_is_an_answer() -> None:
     assert len(node.locates) == 1, "it is there"
 
 
-def test_waits_are_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    look = Arrivals._advance
-
-    def counted(its: Arrivals, session: int, wait: Wait) -> bool:
-        looks.append(wait.lease)
-        return look(its, session, wait)
-
-    monkeypatch.setattr(Arrivals, "_advance", counted)
-    node, peer = attached()
-    for number in range(8):
-        assert peer.lease(number + 1, number).promoting == 1
-    for _ in range(8):
-        node.locate(("far", 1))
-    looks.clear()
-    fetched = [Fetched(fetch.job, bytes(1), peer_failed=False) for fetch in node.fetches]
-    node.step(*fetched)
-    assert sorted(looks) == list(range(1, 9))
-
-
-def test_who_waits_for_the_first_looks_at_no_other_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arrives is mostly for others, and hundreds of requests may wait."""
-    looks = []
-    coming = Fetches.coming
-
-    def counted(its: Fetches, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        looks.append(len(keys))
-        return coming(its, scopes, keys, rows)
-
-    node, peer = attached(slots=64)
-    other = Peer(node, "f")
-    other.lease(1, 8, 9)
-    peer.lease(1, *range(1, 8))
-    node.locate(("far", 2))
-    node.locate(("far", 7))
-    with monkeypatch.context() as context:
-        context.setattr(Fetches, "coming", counted)
-        node.arrive()
-    assert len(pairs(more(node, other))) == 2
-    assert not node.count(peer.scheduler, LeaseMore)
-    assert max(looks) == 0, "not even at the first of the seven"
-    node.arrive()
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (7, 0)
-
-
 def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -383,34 +282,6 @@ def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(
     assert len(node.fetches) == 3
 
 
-def test_a_full_arena_gives_room_by_the_policy_and_never_what_is_leased() -> None:
-    node, peer = attached(slots=8, slab_slots=4)
-    stored: list[int] = []
-    while peer.unused() and len(stored) < 6:
-        stored.append(len(stored) + 1)
-        peer.store(stored[-1])
-    leased = peer.lease(1, *stored[-1:])
-    peer.hint(101, 102)
-    node.locate(("far", 2))
-    taken = {slot for fetch in node.fetches for slot in fetch.slots.tolist()}
-    assert taken
-    assert not taken & {slot for slot, _ in pairs(leased)}
-
-
-def test_a_switched_off_space_is_not_asked_for() -> None:
-    node, peer = attached()
-    node.state.off["t", SPACE] = Off(None)
-    peer.hint(2)
-    assert not node.locates
-
-
-@pytest.mark.parametrize("event", [Located(99), Fetched(99, b"")])
-def test_an_answer_to_nothing_is_a_bug(event: Located | Fetched) -> None:
-    node, _ = attached()
-    with pytest.raises(AssertionError):
-        node.step(event)
-
-
 @pytest.mark.parametrize("limit", ["LOCATES_MAX", "COMING_BYTES_MAX", "COMING_BYTES_PER_ENGINE"])
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(fetches_module, limit, 2 * (1 if limit == "LOCATES_MAX" else COMING_BYTES))
@@ -418,15 +289,6 @@ def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> N
     for number in range(5):
         peer.hint(number)
     assert len(node.locates) == 2
-
-
-def test_the_estimate_follows_the_quickest_peer() -> None:
-    node, peer = attached()
-    first = peer.lease(1, *range(1, 9)).promoting_ms
-    node.locate(("far", 8))
-    node.now_ns += 10**10
-    node.arrive()
-    assert peer.lease(2, *range(11, 19)).promoting_ms > 100 * first
 
 
 def test_what_an_engine_asks_for_takes_a_bounded_share_whatever_its_shards() -> None:

@@ -138,15 +138,6 @@ def test_windows_are_no_prefix_in_events_and_for_inspect(monkeypatch: pytest.Mon
     assert pairs(peer.lease(1, 2, 3, group=1)), "they are found all the same"
 
 
-def test_a_drop_is_topped_up_in_its_own_group() -> None:
-    node, peer = attached(Node(slots=64, credit_blocks_max=4), more=BOTH)
-    granted = len(peer.credits()), len(peer.credits(1))
-    slots, generations = arrays(peer.credits(1))
-    node.hear(peer.ranks[0], Drop(peer.session, slots, generations, 1))
-    node.tick()
-    assert (len(peer.credits()), len(peer.credits(1))) == (granted[0], 2 * granted[1])
-
-
 @pytest.mark.parametrize(
     ("message", "of_rank"),
     [

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
-from kvstore.engine.events import Admit, Clear, Promoted, Received
+from kvstore.engine.events import Admit, Received
 from kvstore.engine.moves import hbm
 from kvstore.engine.moves.hbm import WINDOW_NS
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler, LeaseRelease, Welcome
-from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, attached, space
+from tests.unit.engine.harness import HALVES, Peer, attached
 from tests.unit.engine.slab import GPU, SlabNode
 
 
@@ -63,20 +61,6 @@ def test_a_block_that_is_leased_again_too_late_is_not(node: SlabNode, peer: Peer
     assert len(node.copying) == 1
 
 
-def test_another_block_in_the_same_slot_was_not_leased_before(node: SlabNode) -> None:
-    peer = Peer(node, gpu=GPU)
-    (place,) = peer.seal(1)
-    leased(peer, 1, 1)
-    peer.distrust(place)
-    again = 0
-    for number in range(2, 40):
-        if peer.seal(number)[0][0] == place[0]:
-            leased(peer, number, number)
-            again += 1
-    assert again, "the slot came back"
-    assert not node.copying
-
-
 def welcome(node: SlabNode, number: int, hello: HelloRank | HelloScheduler) -> Welcome:
     commands = node.step(Received(ConnectionId(number), hello))
     return next(each.welcome for each in commands if isinstance(each, Admit))
@@ -108,21 +92,6 @@ def test_of_several_shards_those_of_the_gpu_are_copied(node: SlabNode) -> None:
     assert order.scope.shard == HALVES[1]
 
 
-def test_blocks_of_each_group_are_copied_as_its_own(node: SlabNode) -> None:
-    peer = Peer(node, gpu=GPU, more=[(space("window"), (WHOLE,))])
-    (place,) = peer.credits(1)[:1]
-    sealed = peer.sealed(1, places=[place])
-    node.step(
-        msgspec.structs.replace(sealed, message=msgspec.structs.replace(sealed.message, group=1))
-    )
-    for lease in (1, 2):
-        peer.lease(lease, 1, group=1)
-        node.hear(peer.scheduler, LeaseRelease([lease]))
-    (order,) = node.copying
-    assert order.scope.space == fingerprint(space("window"), weights_epoch="")
-    assert order.slots.tolist() == [place[0]]
-
-
 def test_the_longest_unused_copy_gives_way(node: SlabNode) -> None:
     node, peer = attached(SlabNode(hbm_slots=4), gpu=GPU)
     slots = {}
@@ -140,17 +109,6 @@ def test_the_longest_unused_copy_gives_way(node: SlabNode) -> None:
     node.end()
     assert set(node.pages) == {slots[n] for n in (0, 2, 3, 4)}
     assert node.engine.counters.hbm_blocks_demoted == 1
-
-
-def test_a_block_that_leaves_dram_takes_its_copy_with_it(node: SlabNode, peer: Peer) -> None:
-    leased(peer, 1, 1, 2)
-    leased(peer, 2, 1, 2)
-    node.end()
-    (place,) = [(row.slot, row.generation) for row in node.engine.blocks()][:1]
-    peer.distrust(place)
-    assert len(node.pages) == 1
-    node.step(Clear(None, None))
-    assert (node.pages, node.copies) == ({}, 0)
 
 
 def test_a_copy_that_is_not_good_is_not_shown_and_is_tried_again(
@@ -190,12 +148,3 @@ def test_what_is_in_motion_is_bounded(
     node.end()
     leased(peer, 3, 1, 2, 3)
     assert len(node.copying) == 2
-
-
-def test_without_hbm_nothing_is_copied_and_no_order_is_known() -> None:
-    node, peer = attached(Node(), gpu=GPU)
-    peer.store(1)
-    leased(peer, 1, 1)
-    leased(peer, 2, 1)
-    with pytest.raises(KeyError):
-        node.engine.step([Promoted(1, b"")], node.now_ns)

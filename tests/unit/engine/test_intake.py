@@ -140,12 +140,3 @@ def test_only_the_first_of_those_that_wait_wakes_them() -> None:
     assert not node.count(peer.scheduler, LeaseMore), "the first one is on its way"
     other.seal(1)
     assert len(pairs(node.last(peer.scheduler, LeaseMore))) == 3
-
-
-def test_blocks_that_do_not_come_are_counted() -> None:
-    node, peer = attached()
-    peer.lease(1, 1, 2, 3)
-    node.locate(("far", 3))
-    node.arrive([True, False, False])
-    counters = node.engine.counters
-    assert (counters.fetched_blocks, counters.fetch_blocks_lost) == (1, 2)

@@ -13,14 +13,13 @@ from kvstore.engine.events import Ended, Exited, FileKnown
 from kvstore.engine.memory import adoption, journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
-from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
+from kvstore.wire.messages import Quiesce, Quiet, Verified
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.kit.engine_check import is_published
 from tests.sim.world.tape import tape
 from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
-    HALVES,
     SMALL,
     WHOLE,
     Peer,
@@ -70,17 +69,6 @@ def test_a_row_with_any_bit_flipped_is_a_miss() -> None:
     assert journal.examine(quotas=[], writers=set(node.registry)).words.tolist() == [word]
 
 
-def test_a_row_in_another_slot_is_a_miss() -> None:
-    node, peer = attached(MortalNode())
-    peer.seal(1)
-    journal = moved(node)
-    (word,) = journal.published()
-    journal.name_writer(np.array([word + 1]), 0)
-    journal._rows[word + 1] = journal._rows[word]
-    journal._rows[word, 7] = 0
-    assert len(journal.examine(quotas=[], writers=set(node.registry)).words) == 0
-
-
 def test_the_same_block_twice_counts_once() -> None:
     node, peer = attached(MortalNode())
     peer.seal(1, 2)
@@ -122,7 +110,7 @@ def flipped(column: NDArray[Any], at: int, bits: list[int]) -> None:
         column[at] ^= column.dtype.type(1 << bit)
 
 
-@pytest.mark.parametrize("bits", [[63], [0], [40], [1, 17], [3, 4, 62]])
+@pytest.mark.parametrize("bits", [[63], [0], [3, 4, 62]])
 def test_a_slot_whose_writer_cannot_be_read_is_nobodys(bits: list[int]) -> None:
     node, peer = attached(MortalNode())
     granted = node.granted()
@@ -134,7 +122,7 @@ def test_a_slot_whose_writer_cannot_be_read_is_nobodys(bits: list[int]) -> None:
         assert node.quarantined() == granted
     again = Peer(node)
     assert node.quarantined() == 1, "its writer may be anybody"
-    for number in range(100):
+    for number in range(40):
         again.seal(number)
     assert all(slot != place[0] for slot, _ in again.credits())
 
@@ -146,14 +134,6 @@ def test_no_bit_makes_a_writer_another_or_none() -> None:
         for bit in range(64):
             numbers, wrong = journal_module._decoded(code ^ np.uint64(1 << bit))
             assert (numbers[0], wrong[0]) == (0, True), (writer, bit)
-
-
-def test_a_block_in_a_slot_of_which_nobody_knows_the_writer_is_a_miss() -> None:
-    node = MortalNode()
-    ((slot, _),) = Peer(node).seal(1)
-    flipped(moved(node)._writers, slot // PAGES_PER_GENERATION, [5])
-    reborn(node)
-    assert node.blocks() == {}
 
 
 def test_a_slab_whose_slots_cannot_be_known_is_not_used_again() -> None:
@@ -171,7 +151,7 @@ def test_a_slab_whose_slots_cannot_be_known_is_not_used_again() -> None:
     assert all(slot >= 4 * PAGES_PER_GENERATION for slot, _ in again.credits())
 
 
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("bit", [0, 3, 7])
 def test_a_group_that_there_is_not_is_that_of_all_others(bit: int) -> None:
     node = MortalNode(quotas=(("e", 12 * SLOT_BYTES_MIN),))
     ((slot, _),) = Peer(node, "f").seal(1)
@@ -181,7 +161,7 @@ def test_a_group_that_there_is_not_is_that_of_all_others(bit: int) -> None:
     Peer(node, "f").seal(2)
 
 
-@pytest.mark.parametrize("bit", [0, 40, 57, 62, 63])
+@pytest.mark.parametrize("bit", [0, 57, 63])
 def test_a_stamp_that_cannot_be_is_the_oldest(bit: int) -> None:
     node = MortalNode()
     ((slot, _),) = Peer(node).seal(1)
@@ -274,8 +254,9 @@ def test_a_kept_block_that_goes_and_soon_comes_back_counts_as_used_again(
         peer.seal(number)
     reborn(node)
     peer = Peer(node, "f")
-    for number in (*range(1000, 1070), *range(10), *range(2000, 2192)):
-        peer.seal(number)
+    new = (*range(1000, 1070), *range(10), *range(2000, 2192))
+    for at in range(0, len(new), 4):
+        peer.seal(*new[at : at + 4])
     assert all(peer.hint(number) == [True] for number in range(10))
 
 
@@ -303,16 +284,6 @@ def test_only_who_can_read_a_copy_vouches_for_it() -> None:
     node.hear(other.ranks[0], Verified(*arrays([place])))
     node.hear(mine.ranks[0], Verified(*arrays([(place[0], place[1] - 1)])))
     assert mine.lease(2, 1).checksums == checksum(1)
-
-
-def test_a_slot_that_is_given_another_block_needs_no_verifying() -> None:
-    node = MortalNode()
-    Peer(node).seal(1)
-    reborn(node)
-    peer = Peer(node, "f")
-    peer.distrust(*pairs(peer.lease(1, 1)))
-    peer.seal(1)
-    assert peer.lease(2, 1).checksums == b""
 
 
 @pytest.mark.parametrize("policy", ["lru", "reuse"])
@@ -355,18 +326,6 @@ def test_a_block_on_disk_too_is_one_block() -> None:
     assert node.blocks() == {key(1)[:4].hex(): "dram+file", key(2)[:4].hex(): "dram"}
 
 
-def test_a_space_is_kept_over_two_deaths() -> None:
-    node = MortalNode(slots=128)  # credits of the dead stay out
-    Peer(node, shards=HALVES).store(1, 2)
-    for life in range(2):
-        reborn(node)
-        peer = Peer(node, f"f{life}", shards=HALVES)
-        assert len(pairs(peer.lease(1, 1, 2))) == 4
-        peer.store(10 + life)
-    reborn(node)
-    assert len(pairs(Peer(node, "g", shards=HALVES).lease(1, 10))) == 2
-
-
 # ── who may write ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -382,15 +341,6 @@ def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None
     assert node.quarantined() == granted, "another process of the same rank"
     node.end(other)
     node.connect(peer.rank_hello(0))
-    assert node.quarantined() == 0
-    assert peer.ranks[0] in node.released
-
-
-def test_or_until_its_process_is_gone() -> None:
-    node, peer = attached(MortalNode())
-    reborn(node)
-    assert node.quarantined() > 0
-    node.step(Exited(ConnectionId(peer.ranks[0])))
     assert node.quarantined() == 0
     assert peer.ranks[0] in node.released
 
@@ -422,14 +372,3 @@ def test_ranks_that_hold_nothing_are_let_go_of() -> None:
     reborn(node)
     assert peer.ranks[0] in node.released
     assert node.registry == {}
-
-
-def test_credits_of_the_dead_process_are_no_good() -> None:
-    node, peer = attached(MortalNode())
-    (place, *_) = peer.unused()
-    reborn(node)
-    again = Peer(node)
-    granted = [p for m in node.sent[again.scheduler] if isinstance(m, Grant) for p in pairs(m)]
-    assert place not in granted
-    again.seal(1, places=[place])
-    assert node.blocks() == {}

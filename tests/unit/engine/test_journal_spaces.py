@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import pytest
 
 from kvstore.engine.events import AnswerPeer, Serve
 from kvstore.engine.memory import journal_spaces
@@ -98,23 +97,6 @@ def test_what_does_not_fit_a_page_is_not_kept_and_harms_nobody() -> None:
     remember(spaces, 1)
     remember(spaces, 2, shards=PAGE_BYTES // 4)
     assert numbers(spaces) == {1}
-
-
-def test_what_is_there_already_is_not_written_again() -> None:
-    spaces = table()
-    remember(spaces, 1)
-    spaces._entries.flags.writeable = False
-    remember(spaces, 1)
-    with pytest.raises(ValueError, match="read-only"):
-        remember(spaces, 2)
-
-
-def test_an_entry_in_another_place_is_none() -> None:
-    spaces = table()
-    remember(spaces, 1)
-    spaces._entries[5] = spaces._entries[0]
-    spaces._entries[0] = 0
-    assert numbers(spaces) == set()
 
 
 def test_any_space_that_an_engine_may_tell_of_has_room() -> None:

@@ -12,7 +12,6 @@ from kvstore.cli.look import show_story
 from kvstore.engine.why import ledger
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
-from kvstore.engine.why.report import savings
 from kvstore.engine.why.searches import Search
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.wire.messages import Story
@@ -47,19 +46,6 @@ def test_the_first_line_of_explain_is_that_of_its_table(
     assert line.split(maxsplit=1)[1] == f"{word(reason)}: {of_range(its, row)}"
     assert f"{word(reason)}  " in out.partition("missed")[2]
     assert "{" not in out
-
-
-def test_nothing_to_load_where_the_engines_own_cache_had_it() -> None:
-    node, peer = attached(Node())
-    ends: dict[str, Any] = {"outcome": "no full block", "leases": [], "local_tokens": 2 * TOKENS}
-    row = told(node, peer, blocks=2, **ends)
-    assert (word(row.outcome), of_request(row)) == (
-        "nothing to load",
-        "nothing to load: the engine's own cache had it",
-    )
-    assert rows(node) == [(0, 2, "engine", Reason.NONE)]
-    row = told(node, peer, blocks=3, **ends)
-    assert (row.outcome, rows(node)[1]) == (Reason.OWN_CACHE, (2, 1, "", Reason.OWN_CACHE))
 
 
 def test_after_a_reset_of_the_engine_its_blocks_are_told_as_reset() -> None:
@@ -126,27 +112,6 @@ def test_a_request_is_split_among_its_tiers_and_nothing_is_left_over() -> None:
         "peer": ledger.Savings(4, 58, 12 + 34),
     }
     assert sums.total().net_gpu_ns == 4 * (100 - 71)
-
-
-def test_rows_that_saved_the_same_have_an_order() -> None:
-    sums = ledger.Ledger()
-    for pair in (("b", "t"), ("a", "u"), ("a", "t")):
-        sums.count(pair, Story("r", loaded_tokens=1, saved_ns=8, load_ns=2), [])
-    assert [(row.model, row.tenant) for row in savings(sums)] == [
-        ("a", "t"),
-        ("a", "u"),
-        ("b", "t"),
-    ]
-
-
-def test_what_a_request_lost_is_of_the_tier_that_cost_it_most() -> None:
-    sums = ledger.Ledger()
-    slow = Story("r", loaded_tokens=8, file_tokens=2, saved_ns=80, promotion_ns=500, load_ns=80)
-    sums.count(("m", "t"), slow, [])
-    sums.count(("m", "t"), Story("r", loaded_tokens=8, saved_ns=80, load_ns=10), [])
-    lost = {tier: its.lost_ns for (*_, tier), its in sums.savings.items()}
-    assert lost == {"dram": 0, "file": 500}
-    assert sums.total() == ledger.Savings(16, 160, 590, 500, -430)
 
 
 @given(

@@ -4,17 +4,16 @@ test and machine of this folder that moves a block is one of the offers too."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine.events import Clear, Command, OffersUntold
+from kvstore.engine.events import Clear, OffersUntold
 from kvstore.engine.memory.residency import Change, Residency
-from kvstore.engine.memory.table import BlockTable
-from kvstore.engine.moves.offers import Offers, _cover
-from kvstore.types import Shard, SpaceId, Tier
+from kvstore.engine.moves.offers import Offers
+from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Removed, Stored
-from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, attached, key
+from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, attached, key
 
 
 def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,24 +30,6 @@ def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() ->
     assert {block[3] for block in node.offered} == {key(1)}
     node.step(Clear(None, None))
     assert not node.offered
-
-
-def test_half_a_block_is_no_offer() -> None:
-    node, peer = attached(Node(), shards=HALVES)
-    peer.store(1, 2)
-    (first, second) = sorted(set(peer_scopes(node)))
-    residency = node.state.residency
-    words = residency.words(residency.rows_in({second}, 2))
-    node.state.empty(words[:1], 0)
-    node.tick()
-    assert len(node.offered) == 1
-    node.state.empty(residency.words(residency.rows_in({first}, 2)), 0)
-    node.tick()
-    assert not node.offered
-
-
-def peer_scopes(node: Node) -> list[int]:
-    return list(node.state.residency.scopes().values())
 
 
 def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() -> None:
@@ -77,6 +58,7 @@ def test_what_lies_on_disk_is_offered_once_an_engine_says_what_is_whole() -> Non
     assert node.untold == 1
 
 
+@settings(max_examples=40)
 @given(
     slice_rows=st.integers(1, 9),
     one=st.sets(st.integers(0, 11)),
@@ -107,47 +89,6 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
     assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
         Removed(*scope[:2], Tier.DRAM, key(1) + key(2))
     ]
-
-
-@pytest.mark.parametrize(
-    ("shards", "whole"),
-    [
-        ([WHOLE], True),
-        (list(HALVES), True),
-        ([HALVES[0]], False),
-        ([], False),
-        ([Shard(0, 2, 0, HEADS), Shard(2, LAYERS, 0, 1)], False),
-        ([Shard(0, 2, 0, HEADS), Shard(1, LAYERS, 0, HEADS)], True),
-    ],
-)
-def test_what_covers(shards: list[Shard], *, whole: bool) -> None:
-    assert _cover(frozenset(shards), (SMALL.layer_count, SMALL.kv_head_count)) is whole
-
-
-def test_whether_a_space_holds_anything_takes_no_look_at_the_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is asked whenever a session opens."""
-    node = DiskNode()
-    node.step(known(1))
-    Peer(node, "other", tenant="u")
-    offers = node.state.offers
-    mine, none = (("t", SPACE), ("u", SPACE))
-    with monkeypatch.context() as context:
-        context.delattr(BlockTable, "used_scopes")
-        assert [offers.any_held(address) for address in (mine, none)] == [True, False]
-    node.step(Clear(None, None))
-    assert not offers.any_held(mine)
-
-
-def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Offers, changes: object) -> list[Command]:
-        return []
-
-    _, peer = attached(Node())
-    monkeypatch.setattr(Offers, "offers_of", broken)
-    with pytest.raises(AssertionError, match="offers tell another story"):
-        peer.store(1)
 
 
 def test_offers_name_no_shard_and_no_token() -> None:

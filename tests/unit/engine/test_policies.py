@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -9,25 +11,31 @@ from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.engine.memory.policy.port import Mask, Words
 from kvstore.errors import ConfigError
 from tests.steps import verify_machine
-from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import Node, attached, key
+from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached
 from tests.unit.engine.test_machine import Machine
 
+CREDITS = 4
 
-@pytest.mark.usefixtures("each_policy")
-def test_any_order_of_events_keeps_the_promises() -> None:
+
+def test_any_order_of_events_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the policy that `test_machine` does not have."""
+    monkeypatch.setattr(DEFAULTS, "policy", "reuse")
     verify_machine(Machine, examples=25, steps=50)
+
+
+def seal_all(peer: Peer, numbers: Sequence[int]) -> None:
+    """As many at a time as there are credits."""
+    for at in range(0, len(numbers), CREDITS):
+        peer.seal(*numbers[at : at + CREDITS])
 
 
 def survivors(policy: str) -> set[int]:
     """Of ten blocks that were used twice, those left after a scan of three arenas."""
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy))
-    for number in range(10):
-        peer.seal(number)
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy=policy))
+    seal_all(peer, range(10))
     for _ in range(2):
         peer.hint(*range(10))
-    for number in range(1000, 1192):
-        peer.seal(number)
+    seal_all(peer, range(1000, 1192))
     return {number for number in range(10) if peer.hint(number) == [True]}
 
 
@@ -40,25 +48,13 @@ def test_a_scan_takes_what_is_used_from_lru_only() -> None:
 def test_what_comes_back_soon_after_it_went_counts_as_used_again(
     policy: str, *, stays: bool
 ) -> None:
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy))
-    for number in (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)):
-        peer.seal(number)
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy=policy))
+    seal_all(peer, (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)))
     assert all(peer.hint(number) == [stays] for number in range(10))
 
 
-def test_what_was_read_from_disk_counts_as_used_again() -> None:
-    node, peer = attached(DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
-    node.step(known(*range(8)))
-    peer.hint(*range(8))
-    node.read_all()
-    for number in range(1000, 1192):
-        peer.seal(number)
-        node.write_nothing()
-    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(8))
-
-
 def test_what_is_used_no_more_goes_in_the_end() -> None:
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy="reuse"))
     peer.seal(0)
     peer.hint(0)
     for number in range(1000, 1000 + 64 * 12):

@@ -10,7 +10,7 @@ from kvstore.engine.events import BlocksPrepared, Clear, PrepareBlocks
 from kvstore.engine.moves.fetches import AHEAD_LOCATES_MAX
 from kvstore.engine.sessions.prepares import AHEAD_NS, AHEAD_SHARE
 from kvstore.engine.state import Off
-from kvstore.types import Shard, SpaceId
+from kvstore.types import Shard
 from kvstore.units import NS_PER_MS
 from kvstore.wire.peers import PrepareReply, PrepareRequest
 from tests.unit.engine.disk import SPACE, known
@@ -95,13 +95,6 @@ def test_without_an_engine_of_the_space_nothing_is_brought() -> None:
     assert not node.reads
 
 
-def test_a_key_twice_is_refused() -> None:
-    node = AheadNode()
-    Peer(node)
-    node.step(known(1))
-    assert node.prepare(1, 1).refused == "a key is named twice"
-
-
 def test_a_flood_brings_its_share_of_the_arena_and_no_more_until_time_has_passed() -> None:
     node = AheadNode()
     Peer(node)
@@ -144,11 +137,3 @@ def test_blocks_come_in_the_shards_of_the_engine_that_is_named(
     assert node.prepare(1, engine=engine).sought == 1
     node.locate(("far", 1))
     assert node.fetches[0].shards == shards
-
-
-def test_another_space_is_another() -> None:
-    node = AheadNode()
-    Peer(node)
-    commands = node.step(PrepareBlocks(1, PrepareRequest("t", SpaceId(bytes(32)), "", keys(1))))
-    (said,) = [each for each in commands if isinstance(each, BlocksPrepared)]
-    assert "no engine" in said.its.refused

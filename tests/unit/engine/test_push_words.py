@@ -22,13 +22,11 @@ from kvstore.engine.events import (
     WritePush,
     Written,
 )
-from kvstore.engine.moves.expected import STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS
-from kvstore.engine.moves.pushes import ASKS_MAX
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
 from kvstore.wire.peers import Answer
-from tests.unit.engine.harness import WHOLE, Peer, checksum, keys
+from tests.unit.engine.harness import Peer, checksum, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 
 
@@ -102,17 +100,6 @@ def test_writes_that_end_in_another_order_are_told_as_what_they_are() -> None:
     assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
 
 
-def test_checksums_of_a_write_are_those_of_its_blocks_in_all_shards() -> None:
-    pair = opened(p_ranks=2)
-    pair.store(1, 2, 3)
-    pair.expect(1, 2, 3)
-    pair.hear_p()
-    pair.write(next(iter(pair.flights)))
-    told = [word for word in pair.to_d if isinstance(word, Pushed)]
-    sums = [checksum(number, rank) for number in (1, 2, 3) for rank in (0, 1)]
-    assert [(word.first, word.checksums) for word in told] == [(0, b"".join(sums))]
-
-
 def test_blocks_that_landed_are_proven_in_each_shard() -> None:
     pair = opened(p_ranks=2, d_ranks=2)
     pair.store(1, 2)
@@ -177,14 +164,6 @@ def test_another_grant_of_a_number_is_refused_while_the_first_lasts() -> None:
     assert words(node.step(Written(job))) == [Pushed, PushOver]
 
 
-def test_each_node_may_give_as_many_grants() -> None:
-    node = PushNode("p")
-    for grant in range(ASKS_MAX + 1):
-        commands = node.step(asked(1, 1, grant=grant))
-    assert words(commands) == [PushOver]
-    assert not node.step(asked(2, 1))
-
-
 def test_nobody_cancels_what_another_engine_expects() -> None:
     pair = opened()
     pair.expect(1)
@@ -210,32 +189,6 @@ def test_a_last_word_of_another_epoch_gives_nothing_back() -> None:
     pair.d.step(PushOver(grant, pair.epochs, "it ended", is_quiet=True))
     assert [end.reason for end in pair.ends] == ["it ended"]
     assert slab.free_pages == slab.page_count
-
-
-def test_news_of_another_epoch_are_none() -> None:
-    """Neither blocks nor words without any: a transfer of which only an older worker hears is
-    stalled."""
-    pair = opened()
-    pair.tick()
-    pair.expect(1, ms=600_000)
-    (grant,) = pair.extents
-    block_bytes = tuple(group.block_bytes for group in pair.prefill.rank_hello(0).groups)
-    for epoch in (pair.epochs - 1, pair.epochs + 1):
-        pair.pass_time(STALLED_NS / NS_PER_MS / 2 - 1)
-        for shards, sizes, sums in ((), (), b""), ((WHOLE,), block_bytes, checksum(1)):
-            word = Pushed(
-                grant=grant,
-                epoch=epoch,
-                first=0,
-                shards=shards,
-                block_bytes=sizes,
-                checksums=sums,
-            )
-            pair.d.step(word)
-    assert not pair.lands
-    assert pair.d.engine.counters.push_words_dropped == 4
-    pair.tick(2)
-    assert ["nothing was heard" in end.reason for end in pair.ends] == [True]
 
 
 def test_a_group_that_its_engine_does_not_have_is_not_expected() -> None:

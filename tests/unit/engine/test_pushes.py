@@ -9,7 +9,6 @@ from kvstore.engine.events import (
     Clear,
     FileRead,
     FileWritten,
-    LandingUp,
     Pushed,
     PushOver,
     ReadFile,
@@ -19,9 +18,8 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
-from kvstore.engine.moves.landing import PEER_SHARE
 from kvstore.engine.moves.pushes import LOOK_NS
-from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
+from kvstore.engine.moves.transfers import SEALS_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
@@ -53,19 +51,6 @@ def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
     pair.at_rest()
 
 
-@pytest.mark.parametrize("after_ms", [0, 2 * SEALS_NS / NS_PER_MS], ids=["just now", "long ago"])
-def test_what_was_computed_before_comes_in_one_go(after_ms: float) -> None:
-    pair = opened()
-    pair.store(1, 2, 3)
-    pair.close()
-    pair.tick(after_ms)
-    pair.expect(1, 2, 3)
-    pair.pump()
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(3, "")]
-    assert len(pairs(pair.decode.lease(1, 1, 2, 3))) == 3
-    pair.at_rest()
-
-
 def test_only_what_no_tier_holds_is_granted_room() -> None:
     pair = opened()
     pair.store(1, 2, 3)
@@ -76,18 +61,6 @@ def test_only_what_no_tier_holds_is_granted_room() -> None:
     assert pair.ends[0].blocks == 3
 
 
-def test_a_prompt_larger_than_the_slab_comes_as_room_comes_back() -> None:
-    pair = opened()
-    numbers = range(1, 13)
-    pair.store(*list(numbers)[:6])
-    pair.expect(*numbers)
-    pair.pump()
-    pair.store(*list(numbers)[6:])
-    pair.pump()
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(12, "")]
-    pair.at_rest()
-
-
 def test_the_index_is_not_asked_for_what_is_pushed() -> None:
     pair = opened(fetches=True)
     pair.expect(1, 2)
@@ -96,15 +69,6 @@ def test_the_index_is_not_asked_for_what_is_pushed() -> None:
     assert pair.d.engine.counters.locates == 0
     pair.decode.hint(7)
     assert pair.d.engine.counters.locates == 1
-
-
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
-def test_parallel_sizes_may_differ(ranks: tuple[int, int]) -> None:
-    pair = opened(p_ranks=ranks[0], d_ranks=ranks[1])
-    pair.store(1, 2)
-    pair.expect(1, 2)
-    pair.pump()
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
 
 
 def test_groups_keep_apart() -> None:
@@ -160,17 +124,6 @@ def test_seals_may_follow_the_end_for_a_moment() -> None:
     pair.pump(after_ms=SEALS_NS / NS_PER_MS)
     assert [end.blocks for end in pair.ends] == [1]
     assert "not all of its blocks" in pair.ends[0].reason
-    pair.at_rest()
-
-
-def test_a_transfer_that_nobody_prefills_is_not_waited_for() -> None:
-    pair = PushPair()
-    pair.expect(1)
-    pair.pump()
-    pair.pump(after_ms=UNKNOWN_NS / NS_PER_MS - 1)
-    assert not pair.ends
-    pair.pump(after_ms=1)
-    assert "no engine here prefills it" in pair.ends[0].reason
     pair.at_rest()
 
 
@@ -407,19 +360,6 @@ def test_words_of_another_epoch_are_dropped() -> None:
     pair.at_rest()
 
 
-def test_a_word_that_comes_twice_counts_once() -> None:
-    pair = opened()
-    pair.store(1)
-    pair.expect(1, 2)
-    pair.hear_p()
-    pair.write(next(iter(pair.flights)))
-    pair.to_d.append(pair.to_d[0])
-    pair.hear_d()
-    pair.hear_d()
-    assert len(pair.lands) == 1
-    assert pair.d.engine.counters.push_words_dropped == 1
-
-
 def test_damaged_bytes_are_not_sealed() -> None:
     pair = opened()
     pair.store(1, 2)
@@ -432,25 +372,6 @@ def test_damaged_bytes_are_not_sealed() -> None:
     assert len(pairs(pair.decode.lease(1, 1, 2))) == 1
     assert pair.d.engine.counters.push_blocks_damaged == 1
     pair.at_rest()
-
-
-def test_without_a_transfer_worker_nothing_is_granted_and_nothing_lost() -> None:
-    pair = PushPair()
-    pair.d.step(LandingUp(0))
-    pair.open()
-    pair.store(1)
-    pair.expect(1)
-    assert not pair.to_p
-    pair.restart_transfer_worker()
-    assert pair.to_p or pair.ends
-
-
-def test_a_peer_is_granted_half_of_the_slab() -> None:
-    pair = opened()
-    pair.expect(*range(1, 20))
-    slab = pair.d.engine._grants._slab
-    taken = slab.page_count - slab.free_pages
-    assert 0 < taken <= slab.page_count // PEER_SHARE < taken * 2
 
 
 def test_a_node_without_landing_memory_says_so() -> None:

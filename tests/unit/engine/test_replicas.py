@@ -11,11 +11,8 @@ from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Seal, SessionClosed, SessionOpen
 from tests.unit.engine.harness import (
     HALVES,
-    HEADS,
     LATENT,
-    LAYERS,
     REPLICAS,
-    WHOLE,
     Hellos,
     Node,
     Peer,
@@ -33,7 +30,7 @@ def told(node: Node, connection: int) -> tuple[int, bool]:
     return column.number, column.writes
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::3])
 def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...]) -> None:
     node, shape = Node(), Hellos(shards=REPLICAS)
     scheduler = node.connect(shape.scheduler_hello())
@@ -48,18 +45,6 @@ def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...])
         assert node.count(scheduler, SessionOpen) == 0
         node.hear(ranks[rank], Quiet(node.last(ranks[rank], Quiesce).session))
     assert node.last(scheduler, SessionOpen).shard_counts == (2,)
-
-
-def test_ranks_interleaved_between_shards_keep_the_order_of_their_writers() -> None:
-    peer = Peer(Node(), shards=(HALVES[1], HALVES[0], HALVES[0], HALVES[1]))
-    assert [told(peer.node, rank) for rank in peer.ranks] == [
-        (0, True),
-        (1, True),
-        (1, False),
-        (0, False),
-    ]
-    peer.store(1)
-    assert len(peer.lease(1, 1).slots) == 2 * 4
 
 
 @pytest.mark.parametrize(("shards", "slots"), [(LATENT, 1), (REPLICAS, 2)])
@@ -118,35 +103,3 @@ def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited
     assert node.count(peer.scheduler, SessionOpen) == 2
     peer.store(5)
     assert len(pairs(peer.lease(2, 5))) == 1
-
-
-def test_a_writer_that_dies_is_waited_for_no_replica_takes_over() -> None:
-    node, peer = attached(Node(), shards=LATENT)
-    asked = node.count(peer.ranks[1], Quiesce)
-    node.step(Exited(ConnectionId(peer.ranks[0])))
-    assert (node.granted(), node.quarantined()) == (0, 0)
-    node.tick(60_000)
-    assert node.count(peer.ranks[1], Quiesce) == asked, "a session needs all ranks"
-    assert node.count(peer.scheduler, SessionOpen) == 1
-    peer.ranks[0] = node.connect(peer.rank_hello(0, process="another"))
-    peer.be_quiet()
-    assert [told(node, rank) for rank in peer.ranks] == [(0, True), (0, False)]
-    peer.store(1)
-    assert peer.hint(1) == [True]
-
-
-@pytest.mark.parametrize(
-    "shards",
-    [
-        (WHOLE, HALVES[0]),
-        (HALVES[0], HALVES[0]),
-        (HALVES[0], HALVES[1], WHOLE),
-        (Shard(0, LAYERS, 0, HEADS), Shard(0, LAYERS - 1, 0, HEADS)),
-    ],
-)
-def test_shards_that_overlap_and_are_not_the_same_are_refused(shards: tuple[Shard, ...]) -> None:
-    node, shape = Node(), Hellos(shards=shards)
-    scheduler = node.connect(shape.scheduler_hello())
-    for rank in range(len(shards)):
-        node.connect(shape.rank_hello(rank))
-    assert "exactly once" in node.hangups[scheduler]

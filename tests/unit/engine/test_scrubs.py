@@ -10,7 +10,6 @@ import pytest
 from kvstore.engine.events import Clear, Scrubbed, Tick
 from kvstore.engine.trust import scrubs
 from kvstore.engine.trust.scrubs import NO_PASS, Sealed
-from kvstore.engine.why.reasons import Reason
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from tests.unit.engine.disk import SPACE, DiskNode
@@ -96,17 +95,6 @@ def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
     assert node.engine.tiers()[0].scrub_bad == 0
 
 
-def test_a_bad_copy_in_dram_is_read_again_from_disk() -> None:
-    node, peer = attached(DiskNode())
-    (place,) = peer.seal(1)
-    node.write_all()
-    node.step(bad([place]))
-    assert node.blocks() == {key(1).hex()[:8]: "file"}
-    assert peer.lease(1, 1).promoting == 1
-    node.read_all()
-    assert node.blocks() == {key(1).hex()[:8]: "dram+file"}
-
-
 def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> None:
     node, peer = attached(DiskNode())
     (place,) = peer.seal(1)
@@ -115,29 +103,16 @@ def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> Non
     assert node.blocks() == {}
 
 
-def test_explain_says_what_the_scrub_dropped() -> None:
-    node, peer = attached(Node())
-    (place,) = peer.seal(1)
-    node.step(bad([place]))
-    (row,) = node.engine.explain.prefix("t", SPACE, key(1))
-    assert row.reason is Reason.FAILED_SCRUB
-
-
-def test_passes_age() -> None:
+def test_passes_age_and_what_the_disk_refuses_is_told() -> None:
     node = DiskNode()
     assert [row.scrub_age_ms for row in node.engine.tiers()] == [NO_PASS, NO_PASS]
     node.step(Scrubbed(Tier.FILE, 3, 300, bad_key=bytes(32), pass_ended=True))
     node.now_ns += 5 * NS_PER_MS
-    node.step(Tick())
+    node.step(Tick(file_breakers=("half-open", "open")))
     dram, file = node.engine.tiers()
+    assert (file.reads, file.writes) == ("half-open", "open")
     assert (dram.scrub_age_ms, file.scrub_age_ms) == (NO_PASS, 5)
     assert (file.scrubbed_blocks, file.scrubbed_bytes, file.scrub_bad) == (3, 300, 1)
-
-
-def test_what_the_disk_refuses_is_told() -> None:
-    node = DiskNode()
-    node.step(Tick(file_breakers=("half-open", "open")))
-    assert (node.engine.tiers()[1].reads, node.engine.tiers()[1].writes) == ("half-open", "open")
 
 
 def test_blocks_of_a_space_that_nobody_has_named_are_left_out() -> None:

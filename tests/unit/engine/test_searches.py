@@ -107,16 +107,6 @@ def test_an_index_that_does_not_answer_is_named() -> None:
     assert "the index is unreachable" in text(node)
 
 
-def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "LOCATES_MAX", 1)
-    node, peer = attached()
-    peer.hint(9)
-    peer.lease(1, 1)
-    assert end(node, peer, blocks=1) == [
-        (0, 1, "", Reason.NEVER_STORED, "", Reason.TOO_MANY_QUESTIONS)
-    ]
-
-
 def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     node, peer = attached()
     size = peer.rank_hello(0).groups[0].block_bytes
@@ -212,17 +202,6 @@ def test_no_room_for_all_and_then_for_nothing() -> None:
     assert text(node).endswith("; there was room for 8 of 20")
 
 
-def test_what_came_before_the_index_answered_says_so() -> None:
-    node, peer = attached()
-    peer.lease(1, 1)
-    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
-    peer.store(1)
-    node.locate(("far", 1))
-    assert not node.fetches
-    rows = end(node, peer, blocks=1)
-    assert rows == [(0, 1, "", Reason.NEVER_STORED, "far", Reason.HERE_BY_NOW)]
-
-
 def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "FETCH_BYTES", 2 * SLOT_BYTES_MIN)
     node, peer = attached()
@@ -262,14 +241,6 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
     ]
     assert "before the wait ended" in text(node, 0)
     node.arrive()
-
-
-def test_a_node_alone_says_nothing_of_others() -> None:
-    node = PeerNode()
-    peer = Peer(node)
-    peer.store(1)
-    peer.lease(1, 1)
-    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "dram", Reason.NONE, "", Reason.NONE)]
 
 
 def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

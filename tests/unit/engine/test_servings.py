@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, PeerGone, Serve
+from kvstore.engine.events import PeerGone, Serve
 from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from kvstore.wire.peers import ServeAnswer
@@ -41,25 +41,8 @@ def test_nothing_is_served_of_what_is_not_there_or_anothers() -> None:
     assert node.give_back(3) == []
 
 
-def test_what_is_served_is_not_evicted() -> None:
-    node, peer = stored(1, slots=8)
-    node.serve(1, 1)
-    for number in range(100, 140):
-        if peer.unused():
-            peer.store(number)
-    assert node.give_back(1) == [True]
-
-
-def test_what_was_cleared_meanwhile_is_told() -> None:
-    node, _ = stored(1, 2)
-    node.serve(1, 1, 2)
-    node.step(Clear(None, None))
-    assert node.give_back(1) == [False, False]
-    assert node.engine.counters.served_blocks_changed == 2
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 3])
 def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
     number: int, rank: int
 ) -> None:
@@ -72,13 +55,6 @@ def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
     assert node.give_back(1) == [each != number for each in (1, 2, 3)]
     assert node.engine.counters.served_blocks_changed == 1
     assert not node.engine.leases()
-
-
-def test_a_block_in_the_first_slot_is_served() -> None:
-    node, peer = stored()
-    peer.seal(1, places=[place for place in peer.unused() if not place[0]])
-    assert np.frombuffer(node.serve(1, 1).slots, "<u4").tolist() == [0]
-    assert node.give_back(1) == [True]
 
 
 def test_servings_of_one_number_are_those_of_two_nodes() -> None:
@@ -104,24 +80,6 @@ def test_a_serving_ends_with_its_time_and_says_so() -> None:
     assert node.engine.counters.servings_expired == 1
 
 
-def test_a_peer_that_is_gone_holds_nothing() -> None:
-    node, _ = stored(1, 2)
-    node.serve(1, 1)
-    node.serve(2, 2)
-    node.serve(1, 1, peer=2)
-    node.step(PeerGone(1))
-    assert len(node.engine.leases()) == 1
-    assert node.give_back(1) == []
-    assert node.give_back(1, peer=2) == [True]
-
-
-def test_a_serving_that_is_asked_for_twice_is_served_once() -> None:
-    node, _ = stored(1, 2)
-    assert node.serve(1, 1).slots
-    assert not node.serve(1, 2).slots
-    assert node.give_back(1) == [True]
-
-
 def test_all_shards_are_served_together_or_the_block_is_not() -> None:
     node, peer = attached(PeerNode(), shards=HALVES)
     peer.store(1)
@@ -138,11 +96,6 @@ def test_of_two_parallel_sizes_the_longer_run_is_served() -> None:
     halves.store(1)
     whole.store(1, 2)
     assert node.serve(1, 1, 2).shards == (WHOLE,)
-
-
-def test_a_key_named_twice_is_served_nothing() -> None:
-    node, _ = stored(1)
-    assert node.serve(1, 1, 1).slots == b""
 
 
 def test_servings_of_a_peer_are_bounded() -> None:

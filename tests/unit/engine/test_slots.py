@@ -76,40 +76,6 @@ def test_every_pair_of_state_and_event(state: SlotState, event: SlotEvent) -> No
     assert (int(words[0]) in pool.free) == (target == SlotState.FREE)
 
 
-def test_an_unknown_transition_tells_the_slots_past_and_only_its() -> None:
-    slots, pool = one_pool()
-    mine = slots.grant(pool, 1, writer=5, session=9, cause=11)
-    other = slots.grant(pool, 1, writer=5, session=9, cause=12)
-    seal(slots, mine, 13)
-    slots.free(other, 14)
-    with pytest.raises(AssertionError, match=r"11:grant, 13:seal$"):
-        seal(slots, mine, 15)
-    untouched = np.array([2], dtype=np.int64)
-    with pytest.raises(AssertionError, match="not remembered"):
-        seal(slots, untouched, 16)
-
-
-def test_one_bad_slot_in_a_batch_stops_the_batch() -> None:
-    slots, pool = one_pool()
-    words = slots.grant(pool, 2, writer=5, session=9, cause=1)
-    seal(slots, words[:1], 2)
-    with pytest.raises(AssertionError, match=f"word {words[0]} is SEALED"):
-        seal(slots, words, 3)
-    assert slots.state[words].tolist() == [SlotState.SEALED, SlotState.GRANTED]
-
-
-def test_writers_are_known_while_they_may_write() -> None:
-    slots, pool = one_pool()
-    words = slots.grant(pool, 3, writer=5, session=9, cause=1)
-    assert sorted(slots.of_writer(5)) == sorted(words)
-    seal(slots, words[:1], 2)
-    slots.lose(words[1:2], 3)
-    assert sorted(slots.of_writer(5)) == sorted(words[1:])
-    slots.free(words[1:], 4)
-    assert len(slots.of_writer(5)) == 0
-    assert len(slots.of_writer(0)) == 0, "0 is nobody"
-
-
 def test_slots_of_a_writer_are_listed_however_often_they_come_and_go() -> None:
     slots, pool = one_pool()
     for round_ in range(3000):
@@ -122,23 +88,7 @@ def test_slots_of_a_writer_are_listed_however_often_they_come_and_go() -> None:
     assert not slots.writers._given
 
 
-def test_more_than_is_free_is_not_granted() -> None:
-    slots, pool = one_pool()
-    with pytest.raises(AssertionError, match="more granted than free"):
-        slots.grant(pool, SLAB_WORDS + 1, writer=1, session=1, cause=1)
-
-
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_slots_are_packed_at_pages_and_share_no_generation_word() -> None:
-    slots = slots_of()
-    pool = slots.pool(SLOT_BYTES_MIN + PAGE_BYTES)
-    slots.extend(pool)
-    assert pool.capacity == 3
-    names = slots.slots_of(slots.words_in(0)).tolist()
-    assert names == [0, 17, 34]
-    assert slots.words_in(0).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("pages", [16, 17, 31, 32, 33, 63, 64])
@@ -157,43 +107,7 @@ def test_slots_of_any_size_lie_in_their_slab_and_apart(pages: int) -> None:
     assert slots.slots_of(words).tolist() == begins
 
 
-def test_numbers_that_are_no_slots_are_told_apart() -> None:
-    slots, _ = one_pool()
-    _, known = slots.words_of(np.array([0, 1, 15, 16, 2**32 - 1, 12 * 16], dtype=np.uint32))
-    assert known.tolist() == [True, False, False, True, False, False]
-
-
 # ── slabs ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_only_slabs_with_pages_are_used() -> None:
-    slots = Slots(arena_bytes=12 * SLOT_BYTES_MIN, slab_bytes=4 * SLOT_BYTES_MIN, policy="lru")
-    pool = slots.pool(SLOT_BYTES_MIN)
-    assert not slots.extend(pool)
-    slots.ready(8 * SLOT_BYTES_MIN - 1)
-    assert slots.slabs_ready == 1
-    assert slots.extend(pool)
-    assert not slots.extend(pool)
-    slots.ready(2**40)
-    assert slots.slabs_ready == 3, "never more than the arena has"
-    slots.ready(0)
-    assert slots.slabs_ready == 3, "pages do not go"
-    assert slots.extend(pool)
-    assert slots.extend(pool)
-    assert not slots.extend(pool)
-    assert sorted(pool.free) == list(range(12))
-
-
-def test_two_sizes_have_slabs_of_their_own() -> None:
-    slots = slots_of()
-    small, large = slots.pool(SLOT_BYTES_MIN), slots.pool(2 * SLOT_BYTES_MIN)
-    slots.extend(small)
-    slots.extend(large)
-    assert (small.slabs, large.slabs) == ({0}, {1})
-    assert (small.capacity, large.capacity) == (4, 2)
-    assert slots.pool_of(3) is small
-    assert slots.pool_of(4) is large
-    assert slots.pool(SLOT_BYTES_MIN) is small
 
 
 def test_a_slab_that_changes_pools_takes_its_generations_along() -> None:
@@ -210,13 +124,6 @@ def test_a_slab_that_changes_pools_takes_its_generations_along() -> None:
     assert slots.generation[:4].tolist() == [2, 2, 2, 2]
 
 
-def test_a_slab_in_use_is_not_taken() -> None:
-    slots, pool = one_pool()
-    slots.grant(pool, 1, writer=1, session=1, cause=1)
-    with pytest.raises(AssertionError, match="in use"):
-        slots.take_slab(0)
-
-
 def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> None:
     slots = slots_of()
     pool = slots.pool(SLOT_BYTES_MIN)
@@ -231,12 +138,3 @@ def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> 
     assert slots.coldest_slab(pool) == (0, 8), "one fresh slot makes a slab fresh"
     slots.leases[words[0]] = 1
     assert slots.coldest_slab(pool) == (1, 12), "leased ones stay"
-
-
-def test_victims_are_sealed_and_unleased() -> None:
-    slots, pool = one_pool()
-    words = slots.grant(pool, 4, writer=1, session=1, cause=1)
-    seal(slots, words[:3], 2)
-    slots.leases[words[2]] = 1
-    # The last of a batch counts as used first, the granted one not at all.
-    assert slots.victims(pool, 4).tolist() == [words[1], words[0]]

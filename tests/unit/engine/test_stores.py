@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.slots import Pool
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
-from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
-    UNEVEN,
     WHOLE,
     Node,
     Peer,
-    arrays,
     attached,
     checksum,
     key,
@@ -66,15 +58,6 @@ def test_shards_are_joined_one_by_one() -> None:
     second.seal(1, rank=0)
     assert pairs(first.lease(1, 1)) == [left, right]
     assert node.engine.counters.stores_joined == 1
-
-
-def test_a_block_that_only_the_file_tier_has_gets_its_dram_copy() -> None:
-    node, peer = attached(Node())
-    file_knows(node, 1)
-    places = peer.seal(1)
-    assert node.blocks() == {key(1)[:4].hex(): "dram+file"}
-    assert pairs(peer.lease(1, 1)) == places
-    assert node.engine.counters.stores_joined == 0
 
 
 def file_knows(node: Node, *numbers: int) -> None:
@@ -130,18 +113,6 @@ def test_a_late_seal_of_an_earlier_session_frees_its_slot() -> None:
     peer.be_quiet()
     peer.seal(1, places=[late, later][:1], rank=0)
     assert node.blocks() == {}
-
-
-def test_a_seal_of_the_session_before_with_slots_of_this_one_is_ignored() -> None:
-    node, peer = attached(Node())
-    before = peer.session
-    node.end(peer.scheduler)
-    node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
-    peer.scheduler = node.connect(peer.scheduler_hello())
-    peer.be_quiet()
-    slots, generations = arrays(peer.unused()[:1])
-    node.hear(peer.ranks[0], Seal(before, keys(1), slots, generations, checksum(1)))
-    nothing_published(node, stale=1)
 
 
 @pytest.mark.parametrize("twice", ["key", "slot"])
@@ -206,14 +177,6 @@ def test_distrust_of_what_an_engine_cannot_read_does_nothing() -> None:
     assert mine.hint(1) == [False]
 
 
-def test_distrust_of_a_slot_that_is_being_written_does_nothing() -> None:
-    _, peer = attached(Node())
-    place = peer.unused()[0]
-    peer.distrust(place)
-    peer.seal(1, places=[place])
-    assert peer.hint(1) == [True]
-
-
 def test_clear_takes_what_was_named_and_leaves_credits() -> None:
     node = Node(slots=64)
     here, there = Peer(node, "a"), Peer(node, "b", tenant="u")
@@ -235,20 +198,6 @@ def test_clear_takes_what_was_named_and_leaves_credits() -> None:
     assert node.blocks() == {}
     here.seal(9)
     assert here.hint(9) == [True]
-
-
-def test_clear_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million blocks in one step would stop the heartbeat."""
-    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 3)
-    node = Node(slots=64)
-    here, there = Peer(node, "a"), Peer(node, "b", tenant="u")
-    here.seal(1, 2, 3, 4, 5)
-    there.seal(1)
-    file_knows(node, 9)
-    clear = Clear(fingerprint(SMALL, weights_epoch=""), "t")
-    assert [node.step(clear)[-1] for _ in range(3)] == [Cleared(3), Cleared(3), Cleared(0)]
-    assert here.hint(1, 2, 3, 4, 5, 9) == [False] * 6
-    assert there.hint(1) == [True]
 
 
 # ── credits ──────────────────────────────────────────────────────────────────────────────────────
@@ -277,73 +226,9 @@ def test_sessions_share_the_credits() -> None:
     assert len(first.unused()) == 4
 
 
-def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where two sessions have nothing in common but a third."""
-    node = Node(slots=64, slab_slots=16)
-    large = space("large", layer_bytes=32 << 10)
-    for name, shards, its_space in (
-        ("a", (WHOLE,), SMALL),
-        ("b", (WHOLE,), space("whole")),
-        ("c", UNEVEN, space("uneven")),
-        ("d", (WHOLE,), SMALL),
-        ("e", UNEVEN, large),
-        ("f", HALVES, large),
-    ):
-        Peer(node, name, shards=shards, space=its_space)
-    told: list[tuple[list[int], int]] = []
-    target = Admission.credit_target
-
-    def spy(admission: Admission, pools: dict[Pool, int], *, sessions: int) -> int:
-        sizes = [pool.slot_bytes for pool, count in pools.items() for _ in range(count)]
-        told.append((sizes, sessions))
-        return target(admission, pools, sessions=sessions)
-
-    monkeypatch.setattr(Admission, "credit_target", spy)
-    node.tick()
-    sizes = [group.asker.slot_sizes for group in node.state.open_groups()]
-    kinds = [*map(set, sizes)]
-    assert told == [(list(mine), sum(bool(kind & set(mine)) for kind in kinds)) for mine in sizes]
-    assert len({sharing for _, sharing in told}) > 1
-
-
-def test_topping_up_looks_at_each_session_as_often_however_many_there_are() -> None:
-    class Sizes(tuple[int, ...]):
-        __slots__ = ()
-        looks = 0
-
-        def __iter__(self) -> Iterator[int]:
-            Sizes.looks += 1
-            return super().__iter__()
-
-    def looks_of(count: int) -> int:
-        node = Node(slots=64)
-        for number in range(count):
-            Peer(node, f"e{number}")
-        for group in node.state.open_groups():
-            sizes = Sizes(group.asker.slot_sizes)
-            group.asker = msgspec.structs.replace(group.asker, slot_sizes=sizes)
-        Sizes.looks = 0
-        node.tick()
-        return Sizes.looks
-
-    assert looks_of(8) == 2 * looks_of(4) > 0
-
-
 def test_credits_are_bounded_in_number() -> None:
     node = Node(slots=64, credit_blocks_max=3)
     assert len(Peer(node).credits()) == 3
-
-
-@pytest.mark.parametrize("shards", [(WHOLE,), HALVES])
-def test_a_tiny_arena_still_serves_hits(shards: tuple[Shard, ...]) -> None:
-    node, peer = attached(Node(slots=4, credit_share=0.125), shards=shards)
-    for round in range(20):
-        peer.store(round)
-        lease = peer.lease(round, round)
-        assert len(pairs(lease)) == len(shards)
-        peer.node.hear(peer.scheduler, release(round))
-        assert peer.unused(), "there is always a credit"
-    assert node.engine.counters.evictions > 0
 
 
 def release(*leases: int) -> LeaseRelease:
@@ -394,16 +279,6 @@ def test_room_for_half_a_block_is_no_credit_but_its_generation_is_published() ->
     assert halves.unused() == []
 
 
-def test_a_seal_lets_those_who_wait_for_a_slot_try_again() -> None:
-    node = Node(slots=2, slab_slots=2)
-    first, second = Peer(node, "a"), Peer(node, "b")
-    assert len(first.unused()) == len(second.unused()) == 1
-    third = Peer(node, "c")
-    assert not third.unused()
-    first.seal(1)
-    assert len(first.unused()) + len(third.unused()) == 1
-
-
 def test_room_is_made_ahead_of_need_and_the_oldest_goes() -> None:
     node, peer = attached(
         Node(slots=40, slab_slots=40, low_watermark=0.1, high_watermark=0.3), name="a"
@@ -434,25 +309,6 @@ def test_a_size_that_nobody_uses_any_more_gives_its_slabs_away() -> None:
     assert new.hint(19) == [True]
     (size,) = node.sizes()
     assert len(node.state.slots.pools[size].slabs) == 4, "the other size is forgotten"
-
-
-def test_two_sizes_in_use_each_keep_their_part() -> None:
-    node = Node(slots=32)
-    small, large = Peer(node, "small"), Peer(node, "large", space=space())
-    for number in range(200, 260):
-        small.seal(number)
-        large.seal(number)
-    pools = [node.state.slots.pools[size] for size in sorted(node.sizes())]
-    assert [len(pool.slabs) for pool in pools] == [4, 4]
-    assert small.hint(259) == large.hint(259) == [True]
-
-
-def test_an_engine_with_ranks_of_two_sizes_stores_and_evicts_like_others() -> None:
-    node, peer = attached(Node(slots=32), shards=UNEVEN, space=space())
-    for number in range(60):
-        peer.store(number)
-        assert peer.hint(number) == [True]
-    assert node.engine.counters.evictions > 60
 
 
 def test_events_of_one_step_are_taken_in_order() -> None:

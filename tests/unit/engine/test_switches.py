@@ -50,16 +50,6 @@ def in_words(commands: list[Command]) -> list[SwitchedOff]:
     return [command for command in commands if isinstance(command, SwitchedOff)]
 
 
-def test_what_agrees_is_counted() -> None:
-    node, peer = attached(Node())
-    peer.seal(1, 2)
-    peer.lease(7, 1, 2)
-    assert in_words(compared(peer, 7, blocks=2)) == []
-    assert off(node) == []
-    counters = node.engine.counters
-    assert (counters.shadow_blocks, counters.shadow_blocks_diverged) == (2, 0)
-
-
 def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
     node, peer = attached(Node())
     peer.seal(1, 2)
@@ -172,17 +162,6 @@ def test_what_came_from_disk_switches_the_disk_off_and_memory_starts_anew() -> N
     assert node.engine.spaces()[0].off == "all"
 
 
-def test_what_came_from_both_switches_all_off() -> None:
-    node = DiskNode()
-    node.step(known(2))
-    peer = Peer(node)
-    peer.seal(1)
-    peer.lease(7, 1, 2)
-    node.read_all()
-    (told,) = in_words(compared(peer, 7, 0, 1))
-    assert told.tier is None
-
-
 def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_served_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -270,17 +249,6 @@ def test_explain_says_that_the_space_is_off() -> None:
     assert (part.blocks, part.reason) == (2, Reason.SWITCHED_OFF)
     (part,) = node.engine.explain.prefix("t", SPACE, key(1))
     assert part.reason is Reason.DIVERGED
-
-
-def test_a_space_that_is_off_is_listed_without_blocks_or_engines() -> None:
-    node, peer = attached(Node())
-    peer.seal(1)
-    peer.lease(7, 1)
-    compared(peer, 7, 0)
-    node.end(peer.scheduler, *peer.ranks)
-    (row,) = node.engine.spaces()
-    assert (row.space, row.off, row.blocks_dram, row.engines) == (SPACE.hex(), "all", 0, 0)
-    assert SPACE in node.engine.space_ids()
 
 
 def test_the_list_is_bounded_and_a_tenant_pays_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,35 +83,6 @@ def test_keys_that_differ_in_any_word_are_different() -> None:
             assert table.find(1, np.concatenate([base, other])).tolist() == [row[0], -1]
 
 
-def test_the_same_key_of_another_scope_in_the_way_is_not_taken_for_it() -> None:
-    t = Checked()
-    before, key = alike(t.table, 5, 2)
-    other = next(scope for scope in range(2, 4000) if home_of(t.table, scope, words(key)) == 5)
-    t.insert(1, before)
-    t.insert(1, key)
-    t.check([before, key], scopes=(1, other))
-
-
-def test_what_lay_behind_a_deleted_key_moves_up() -> None:
-    t = Checked()
-    same, (other,) = alike(t.table, 5, 6), alike(t.table, 7, 1)
-    t.insert(1, *same, other)
-    t.delete(1, same[0], same[2])
-    t.check([*same, other])
-    assert t.table._cells[5:10].all(), "no gap is left before the last one"
-    t.delete(1, *same[3:], same[1], other)
-    assert not t.table._cells.any()
-
-
-def test_a_gap_is_closed_over_the_end_of_the_cells() -> None:
-    t = Checked()
-    last = alike(t.table, CELLS - 1, 5)
-    t.insert(1, *last[:4])
-    t.delete(1, last[0])
-    t.check(last)
-    assert t.table._cells[CELLS - 1]
-
-
 def test_a_table_that_is_churned_for_long_is_like_a_new_one() -> None:
     """With tombstones, which it once had, a lookup of absent keys took fourteen times as long after
     300,000 evictions from 4,096 rows, and longer ever after."""
@@ -139,25 +110,6 @@ def test_no_engine_can_choose_keys_that_collide(word: int, shift: int) -> None:
     assert (table.find(3, keys) == rows).all()
     probes = (table._cell_of[rows] - home_of(table, 3, keys)) & table._mask
     assert probes.max() < 100
-
-
-def test_full_is_an_error_and_rows_come_back() -> None:
-    t = Checked(4)
-    t.insert(1, 1, 2, 3, 4)
-    with pytest.raises(AssertionError, match="full"):
-        t.table.insert(1, words(5))
-    t.delete(1, 2, 3)
-    t.insert(2, 2, 3)
-    t.check([1, 2, 3, 4])
-
-
-def test_deleting_twice_is_an_error() -> None:
-    t = Checked()
-    t.insert(1, 1)
-    row = t.table.find(1, words(1))
-    t.table.delete(row)
-    with pytest.raises(AssertionError, match="twice"):
-        t.table.delete(row)
 
 
 SAME, LAST, OTHERS = range(10), range(10, 20), range(20, 40)

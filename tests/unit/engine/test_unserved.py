@@ -28,12 +28,6 @@ def reasons(node: Node) -> list[str]:
     return [row.reason for row in node.engine.unserved()]
 
 
-def test_an_engine_with_a_session_is_served(node: Node) -> None:
-    Peer(node, "a")
-    node.tick(LONG_MS)
-    assert node.engine.unserved() == []
-
-
 def test_an_engine_says_itself_why(node: Node) -> None:
     peer = Hellos("a")
     scheduler = node.connect(peer.scheduler_hello())
@@ -104,13 +98,6 @@ def test_no_more_refusals_are_remembered_than_a_page_needs(node: Node) -> None:
     rows = node.engine.unserved()
     assert len(rows) == REFUSED_COUNT_MAX
     assert rows[-1].engine == str(REFUSED_COUNT_MAX + 4)
-
-
-def test_ranks_that_cannot_be_joined_are_a_refusal(node: Node) -> None:
-    peer = Hellos("a", shards=(HALVES[0],))
-    node.connect(peer.scheduler_hello())
-    node.connect(peer.rank_hello(0))
-    assert reasons(node) == ["refused: its ranks do not cover all layers and heads exactly once"]
 
 
 def test_a_full_node_is_said_until_there_is_room() -> None:

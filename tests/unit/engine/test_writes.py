@@ -82,13 +82,6 @@ def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
     assert writing(node) == [keys(7, 8, 9)]
 
 
-def test_a_hint_that_names_a_key_twice_writes_nothing() -> None:
-    node, peer = attached(DiskNode(**SECOND_SIGHT))
-    peer.seal(1, 2)
-    peer.hint(1, 2, 1)
-    assert node.writes == []
-
-
 def test_a_slot_that_holds_another_block_is_written_for_that_one_too() -> None:
     node, peer = attached(DiskNode(slots=16, credit_blocks_max=1))
     (place,) = peer.seal(1)
@@ -128,33 +121,6 @@ def test_near_its_end_only_what_was_seen_is_written_and_then_nothing() -> None:
     node.now_ns += NS_PER_DAY // 4
     peer.hint(5)
     assert writing(node) == [keys(5)], "a quarter of a day, a quarter of the budget"
-
-
-def test_of_a_chain_the_start_is_written_when_not_all_can_be() -> None:
-    node, peer = thrifty(2)
-    peer.seal(1, 2, 3)
-    assert writing(node) == [keys(1, 2)]
-    assert node.engine.counters.file_blocks_over_budget == 1
-
-
-def test_what_finds_no_room_in_the_queue_is_not_paid_for() -> None:
-    node, peer = thrifty(20, slots=32, credit_share=0.5)
-    peer.seal(*range(10))
-    assert writing(node) == [keys(*range(8))]
-    assert node.engine.counters.file_writes_dropped == 2
-    assert file(node).budget_left_bytes == 12 * RECORD_BYTES
-
-
-def test_loads_go_on_when_it_is_used_up() -> None:
-    node, peer = thrifty(1)
-    peer.seal(1)
-    node.write_all()
-    assert file(node).budget_left_bytes == 0
-    node.step(known(2, 3, at=50))
-    assert peer.lease(1, 2, 3).promoting == 2
-    node.read_all()
-    assert len(node.blocks()) == 3
-    assert set(node.blocks().values()) == {"dram+file"}
 
 
 def reclaim(node: DiskNode, *numbers: int) -> bytes:

@@ -66,12 +66,6 @@ def test_what_cannot_be_named_is_left_out_and_all_behind_it() -> None:
     assert held.left_out == 3
 
 
-def test_names_are_bounded() -> None:
-    held = blocks(block_count_max=3)
-    assert store(held, 0, 5) == KEYS[:3]
-    assert (len(held), held.left_out) == (3, 2)
-
-
 def test_no_key_is_made_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 

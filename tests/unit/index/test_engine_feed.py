@@ -221,19 +221,6 @@ def test_the_rest_may_be_nothing_or_unanswered() -> None:
         assert made.phase is Phase.LIVE
 
 
-def test_a_gap_is_filled_by_a_replay() -> None:
-    made, told = live()
-    told(made.heard(0, batch(stored(0, 2)), 0))
-    assert told(made.heard(3, batch(stored(2, 3)), 0)) == {0, 1}, "what comes after a gap waits"
-    assert made.take_ask() == 1
-    assert told(made.replayed(1, batch(removed(1)), 0)) == {0}
-    assert told(made.replayed(2, batch(stored(1, 2)), 0)) == {0, 1}
-    assert told(made.replayed(3, batch(stored(2, 3)), 0)) == {0, 1, 2}
-    assert told(made.heard(4, batch(removed(2)), 0)) == {0, 1, 2}
-    assert told(made.replay_ended(0)) == {0, 1}
-    assert (made.phase, made.counters.voids) == (Phase.LIVE, 0)
-
-
 def test_a_gap_that_is_kept_no_more_voids_all_that_was_held() -> None:
     made, told = live()
     told(made.heard(0, batch(stored(0, 2)), 0))
@@ -342,18 +329,6 @@ def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         made.replayed(0, batch(stored(0, 1)), 0)
         told(made.replay_ended(0) + rest(made))
         assert made.take_ask() == asked
-
-
-def test_what_was_worked_on_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    payload = batch(stored(0, 1))
-    monkeypatch.setattr(engine_feed, "WAITING_BYTES_MAX", 3 * len(payload))
-    made, told = live()
-    for number in (0, 2, 3):  # 1 was lost
-        told(made.heard(number, payload, 0) + rest(made))
-    assert made.take_ask() == 1
-    made.replayed(1, payload, 0)
-    assert told(made.replay_ended(0) + rest(made)) == {0}
-    assert made.take_ask() is None, "2 and 3 waited"
 
 
 def test_nothing_is_heard_of_who_is_away() -> None:

@@ -35,9 +35,6 @@ def test_an_entry_costs_no_more_than_its_budget() -> None:
 def test_all_nodes_find_slots_for_a_snapshot_beside_what_they_told() -> None:
     index = Index(entry_count_max=DEFAULT_ENTRIES, now_ms=0, is_native=False)
     assert len(index.holdings.free_slots) >= 2 * HOLDERS * NODES_MAX
-
-
-def test_the_smallest_index_has_room_for_its_slots() -> None:
     assert default_slot_count(ENTRIES_MIN) < ENTRIES_MIN
 
 

@@ -20,7 +20,6 @@ from tests.unit.index.words import (
     hello,
     keys,
     lengths,
-    part,
     stored,
 )
 
@@ -125,26 +124,6 @@ def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
     assert answer(NOW + STALE_MS + OUT_MS) is Trust.EXACT
     assert answer(NOW + STALE_MS + FORGET_MS) is Trust.EXACT
     assert not index.nodes
-
-
-def test_a_silent_node_is_forgotten_when_it_is_time_and_not_before() -> None:
-    index = new_index()
-    index.hear(hello(), NOW)
-    index.tick(NOW + FORGET_MS - 1)
-    assert NODE in index.nodes
-    index.tick(NOW + FORGET_MS)
-    assert not index.nodes
-
-
-def test_a_node_that_found_no_room_is_exact_again_with_its_next_snapshot() -> None:
-    index = new_index()
-    index.hear(hello(), NOW)
-    index.hear(delta(1, *(stored(1, engine=str(n)) for n in range(9))), NOW)
-    assert index.match("t", SPACE, keys(1), NOW).trust is Trust.CATCHING_UP
-    index.hear(delta(2, *(Left(str(n)) for n in range(8))), NOW)
-    assert index.hear(beat(4), NOW) is Verdict.ASK
-    index.hear(part(4, 0, stored(1), is_last=True), NOW)
-    assert index.match("t", SPACE, keys(1), NOW).trust is Trust.EXACT
 
 
 def test_wrong_sizes_are_told() -> None:

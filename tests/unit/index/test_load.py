@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvstore.index.index import Index, Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation
@@ -24,23 +22,6 @@ def beat(load: Load | None, incarnation: int = 1) -> FeedBeat:
 def known(index: Index) -> Member:
     (member,) = index.members(0)
     return member
-
-
-def test_the_last_word_counts_until_the_process_is_another() -> None:
-    index = Index(entry_count_max=1 << 16, now_ms=0, is_native=False)
-    index.hear(hello(1), 0)
-    assert known(index).load is None
-    index.hear(beat(BUSY), 0)
-    assert known(index).load == BUSY
-    index.hear(beat(None), 0)
-    assert known(index).load == BUSY, "of a node that was too busy to say it again"
-    idle = msgspec.structs.replace(BUSY, leases=0)
-    index.hear(beat(idle), 0)
-    assert known(index).load == idle
-    index.hear(hello(2), 0)
-    assert known(index).load is None
-    index.hear(beat(BUSY, 1), 0)
-    assert known(index).load is None, "the one before is heard no more"
 
 
 def test_it_travels_in_answers_whole() -> None:

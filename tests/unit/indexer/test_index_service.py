@@ -78,20 +78,6 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
     assert "compiling" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("is_plain", "is_there", "is_compiled"),
-    [(False, True, True), (True, True, False), (False, False, False)],
-)
-def test_a_replica_knows_whether_its_loops_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, is_plain: bool, is_there: bool, is_compiled: bool
-) -> None:
-    monkeypatch.setattr(native, "is_available", lambda: is_there)
-    config = ReplicaConfig(
-        host="127.0.0.1", port=0, entry_count_max=100_000, option="--listen", is_plain=is_plain
-    )
-    assert replica.is_compiled(config) is is_compiled
-
-
 def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
     # Sockets of a process that is killed are closed one after the other: its feed before the one
     # that listens.

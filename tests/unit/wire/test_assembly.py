@@ -122,34 +122,6 @@ def test_a_block_of_another_key_or_tenant_is_noticed() -> None:
     assert others.verify(KEY, move.slots, move.checksums) is None
 
 
-def test_equal_shards_are_one_run_each() -> None:
-    half = LAYERS * HEADS // 2 * EVEN[0]
-    made = assembly(scopes(ranks(2)), scopes(ranks(2)))
-    assert [array.tolist() for array in made.runs] == [
-        [0, 1],
-        [0, 1],
-        [0] * 2,
-        [0] * 2,
-        [half] * 2,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("there", "here"),
-    [
-        (ranks(2)[:1] * 2, ranks(1)),
-        (ranks(4)[:2] + ranks(4)[:2], ranks(1)),
-        (ranks(1), ranks(2)[:1] * 2),
-    ],
-)
-def test_shards_that_come_twice_do_not_stand_for_those_that_are_missing(
-    there: list[Shard], here: list[Shard]
-) -> None:
-    """As many bytes as a block has, but some places of it would stay as they were."""
-    with pytest.raises(ValueError, match="cover"):
-        assembly(scopes(there), scopes(here))
-
-
 @pytest.mark.parametrize(
     ("there", "here"),
     [

@@ -83,11 +83,6 @@ def test_a_prefix_that_is_none(prefix: bytes) -> None:
     assert parse_prefix(prefix) is None
 
 
-def test_the_longest_name_is_one() -> None:
-    scope = Scope("t" * 255, b"s" * 32, Shard(0, 4, 0, 2), PAYLOAD_BYTES_MAX)
-    assert parse_prefix(scope.prefix()) == scope
-
-
 VOID = void_page(Void("tenant", b"s" * 32, 9), segment_id=ID, place=5)
 
 
@@ -173,14 +168,6 @@ def test_a_trailer_of_another_kind_or_version_is_none() -> None:
     assert parse_trailer(resealed(page, 0, page[:1]), HEAD, file_bytes=size) is not None
     for at, new in ((0, b"XXXX"), (4, struct.pack("<H", 9))):
         assert parse_trailer(resealed(page, at, new), HEAD, file_bytes=size) is None
-
-
-def test_a_table_without_records_is_one() -> None:
-    empty = build_table((), (), **NO_RECORDS)
-    data = footer(HEAD, empty, first_page=1)
-    place = parse_trailer(data[-PAGE_BYTES:], HEAD, file_bytes=PAGE_BYTES + len(data))
-    assert place is not None
-    assert parsed(b"", place)
 
 
 # ── datagrams ────────────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -36,18 +35,6 @@ def test_however_the_bytes_come(size: int, cuts: list[float]) -> None:
     at = [0, *sorted(int(cut * size) for cut in cuts), size]
     parts = [memoryview(data)[a:b] for a, b in itertools.pairwise(at)]
     assert checksum_of(HEADER, parts) == expected
-
-
-def test_a_buffer_may_be_used_again_for_the_next_part() -> None:
-    data, buffer = payload(SIZES[-1]), bytearray(100_000)
-
-    def parts() -> Iterator[memoryview]:
-        for at in range(0, len(data), len(buffer)):
-            part = memoryview(buffer)[: min(len(buffer), len(data) - at)]
-            part[:] = data[at : at + len(part)]
-            yield part
-
-    assert checksum_of(HEADER, parts()) == checksum_of(HEADER, [data])
 
 
 def test_every_place_counts() -> None:

@@ -11,11 +11,8 @@ from kvstore.errors import ProtocolError
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
     REQUEST_BYTES_MAX,
-    LeaseMore,
-    LeaseReply,
     Story,
     decode_from_engine,
-    decode_from_node,
     encode,
 )
 
@@ -49,29 +46,17 @@ def test_it_comes_back_as_it_was(story: Story) -> None:
     assert decode_from_engine(encode(story)) == story
 
 
-def test_it_is_small() -> None:
-    assert len(encode(FULL)) < 1280
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"request": ""},
         {"request": "r" * (REQUEST_BYTES_MAX + 1)},
-        {"request": 1},
-        {"prompt_tokens": -1},
-        {"prompt_tokens": 2**63},
-        {"loaded_tokens": 1.5},
         {"outcome": "o" * 33},
         {"detail": "d" * 256},
         {"transfer": "t" * 256},
-        {"first_token_ns": -1},
-        {"total_ns": -1},
         {"traceparent": "0" * 56},
-        {"traceparent": 1},
         {"leases": list(range(ASKS_PER_LOOKUP_MAX + 1))},
         {"leases": [-1]},
-        {"leases": "1"},
         {"unknown": 1},
     ],
     ids=str,
@@ -80,17 +65,3 @@ def test_anything_else_is_refused(change: dict[str, Any]) -> None:
     fields = {**msgspec.structs.asdict(FULL), "type": "Story", **change}
     with pytest.raises(ProtocolError):
         decode_from_engine(msgspec.msgpack.encode(fields))
-
-
-@pytest.mark.parametrize("message", [LeaseReply(1, 2, b"", b""), LeaseMore(1, b"", b"")])
-def test_blocks_from_disk_are_counted_on_the_way_back(message: LeaseReply | LeaseMore) -> None:
-    counted = msgspec.structs.replace(message, from_file=3)
-    assert decode_from_node(encode(counted)) == counted
-    fields = {**msgspec.structs.asdict(message), "type": type(message).__name__, "from_file": -1}
-    with pytest.raises(ProtocolError):
-        decode_from_node(msgspec.msgpack.encode(fields))
-
-
-def test_a_story_is_no_answer_of_a_node() -> None:
-    with pytest.raises(ProtocolError):
-        decode_from_node(encode(Story(request="r")))
