@@ -27,29 +27,6 @@ def test_a_session_of_many_ranks_leaves_what_is_stored() -> None:
     assert len(peer.lease(1, 19).slots) == 4 * 4
 
 
-@pytest.mark.parametrize("unit", ["one slot at a time", "all at once"])
-def test_a_pool_of_one_slab_is_not_emptied_for_credits(unit: str) -> None:
-    _, peer = attached(Node(slots=4, slab_slots=4, credit_share=0.125))
-    for number in range(12):
-        peer.store(number)
-    last = 3 if unit == "all at once" else 1
-    assert len(peer.lease(1, *range(12 - last, 12)).slots) == 4 * last
-
-
-def test_two_models_with_their_part_leave_each_other_alone() -> None:
-    node = Node(slots=16, slab_slots=4, credit_share=0.25)
-    small = Peer(node, "small")
-    for number in range(8):
-        small.store(number)
-    large = Peer(node, "large", space=space("large", layer_bytes=SLOT_BYTES_MIN))
-    for number in range(100, 140):
-        large.store(number)
-    slots = node.state.slots
-    by_size = {size: len(pool.slabs) for size, pool in slots.pools.items()}
-    assert sorted(by_size.values()) == [2, 2]
-    assert len(small.lease(1, 6, 7).slots) == 4 * 2, "the other model's churn took them"
-
-
 def test_a_slab_that_a_living_process_may_write_never_changes_hands() -> None:
     node = Node(slots=16, slab_slots=4, credit_share=0.25)
     gone = Peer(node, "gone")

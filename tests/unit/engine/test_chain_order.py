@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.engine.memory.policy.expected import KEYS_MIN, Expected
-from kvstore.engine.moves import files
 from kvstore.types import SLOT_BYTES_MIN
-from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import Node, Peer, key
+from tests.unit.engine.harness import Node, Peer
 
 SLOTS, PIECE = 64, 4
 LONG = 3 * SLOTS
@@ -71,31 +69,3 @@ def test_of_prompts_stored_in_turns_nothing_is_kept_that_cannot_be_hit(policy: s
     hits = [found(peer, number, prompt) for number, prompt in enumerate(prompts, 1)]
     assert sum(hits) >= held - len(prompts) * PIECE, "the last pieces have no place before them"
     assert max(hits) >= KEPT - len(prompts) * PIECE
-
-
-def test_pieces_that_come_from_disk_are_placed_like_those_that_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files, "READ_BYTES", 2 * SLOT_BYTES_MIN)
-    disk = DiskNode(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE)
-    peer, prompt = Peer(disk), range(8)
-    disk.step(known(*prompt))
-    peer.hint(*prompt)
-    assert len(disk.reads) == len(prompt) // 2
-    disk.read_all()
-    for number in range(1000, 1000 + SLOTS - len(prompt) // 2 - PIECE):
-        peer.seal(number)
-        disk.write_nothing()
-    blocks = disk.blocks()
-    in_dram = ["dram" in blocks[key(number)[:4].hex()] for number in prompt]
-    assert 0 < sum(in_dram) < len(prompt)
-    assert in_dram == sorted(in_dram, reverse=True), "a later block outlived an earlier one"
-
-
-def test_a_place_that_another_key_takes_is_no_more_than_forgotten() -> None:
-    kept = Expected(key_count=8)
-    both = np.array([5, 5 + KEYS_MIN], dtype=np.uint64)
-    kept.keep(both, np.array([1, 2]))
-    assert kept.take(both).tolist() == [0, 2]
-    kept.keep(both[::-1], np.array([1, 2]))
-    assert kept.take(both).tolist() == [2, 0]

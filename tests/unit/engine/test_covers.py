@@ -52,3 +52,8 @@ def test_covers_are_exact_and_none_is_missing(shards: set[Shard]) -> None:
     found = covers(shards, layer_count=3, head_count=3)
     assert {frozenset(cover) for cover in found} == expected
     assert all(list(cover) == sorted(cover) for cover in found)
+
+
+def test_shards_of_another_geometry_are_none() -> None:
+    assert covers([WHOLE], layer_count=4, head_count=8) == []
+    assert covers([WHOLE], layer_count=2, head_count=4) == []

@@ -40,23 +40,6 @@ def test_strangers_are_seldom_taken_for_seen() -> None:
 # ── the budget ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_starts_full_and_fills_at_its_rate() -> None:
-    budget = WriteBudget(DAY_BYTES)
-    assert budget.allow(2 * DAY_BYTES, 5, unit_bytes=1) == DAY_BYTES
-    assert budget.allow(1, 5, unit_bytes=1) == 0
-    assert budget.allow(DAY_BYTES, 5 + NS_PER_DAY // 2, unit_bytes=1) == DAY_BYTES // 2
-    assert budget.left_bytes(5 + 10 * NS_PER_DAY) == DAY_BYTES, "no more than a day is saved"
-
-
-def test_it_is_tight_below_a_quarter_of_a_day() -> None:
-    budget = WriteBudget(400)
-    budget.allow(300, 0, unit_bytes=1)
-    assert not budget.is_tight(0)
-    budget.allow(1, 0, unit_bytes=1)
-    assert budget.is_tight(0)
-    assert not budget.is_tight(NS_PER_DAY)
-
-
 def test_a_clock_that_goes_back_gives_nothing() -> None:
     budget = WriteBudget(DAY_BYTES)
     budget.allow(DAY_BYTES, NS_PER_DAY, unit_bytes=1)

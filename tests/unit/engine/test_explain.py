@@ -60,14 +60,6 @@ def texts(node: Node) -> list[str]:
     return [of_range(row, latest) for row in node.engine.explain.ranges(latest.number)]
 
 
-def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
-    node, peer = attached(Node())
-    peer.lease(1, 1, 2)
-    peer.store(1, 2)  # by this very request, say
-    told(node, peer, blocks=2)
-    assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)]
-
-
 def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
     """Of a request that was preempted, and whose blocks had left when it asked again."""
     node, peer = attached(Node())
@@ -96,16 +88,6 @@ def test_evicted_when_and_for_whom() -> None:
     assert (
         of_range(now, None) == "evicted from dram to make room for stores of busy (busy), 9.0 s ago"
     )
-
-
-def test_what_left_after_the_question_is_not_its_reason() -> None:
-    node, peer = attached(Node())
-    peer.lease(1, 1)
-    node.now_ns += 10_000_000
-    peer.store(1)
-    node.step(Clear(None, None))
-    told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", Reason.FORGOTTEN)]
 
 
 @pytest.mark.parametrize("reason", [Reason.CLEARED, Reason.FAILED_CHECK])
@@ -207,18 +189,6 @@ def test_on_disk_and_not_waited_for(waited_ns: int, reason: Reason) -> None:
     assert len(node.reads) == 1
     node.step(FileLate(node.reads[0].job))
     node.read_all()
-
-
-def test_in_dram_behind_one_that_is_read_is_not_told_as_on_disk() -> None:
-    node, peer = attached(DiskNode(slots=8))
-    peer.store(2)
-    node.step(known(1, at=1))
-    peer.lease(1, 1, 2)
-    told(node, peer, blocks=2)
-    assert rows(node) == [
-        (0, 1, "file", Reason.PROMOTION_COST),
-        (1, 1, "dram", Reason.BEHIND_A_GAP),
-    ]
 
 
 def test_some_came_before_its_patience_ended() -> None:

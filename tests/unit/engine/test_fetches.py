@@ -119,30 +119,6 @@ def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None
     assert {each.lease for each in told_of(node, peer)} == set(leases)
 
 
-def test_what_was_stored_here_meanwhile_is_not_fetched_and_not_replaced() -> None:
-    node, peer = attached()
-    peer.hint(1, 2, 3)
-    peer.store(1)
-    node.locate(("far", 3))
-    (fetch,) = node.fetches
-    assert fetch.keys == keys(2, 3)
-    ((slot, _),) = peer.seal(2)
-    node.arrive()
-    assert node.blocks().keys() == {short(1), short(2), short(3)}
-    assert [s for s, _ in pairs(peer.lease(1, 2))] == [slot]
-
-
-def test_a_shard_that_is_here_keeps_its_copy() -> None:
-    node = PeerNode()
-    peer = Peer(node, shards=HALVES)
-    ((slot, _),) = peer.seal(1, rank=0)
-    peer.lease(1, 1)
-    node.locate(("far", 1))
-    node.arrive()
-    places = [s for s, _ in pairs(more(node, peer))]
-    assert places[0] == slot
-
-
 def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
     node, peer = attached()
     peer.hint(1, 2, 3)
@@ -256,30 +232,6 @@ def test_questions_that_an_index_leaves_at_one_time_are_one_silence() -> None:
     node.tick(AVOID_FIRST_NS / 10**6)
     peer.hint(50)
     assert len(node.locates) == 1
-
-
-def test_an_answer_that_comes_late_is_an_answer() -> None:
-    node, peer = attached()
-    for number in range(UNANSWERED_MAX + 1):
-        peer.hint(number)
-    for _ in range(UNANSWERED_MAX):
-        node.locate(is_known=False)
-    node.locate(("far", 1))
-    peer.hint(50)
-    assert len(node.locates) == 1, "it is there"
-
-
-def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fetches_module, "FETCH_BYTES", 3 * SLOT_BYTES_MIN)
-    node, peer = attached(slots=32)
-    peer.hint(*range(1, 21))
-    node.locate(("far", 20))
-    assert [len(fetch.slots) for fetch in node.fetches] == [3, 3, 2]
-    peer.hint(*range(30, 40))
-    node.locate(("far", 10))
-    assert len(node.fetches) == 3
 
 
 @pytest.mark.parametrize("limit", ["LOCATES_MAX", "COMING_BYTES_MAX", "COMING_BYTES_PER_ENGINE"])

@@ -10,21 +10,16 @@ from kvstore.engine.events import Changed, Clear
 from kvstore.types import Shard
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
-    Compared,
     Drop,
     EngineMessage,
     Hint,
     LeaseAsk,
-    Quiesce,
-    Quiet,
     Refused,
     Seal,
     SessionOpen,
 )
 from kvstore.wire.space import (
     FULL_ATTENTION,
-    GROUPS_MAX,
-    ShardColumn,
     Space,
     fingerprint,
     name_group,
@@ -158,19 +153,6 @@ def test_a_group_that_the_engine_does_not_have_ends_the_connection(
     assert "KV cache group that its engine does not have" in node.hangups[connection]
 
 
-def test_columns_are_those_of_each_group() -> None:
-    """KV heads in halves beside a group that both ranks hold alike."""
-    node, peer = attached(Node(slots=64), shards=HALVES, more=[(LARGE, (WHOLE, WHOLE))])
-    assert node.last(peer.scheduler, SessionOpen).shard_counts == (2, 1)
-    told = [node.last(rank, Quiesce).columns for rank in peer.ranks]
-    assert told == [
-        (ShardColumn(0), ShardColumn(0)),
-        (ShardColumn(1), ShardColumn(0, writes=False)),
-    ]
-    node.hear(peer.ranks[1], sealed(peer, 1, group=1))
-    assert "does not write its shard" in node.hangups[peer.ranks[1]]
-
-
 @pytest.mark.parametrize(
     ("second", "sentence"),
     [
@@ -199,30 +181,6 @@ def test_ranks_with_other_lists_of_groups_are_refused_and_may_leave_before() -> 
     node.connect(one.rank_hello(0))
     node.connect(two.rank_hello(1))
     node.end(scheduler)  # asks the ranks to be quiet, each about its own groups
-
-
-def test_values_that_differ_switch_the_space_of_their_group_off() -> None:
-    node, peer = attached(Node(slots=64), more=BOTH)
-    for group in (0, 1):
-        node.hear(peer.ranks[0], sealed(peer, 1, group=group))
-    peer.lease(5, 1, group=1)
-    finding = Compared(peer.session, lease=5, blocks=1, diverged=bytes(4), error_ppm=9)
-    node.hear(peer.scheduler, finding)
-    assert pairs(peer.lease(6, 1, group=1)) == []
-    assert len(pairs(peer.lease(7, 1))) == 1
-
-
-def test_the_largest_number_of_groups_has_room_in_a_session() -> None:
-    more = [(space(f"g{n}"), (WHOLE,)) for n in range(GROUPS_MAX - 1)]
-    node, peer = attached(Node(slots=256), more=more)
-    before = peer.session
-    node.hear(peer.ranks[0], sealed(peer, 1, group=GROUPS_MAX - 1))
-    assert peer.hint(1, group=GROUPS_MAX - 1) == [True]
-    node.end(peer.scheduler)
-    peer.scheduler = node.connect(peer.scheduler_hello())
-    for rank in peer.ranks:
-        node.hear(rank, Quiet(node.last(rank, Quiesce).session))
-    assert node.last(peer.scheduler, SessionOpen).session >= before + GROUPS_MAX
 
 
 def test_what_was_told_of_a_window_before_an_engine_came_is_taken_back(

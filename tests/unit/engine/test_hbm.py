@@ -111,18 +111,6 @@ def test_the_longest_unused_copy_gives_way(node: SlabNode) -> None:
     assert node.engine.counters.hbm_blocks_demoted == 1
 
 
-def test_a_copy_that_is_not_good_is_not_shown_and_is_tried_again(
-    node: SlabNode, peer: Peer
-) -> None:
-    leased(peer, 1, 1)
-    leased(peer, 2, 1)
-    node.end(good=False)
-    assert not node.pages
-    leased(peer, 3, 1)
-    node.end()
-    assert len(node.pages) == 1
-
-
 def test_a_device_that_fails_ends_it_all(node: SlabNode, peer: Peer) -> None:
     leased(peer, 1, 1, 2)
     leased(peer, 2, 1)

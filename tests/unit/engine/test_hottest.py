@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import Clear
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.why import hottest
-from kvstore.engine.why.hottest import NamedBlocks, hottest_runs
+from kvstore.engine.why.hottest import hottest_runs
 from kvstore.wire.peers import PrepareRequest
 from tests.unit.engine.harness import HALVES, Node, Peer, attached, keys, space
 
@@ -57,21 +56,6 @@ def test_a_block_in_shards_of_two_ranks_is_named_once() -> None:
     peer.store(1, 2)
     peer.lease(1, 1, 2)
     assert runs(node, 1.0) == [keys(1, 2)]
-
-
-def test_the_loop_is_asked_about_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hottest, "SLICE", 2)
-    node, peer = attached(Node(slots=SLOTS))
-    peer.store(1, 2, 3, 4, 5)
-    peer.lease(1, 1, 2, 3, 4, 5)
-    asked = list[int]()
-
-    def name(words: Words) -> NamedBlocks:
-        asked.append(len(words))
-        return node.engine.named(words)
-
-    (run,) = hottest_runs(node.engine.used_slots(), 1.0, name)
-    assert (run.keys, asked) == (keys(1, 2, 3, 4, 5), [2, 2, 1])
 
 
 def test_a_block_that_leaves_between_two_questions_is_left_out() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Ended, Exited, FileKnown
+from kvstore.engine.events import Exited, FileKnown
 from kvstore.engine.memory import adoption, journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
@@ -343,24 +343,6 @@ def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None
     node.connect(peer.rank_hello(0))
     assert node.quarantined() == 0
     assert peer.ranks[0] in node.released
-
-
-def test_who_died_while_there_was_no_node_is_heard_of() -> None:
-    node, peer = attached(MortalNode())
-    node.dead.add(peer.ranks[0])
-    reborn(node)
-    assert node.quarantined() == 0
-
-
-def test_a_writer_who_had_hung_up_is_still_one_after_two_deaths() -> None:
-    node, peer = attached(MortalNode())
-    node.step(Ended(ConnectionId(peer.ranks[0])))
-    held = node.quarantined()
-    assert held > 0
-    reborn(reborn(node))
-    assert node.quarantined() == held
-    node.connect(peer.rank_hello(0))
-    assert node.quarantined() == 0
 
 
 def test_ranks_that_hold_nothing_are_let_go_of() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.agenda import Agenda
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.sessions import leases as module
@@ -44,42 +43,6 @@ def test_a_slot_that_comes_twice_under_one_lease_is_let_go_twice() -> None:
     assert lease.slot_count == 3
     leases.release(9, [1])
     assert not np.any(slots.leases)
-
-
-def test_a_lease_is_over_when_its_time_is_up_however_often_it_was_renewed() -> None:
-    slots, words = sealed()
-    leases = table(slots)
-    leases.add(9, 1, words, now_ns=0)
-    leases.add(9, 2, words, now_ns=0)
-    leases.renew(9, [2], TTL_NS // 2)
-    found = []
-    for now_ns in range(0, 2 * TTL_NS, TTL_NS // 10):
-        leases.expire(now_ns)
-        leases.check()
-        found.append(len(leases))
-    assert found == [2] * 10 + [1] * 5 + [0] * 5
-    assert not np.any(slots.leases)
-
-
-def test_a_tick_looks_at_no_lease_that_cannot_be_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, words = sealed()
-    leases, looks = table(slots), list[object]()
-    take = Agenda.take
-
-    def taken(agenda: Agenda[tuple[int, int]], now_ns: int) -> tuple[int, int] | None:
-        its = take(agenda, now_ns)
-        looks.append(its)
-        return its
-
-    monkeypatch.setattr(Agenda, "take", taken)
-    for number in range(100):
-        leases.add(9, number, words, now_ns=0)
-    for now_ns in range(0, TTL_NS, TTL_NS // 100):
-        assert not leases.expire(now_ns)
-    assert not any(looks)
-    leases.release(9, list(range(100)))
-    assert not leases.expire(TTL_NS)
-    assert not any(looks), "what was let go is kept"
 
 
 def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(

@@ -12,6 +12,7 @@ from kvstore.cli.look import show_story
 from kvstore.engine.why import ledger
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
+from kvstore.engine.why.report import savings
 from kvstore.engine.why.searches import Search
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.wire.messages import Story
@@ -112,6 +113,17 @@ def test_a_request_is_split_among_its_tiers_and_nothing_is_left_over() -> None:
         "peer": ledger.Savings(4, 58, 12 + 34),
     }
     assert sums.total().net_gpu_ns == 4 * (100 - 71)
+
+
+def test_rows_that_saved_the_same_have_an_order() -> None:
+    sums = ledger.Ledger()
+    for pair in (("b", "t"), ("a", "u"), ("a", "t")):
+        sums.count(pair, Story("r", loaded_tokens=1, saved_ns=8, load_ns=2), [])
+    assert [(row.model, row.tenant) for row in savings(sums)] == [
+        ("a", "t"),
+        ("a", "u"),
+        ("b", "t"),
+    ]
 
 
 @given(

@@ -32,17 +32,6 @@ def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() ->
     assert not node.offered
 
 
-def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() -> None:
-    node = Node()
-    Peer(node, "one").store(1)
-    Peer(node, "two", shards=HALVES).store(1)
-    residency = node.state.residency
-    whole = residency.scopes()[("t", next(iter(node.offered))[2], WHOLE)]
-    node.state.empty(residency.words(residency.rows_in({whole}, 9)), 0)
-    node.tick()
-    assert len(node.offered) == 1
-
-
 def test_what_lies_on_disk_is_offered_once_an_engine_says_what_is_whole() -> None:
     node = DiskNode()
     node.step(known(5, 6))

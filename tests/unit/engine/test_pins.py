@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.engine.events import Clear, PeerGone
-from kvstore.engine.memory.pins import Pins, Processes
+from kvstore.engine.events import PeerGone
+from kvstore.engine.memory.pins import Processes
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
@@ -40,12 +40,6 @@ def fetched(node: Node) -> int:
     return sum(sum(accounts[name].held) for name in accounts if name == ("node",)) // (
         SLOT_BYTES_MIN
     )
-
-
-def test_a_lone_engine_may_pin_most_of_dram() -> None:
-    node = Node(slots=64)
-    hoard(Peer(node), 0, 80)
-    assert 56 <= pinned(node) <= 57, "15/16 of 15/16"
 
 
 def test_an_engine_that_pins_all_that_it_can_leaves_something_to_another_tenant() -> None:
@@ -167,17 +161,6 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
         assert Reason.PINNED_SHARE_USED_UP in reasons
 
 
-def test_a_pin_ends_with_its_block() -> None:
-    node, peer = attached(Node(slots=32))
-    hoard(peer, 0, 10)
-    before = pinned(node)
-    node.step(Clear(None, None))
-    assert pinned(node) == node.granted() <= before - 10
-    renew(peer, 0, 10)
-    node.hear(peer.scheduler, LeaseRelease([MANY + number for number in range(10)]))
-    assert pinned(node) == node.granted()
-
-
 def test_a_node_that_fetches_again_and_again_leaves_most() -> None:
     node = PeerNode(slots=64)
     engine = Peer(node)
@@ -212,17 +195,3 @@ def test_a_share_of_less_than_a_block_is_one_block() -> None:
     assert len(other.unused()) == 1
     other.seal(1)
     assert pinned(node) == len(other.unused()) == 1
-
-
-@pytest.mark.parametrize("kind", ["engine", "node"])
-def test_accounts_end_with_those_who_pin(kind: str) -> None:
-    node, peer = attached(PeerNode())
-    peer.seal(1)
-    if kind == "node":
-        node.serve(1, 1)
-        node.step(PeerGone(1))
-    pins: Pins = node.state.slots.pins
-    assert {name[0] for name in pins.accounts} == {"engine"}
-    node.end(peer.scheduler)
-    node.end(*peer.ranks)
-    assert len(pins.accounts) == 2, "its credits are in quarantine"

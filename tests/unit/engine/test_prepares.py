@@ -90,6 +90,7 @@ def test_without_an_engine_of_the_space_nothing_is_brought() -> None:
     assert counts(node.prepare(1))[:3] == (0, 0, 0)
     Peer(node)
     assert "no engine" in node.prepare(1, tenant="u").refused
+    assert node.prepare(1, 1).refused == "a key is named twice"
     node.state.off["t", SPACE] = Off(None)
     assert "switched off" in node.prepare(1).refused
     assert not node.reads

@@ -86,6 +86,14 @@ def test_a_request_says_what_was_pushed_what_was_computed_and_why(pair: PushPair
     pair.d.hear(pair.decode.scheduler, LeaseRelease([1]))
 
 
+def test_the_prefill_node_says_where_blocks_went(pair: PushPair) -> None:
+    cut_short(pair)
+    (push,) = told(pair.p, pair.prefill, blocks=4).pushes
+    assert (push.side, push.node, push.blocks, push.pushed) == ("prefill", "d", 3, 2)
+    assert push.reason == "aborted"
+    assert "2 of 3 blocks to node d" in of_pushes(told(pair.p, pair.prefill, blocks=4))
+
+
 def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
     pair.open()
     pair.expect(1, 2, ms=1000)

@@ -26,7 +26,7 @@ from kvstore.engine.moves.grants import LIMBO_NS
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
 from kvstore.wire.peers import Answer
-from tests.unit.engine.harness import Peer, checksum, keys
+from tests.unit.engine.harness import Peer, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 
 
@@ -84,29 +84,6 @@ def test_another_block_in_one_of_its_slots_does_not_make_it_whole_again(rank: in
     pair.pump()
     assert len(pair.d.blocks()) == 1
     pair.at_rest()
-
-
-def test_writes_that_end_in_another_order_are_told_as_what_they_are() -> None:
-    pair = opened()
-    pair.expect(1, 2)
-    pair.hear_p()
-    pair.store(1)
-    pair.store(2)
-    for job in reversed(list(pair.flights)):
-        pair.write(job)
-    told = [word for word in pair.to_d if isinstance(word, Pushed)]
-    assert [(word.first, word.checksums) for word in told] == [(1, checksum(2)), (0, checksum(1))]
-    pair.pump()
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
-
-
-def test_blocks_that_landed_are_proven_in_each_shard() -> None:
-    pair = opened(p_ranks=2, d_ranks=2)
-    pair.store(1, 2)
-    pair.expect(1, 2)
-    pair.pump()
-    sums = [checksum(number, rank) for number in (1, 2) for rank in (0, 1)]
-    assert pair.decode.lease(1, 1, 2, with_checksums=True).checksums == b"".join(sums)
 
 
 def test_a_block_in_the_first_slot_has_come() -> None:

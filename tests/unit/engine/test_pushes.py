@@ -19,7 +19,6 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
 from kvstore.engine.moves.pushes import LOOK_NS
-from kvstore.engine.moves.transfers import SEALS_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
@@ -49,26 +48,6 @@ def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
     (end,) = pair.ends
     assert (end.transfer, end.blocks, end.reason) == ("r", 3, "")
     pair.at_rest()
-
-
-def test_only_what_no_tier_holds_is_granted_room() -> None:
-    pair = opened()
-    pair.store(1, 2, 3)
-    pair.decode.store(1, 2)
-    pair.expect(1, 2, 3)
-    assert [event.its.keys for event in pair.to_p] == [keys(3)]  # type: ignore[union-attr]
-    pair.pump()
-    assert pair.ends[0].blocks == 3
-
-
-def test_the_index_is_not_asked_for_what_is_pushed() -> None:
-    pair = opened(fetches=True)
-    pair.expect(1, 2)
-    pair.decode.hint(1, 2)
-    pair.decode.lease(1, 1, 2)
-    assert pair.d.engine.counters.locates == 0
-    pair.decode.hint(7)
-    assert pair.d.engine.counters.locates == 1
 
 
 def test_groups_keep_apart() -> None:
@@ -111,19 +90,6 @@ def test_the_end_of_a_prefill_is_told_at_once(reason: str) -> None:
     pair.pump()
     assert [(end.blocks, end.reason) for end in pair.ends] == [(1, reason)]
     assert more(pair).promoting == 0
-    pair.at_rest()
-
-
-def test_seals_may_follow_the_end_for_a_moment() -> None:
-    pair = opened()
-    pair.expect(1, 2)
-    pair.close()
-    pair.store(1)
-    pair.pump()
-    assert not pair.ends
-    pair.pump(after_ms=SEALS_NS / NS_PER_MS)
-    assert [end.blocks for end in pair.ends] == [1]
-    assert "not all of its blocks" in pair.ends[0].reason
     pair.at_rest()
 
 

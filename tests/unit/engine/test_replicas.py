@@ -10,12 +10,10 @@ from kvstore.engine.events import Exited
 from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Seal, SessionClosed, SessionOpen
 from tests.unit.engine.harness import (
-    HALVES,
     LATENT,
     REPLICAS,
     Hellos,
     Node,
-    Peer,
     arrays,
     attached,
     checksum,
@@ -60,17 +58,6 @@ def test_bytes_are_stored_once_whatever_the_number_of_replicas(
     credits = node.last(peer.scheduler, Grant)
     assert len(pairs(credits)) % slots == 0
     assert node.granted() == len(peer.unused(0)) * slots
-
-
-def test_an_engine_of_one_rank_and_one_of_replicas_share_what_is_equal() -> None:
-    node = Node()
-    single, latent = Peer(node, "single"), Peer(node, "latent", shards=LATENT)
-    single.store(1)
-    assert pairs(latent.lease(1, 1)) == pairs(single.lease(1, 1))
-    heads = Peer(node, "heads", shards=REPLICAS)
-    assert heads.lease(1, 1).slots == b"", "other shards never mix"
-    Peer(node, "halves", shards=HALVES).store(2)
-    assert len(pairs(heads.lease(2, 2))) == 2
 
 
 def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -45,26 +43,6 @@ def test_rows_are_found_from_anywhere_on(
         patch.setattr(module, "SCAN_ROWS", 4)
         found = residency.rows_in(wanted, count_max, begin=begin)
     assert found.tolist() == expected[:count_max]
-
-
-def test_clearing_in_slices_looks_at_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[int] = []
-    windows = module._windows
-
-    def spied(begin: int, end: int) -> Iterator[slice]:
-        for window in windows(begin, end):
-            yield window
-            looked_at.extend(range(window.start, window.stop))  # who does not look asks no more
-
-    monkeypatch.setattr(module, "_windows", spied)
-    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 8)
-    monkeypatch.setattr(module, "SCAN_ROWS", 8)
-    node = Node(block_count_max=256)
-    node.step(known(*range(160)))
-    for _ in range(20):
-        assert Cleared(8) in node.engine.step([Clear(None, None)], node.now_ns)
-    assert Cleared(0) in node.engine.step([Clear(None, None)], node.now_ns)
-    assert looked_at == list(range(160))
 
 
 def test_a_clear_finds_what_took_rows_that_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,6 @@ def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
     assert node.engine.tiers()[0].scrub_bad == 0
 
 
-def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> None:
-    node, peer = attached(DiskNode())
-    (place,) = peer.seal(1)
-    node.step(bad([place]))
-    node.write_all()
-    assert node.blocks() == {}
-
-
 def test_passes_age_and_what_the_disk_refuses_is_told() -> None:
     node = DiskNode()
     assert [row.scrub_age_ms for row in node.engine.tiers()] == [NO_PASS, NO_PASS]

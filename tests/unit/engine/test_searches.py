@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.engine.events import Candidate, Clear, Fetched, Located
+from kvstore.engine.events import Candidate, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
 from kvstore.engine.why import searches
@@ -15,7 +15,6 @@ from kvstore.engine.why.searches import Searches
 from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
-from tests.unit.engine.disk import known
 from tests.unit.engine.harness import Peer
 from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_explain import ranges, texts, told
@@ -53,40 +52,6 @@ def test_what_came_says_from_whom_and_how_long_it_took() -> None:
     ]
     assert text(node, 0) == "loaded, after it was fetched from node far: 3 blocks in 31.5 ms"
     assert "no other node is known to hold it; node far has 3 before it" in text(node)
-
-
-def test_who_finds_what_a_hint_had_fetched_is_told_the_same_and_the_next_not() -> None:
-    node, peer = attached()
-    peer.hint(1, 2)
-    node.locate(("far", 2))
-    node.arrive()
-    peer.lease(1, 1, 2)
-    assert end(node, peer, blocks=2, loaded=2) == [
-        (0, 2, "peer", Reason.NONE, "far", Reason.FETCHED)
-    ]
-    peer.lease(2, 1, 2)
-    rows = end(node, peer, blocks=2, loaded=2, leases=[2])
-    assert rows == [(0, 2, "dram", Reason.NONE, "", Reason.NONE)], "it was here"
-
-
-def test_two_nodes_and_a_disk_are_told_apart() -> None:
-    node, peer = attached()
-    peer.store(1)
-    node.step(known(2))
-    peer.hint(3)
-    node.locate(("far", 1))
-    node.arrive()
-    peer.hint(4, 5)
-    node.locate(("near", 1))
-    node.arrive()
-    peer.lease(1, 1, 2, 3, 4)
-    node.read_all()
-    assert end(node, peer, blocks=4, loaded=4) == [
-        (0, 1, "dram", Reason.NONE, "", Reason.NONE),
-        (1, 1, "file", Reason.NONE, "", Reason.NONE),
-        (2, 1, "peer", Reason.NONE, "far", Reason.FETCHED),
-        (3, 1, "peer", Reason.NONE, "near", Reason.FETCHED),
-    ]
 
 
 def test_an_index_that_does_not_answer_is_named() -> None:
@@ -169,18 +134,6 @@ def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said:
     node.locate()
     rows = end(node, peer, blocks=1, leases=[2])
     assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT)]
-
-
-def test_what_is_cleared_on_its_way_says_so() -> None:
-    node, peer = attached()
-    peer.lease(1, 1)
-    node.locate(("far", 1))
-    node.step(Clear(None, None))
-    node.arrive()
-    assert end(node, peer, blocks=1) == [
-        (0, 1, "", Reason.FETCH_FAILED, "far", Reason.FETCH_FAILED)
-    ]
-    assert "cleared or switched off here" in text(node)
 
 
 def test_no_room_for_all_and_then_for_nothing() -> None:

@@ -80,22 +80,9 @@ def test_a_serving_ends_with_its_time_and_says_so() -> None:
     assert node.engine.counters.servings_expired == 1
 
 
-def test_all_shards_are_served_together_or_the_block_is_not() -> None:
-    node, peer = attached(PeerNode(), shards=HALVES)
-    peer.store(1)
-    peer.seal(2, rank=0)
-    served = node.serve(1, 1, 2)
-    assert served.shards == HALVES
-    assert served.checksums == checksum(1, 0) + checksum(1, 1)
-    assert node.give_back(1) == [True]
-
-
-def test_of_two_parallel_sizes_the_longer_run_is_served() -> None:
-    node = PeerNode()
-    halves, whole = Peer(node, "h", shards=HALVES), Peer(node, "w")
-    halves.store(1)
-    whole.store(1, 2)
-    assert node.serve(1, 1, 2).shards == (WHOLE,)
+def test_a_key_named_twice_is_served_nothing() -> None:
+    node, _ = stored(1)
+    assert node.serve(1, 1, 1).slots == b""
 
 
 def test_servings_of_a_peer_are_bounded() -> None:

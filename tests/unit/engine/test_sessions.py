@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.engine import state as state_module
-from kvstore.engine.events import Admit, Exited, Hangup, Ready, Received, Send
+from kvstore.engine.events import Admit, Exited, Hangup, Received, Send
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -29,7 +29,6 @@ from tests.unit.engine.harness import (
     HALVES,
     LAYERS,
     SMALL,
-    UNEVEN,
     WHOLE,
     Hellos,
     Node,
@@ -197,18 +196,6 @@ def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any])
     assert node.quarantined() == 0
 
 
-def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:
-    node, peer = attached(Node())
-    old = peer.ranks[0]
-    peer.ranks[0] = node.connect(peer.rank_hello(0))
-    assert "attached again" in node.hangups[old]
-    assert node.quarantined() == 0, "the same process says that it writes no more"
-    assert node.last(peer.scheduler, SessionClosed).session == peer.session
-    peer.be_quiet()
-    node.end(old)
-    assert node.count(peer.scheduler, SessionClosed) == 1, "its end was known"
-
-
 def test_a_scheduler_that_leaves_lets_the_ranks_give_their_credits_back() -> None:
     node, peer = attached(Node())
     peer.store(1)
@@ -245,31 +232,6 @@ def test_an_unknown_connection_that_ends_is_let_go() -> None:
 
 
 # ── several ranks ────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("shards", [HALVES, UNEVEN, tuple(reversed(UNEVEN))])
-def test_credits_have_one_slot_per_rank_shard_minor(shards: tuple[Shard, ...]) -> None:
-    node, peer = attached(Node(slots=64, slab_slots=8), shards=shards, space=space())
-    credits = peer.credits()
-    assert len(credits) % 2 == 0
-    assert len({slot for slot, _ in credits}) == len(credits)
-    assert next(iter(node.state.owners.values())).groups[0].granted_blocks == len(credits) // 2
-    peer.seal(1, rank=0)
-    assert peer.hint(1) == [False], "a shard is missing"
-    assert peer.lease(1, 1).slots == b""
-    peer.seal(1, rank=1)
-    assert peer.hint(1) == [True]
-    assert len(peer.lease(2, 1).slots) == 2 * 4
-
-
-def test_two_slot_sizes_get_credits_only_when_both_have_a_slab() -> None:
-    """While the arena gets its pages there may be one slab, which serves one size at a time."""
-    node, peer = attached(Node(slots=24, slab_slots=8, ready_slots=8), shards=UNEVEN, space=space())
-    for _ in range(3):
-        node.tick()
-    assert peer.credits() == []
-    node.step(Ready(24 * SLOT_BYTES_MIN))
-    assert len(peer.credits()) == 2
 
 
 def test_a_rank_writes_only_its_own_column() -> None:
@@ -313,15 +275,6 @@ def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
     assert not refused.permanent
     assert refused.reason == "2 connections are attached already"
     assert node.engine.nodes()[0].owners == 1
-
-
-def test_who_attaches_again_finds_its_place_at_the_limit() -> None:
-    node, peer = attached(Node(connection_count_max=2))
-    again = node.connect(peer.rank_hello(0))
-    assert again in node.admitted
-    assert peer.ranks[0] in node.hangups
-    scheduler = node.connect(peer.scheduler_hello())
-    assert scheduler in node.admitted
 
 
 def test_a_process_that_only_keeps_slots_in_quarantine_takes_nobodys_place() -> None:

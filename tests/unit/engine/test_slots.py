@@ -76,18 +76,6 @@ def test_every_pair_of_state_and_event(state: SlotState, event: SlotEvent) -> No
     assert (int(words[0]) in pool.free) == (target == SlotState.FREE)
 
 
-def test_slots_of_a_writer_are_listed_however_often_they_come_and_go() -> None:
-    slots, pool = one_pool()
-    for round_ in range(3000):
-        mine = slots.grant(pool, 2, writer=5, session=9, cause=round_)
-        other = slots.grant(pool, 1, writer=6 + round_ % 2, session=9, cause=round_)
-        assert slots.of_writer(5).tolist() == np.flatnonzero(slots.writer == 5).tolist()
-        slots.free(np.concatenate([mine[:1], other]), round_)
-        slots.free(mine[1:], round_)
-    assert not slots.writers.counts, "connections come and go for years"
-    assert not slots.writers._given
-
-
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -108,20 +96,6 @@ def test_slots_of_any_size_lie_in_their_slab_and_apart(pages: int) -> None:
 
 
 # ── slabs ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_slab_that_changes_pools_takes_its_generations_along() -> None:
-    slots = slots_of(1)
-    small, large = slots.pool(SLOT_BYTES_MIN), slots.pool(2 * SLOT_BYTES_MIN)
-    slots.extend(small)
-    words = slots.grant(small, 4, writer=1, session=1, cause=1)
-    slots.free(words, 2)
-    slots.take_slab(0)
-    assert not small.free
-    assert not small.slabs
-    assert slots.extend(large)
-    assert sorted(large.free) == [0, 2]
-    assert slots.generation[:4].tolist() == [2, 2, 2, 2]
 
 
 def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> None:

@@ -50,16 +50,6 @@ def test_a_store_of_what_is_there_is_joined() -> None:
     assert not second.hint(3)[0]
 
 
-def test_shards_are_joined_one_by_one() -> None:
-    node = Node(slots=64)
-    first, second = Peer(node, "a", shards=HALVES), Peer(node, "b", shards=HALVES)
-    [left] = first.seal(1, rank=0)
-    [right] = second.seal(1, rank=1)
-    second.seal(1, rank=0)
-    assert pairs(first.lease(1, 1)) == [left, right]
-    assert node.engine.counters.stores_joined == 1
-
-
 def file_knows(node: Node, *numbers: int) -> None:
     known = FileKnown(
         Scope("t", fingerprint(SMALL, weights_epoch=""), WHOLE, BLOCK_BYTES),
@@ -214,16 +204,6 @@ def test_credits_are_topped_up_when_half_is_used() -> None:
     assert node.engine.counters.blocks_granted == 12
     peer.drop(*peer.unused()[:4])
     assert len(pairs(node.last(peer.scheduler, Grant))) == 4
-
-
-def test_sessions_share_the_credits() -> None:
-    node = Node(slots=32)
-    first = Peer(node, "a")
-    second = Peer(node, "b")
-    assert (len(first.credits()), len(second.credits())) == (8, 4)
-    for i in range(8):
-        first.seal(i)
-    assert len(first.unused()) == 4
 
 
 def test_credits_are_bounded_in_number() -> None:

@@ -202,17 +202,6 @@ def test_a_process_that_dies_before_all_is_emptied_leaves_none_of_it(
     assert node.blocks() == {key(6).hex()[:8]: "dram"}
 
 
-def test_what_was_stored_after_it_was_switched_on_again_outlasts_the_process() -> None:
-    node, peer = attached(MortalNode(slots=64))
-    peer.seal(1)
-    peer.lease(7, 1)
-    compared(peer, 7, 0)
-    node.step(Clear(space=SPACE, tenant=None))
-    peer.seal(2)
-    node.restart(node.memory)
-    assert node.blocks() == {key(2).hex()[:8]: "dram"}
-
-
 def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved to the end of the log it would be newer than what makes it void."""
     monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 1)

@@ -6,11 +6,11 @@ from typing import Any
 
 from kvstore.engine.events import Clear, FileKnown, FileReclaim, FileWritten
 from kvstore.engine.memory.policy.disk import NS_PER_DAY
-from kvstore.engine.why.report import NO_BUDGET, TierReport
+from kvstore.engine.why.report import TierReport
 from kvstore.types import AdmissionMode
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys
+from tests.unit.engine.harness import WHOLE, Peer, attached, keys
 
 SECOND_SIGHT: dict[str, Any] = {"file_admission": AdmissionMode.SECOND_SIGHT}
 
@@ -49,15 +49,6 @@ def test_what_is_stored_is_written_when_a_second_request_names_it() -> None:
     assert node.engine.counters.file_writes_dropped == 0
 
 
-def test_all_shards_of_a_block_are_written() -> None:
-    node, peer = attached(DiskNode(**SECOND_SIGHT), shards=HALVES)
-    peer.store(1)
-    assert node.writes == []
-    peer.hint(1)
-    assert {write.scope.shard for write in node.writes} == set(HALVES)
-    assert {write.scope.block_bytes for write in node.writes} == {BLOCK_BYTES // 2}
-
-
 def test_what_comes_back_after_it_went_is_written_at_once() -> None:
     node, peer = attached(DiskNode(slots=8, **SECOND_SIGHT))
     peer.seal(1)
@@ -80,6 +71,13 @@ def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
     node.write_nothing()
     peer.hint(*range(7, 10))
     assert writing(node) == [keys(7, 8, 9)]
+
+
+def test_a_hint_that_names_a_key_twice_writes_nothing() -> None:
+    node, peer = attached(DiskNode(**SECOND_SIGHT))
+    peer.seal(1, 2)
+    peer.hint(1, 2, 1)
+    assert node.writes == []
 
 
 def test_a_slot_that_holds_another_block_is_written_for_that_one_too() -> None:
@@ -150,12 +148,3 @@ def test_a_start_begins_with_what_an_earlier_one_has_left() -> None:
 
 
 # ── what an operator sees ────────────────────────────────────────────────────────────────────────
-
-
-def test_the_report_names_policy_and_admission() -> None:
-    plain = DiskNode().engine.tiers()
-    assert [tier.policy for tier in plain] == ["lru", "all"]
-    assert [tier.budget_left_bytes for tier in plain] == [NO_BUDGET, NO_BUDGET]
-    other = DiskNode(policy="reuse", file_day_bytes=7, **SECOND_SIGHT).engine.tiers()
-    assert [tier.policy for tier in other] == ["reuse", "second-sight"]
-    assert [tier.budget_left_bytes for tier in other] == [NO_BUDGET, 7]

@@ -95,17 +95,6 @@ def test_a_key_is_held_as_long_as_a_name_stands_for_it() -> None:
     assert KEYS[0] not in held
 
 
-def test_a_key_with_two_names_is_held_until_both_are_gone() -> None:
-    held = blocks()
-    store(held, 0, 2)
-    assert store(held, 0, 2, names=[100, 201]) == KEYS[:2]
-    assert store(held, 0, 2, names=[100, 201]) == KEYS[:2], "told again"
-    assert held.removed([101]) == []
-    assert KEYS[1] in held
-    assert held.removed([100, 201]) == KEYS[:2]
-    assert (len(held), KEYS[0] in held, KEYS[1] in held) == (0, False, False)
-
-
 LOOKAHEAD = Path(__file__).parents[2] / "data" / "lookahead_events.hex"
 """Batches of vLLM 0.33's block pool, whose hashes cover one token behind each block: 13 of TOKENS;
 another prompt, with the first 8 of them; the first prompt's blocks were evicted."""

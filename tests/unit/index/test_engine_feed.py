@@ -185,16 +185,6 @@ def test_joining_tells_what_is_held_at_its_end() -> None:
     assert told(list(made.held_of(made.held_keys()))) == {0, 2}
 
 
-def test_a_replay_that_does_not_reach_back_begins_where_it_can() -> None:
-    made, told = feed(can_replay=True), Told()
-    told(made.begin(0))
-    made.replayed(7, batch(stored(0, 2)), 0)
-    made.replayed(8, batch(stored(2, 3)), 0)
-    assert told(made.replay_ended(0)) == {0, 1, 2}
-    assert told(made.heard(8, batch(CLEARED), 0)) == {0, 1, 2}, "it was in the replay"
-    assert told(made.heard(9, batch(CLEARED), 0)) == set()
-
-
 def test_after_joining_the_rest_is_asked_for() -> None:
     made, told = live()
     told(made.heard(0, batch(stored(0, 1)), 0))

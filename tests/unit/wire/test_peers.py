@@ -46,6 +46,11 @@ def test_an_answer_arrives(message: wire.Answer) -> None:
     assert wire.decode_answer(wire.encode(message)) == message
 
 
+def test_a_preparation_and_its_answer_arrive() -> None:
+    assert wire.decode_request(wire.encode(REQUEST)) == REQUEST
+    assert wire.decode_reply(wire.encode(REPLY)) == REPLY
+
+
 @pytest.mark.parametrize(
     "message",
     [
