@@ -86,18 +86,6 @@ def test_a_run_that_is_stopped_kills_its_part_and_keeps_what_there_is(tmp_path: 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_record_that_cannot_be_written_is_loud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(record, "write", full)
-    some = report.Outcome("edges", 0, 1.0, {"calls": {"mark": 1.0}})
-    assert run.finished([some], report.Record(GPU, 7, tmp_path / "gpu.json")) == 1
-    assert "NOT WRITTEN: no space left" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("is_whole", "is_complete", "expected"),
     [
@@ -140,22 +128,3 @@ def test_a_python_without_numpy_is_named(
     begins = "import sys; sys.modules['numpy'] = None; import bench.gpu.run, bench.gpu.vllm.run"
     there = {**os.environ, "PYTHONPATH": str(record.ROOT)}
     subprocess.run([sys.executable, "-c", begins], env=there, check=True)
-
-
-@pytest.mark.parametrize("target", ["gpu-check", "gpu-vllm-check"])
-def test_what_a_run_finds_comes_back_in_one_folder(target: str) -> None:
-    def command(*more: str) -> str:
-        there = {name: value for name, value in os.environ.items() if name != "OUT"}
-        done = subprocess.run(
-            ["make", "-n", target, *more],
-            cwd=record.ROOT,
-            env=there,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout
-
-    assert "--out" not in command()
-    name = target.removesuffix("-check").replace("-", "_")
-    assert f"--out '/x/{name}.json'" in command("OUT=/x")

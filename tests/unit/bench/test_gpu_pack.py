@@ -53,12 +53,3 @@ def test_a_pack_that_is_too_large_or_empty_is_refused(
     assert pack.main() == 0
     monkeypatch.setattr(pack, "BYTES_MAX", 1000)
     assert pack.main() == 1
-
-
-def test_a_wheel_with_files_for_other_places_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pack, "PACK", tmp_path)
-    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
-    wheel(tmp_path, "brought-1-py3-none-any.whl", "brought-1.data/purelib/brought.py")
-    assert pack.main() == 1

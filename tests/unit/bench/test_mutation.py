@@ -59,19 +59,6 @@ def test_one_fault_at_a_time_and_asserts_and_annotations_are_left_alone() -> Non
     ]
 
 
-def test_what_promises_nothing_has_no_faults() -> None:
-    source = """
-if TYPE_CHECKING:
-    import a
-class A(Struct, frozen=True, array_like=True):
-    wait_ms: int = 250
-    share: int = 0
-zip(a, b, strict=True)
-"""
-    found = [(m.line, m.was) for m in mutants_of("m.py", source.encode())]
-    assert found == [(4, "True"), (6, "0"), (7, "zip(a, b, strict=True)")]
-
-
 def test_a_fault_is_judged_by_the_tests_that_reach_its_statement(tmp_path: Path) -> None:
     (tmp_path / "planted").mkdir()
     source = (

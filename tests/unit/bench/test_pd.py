@@ -12,7 +12,7 @@ import pytest
 
 from bench import record
 from bench.cluster.figures import at_most
-from bench.pd.sweep import Limits, Shape, break_even, limits, load
+from bench.pd.sweep import Limits, Shape, limits, load
 from bench.scenarios import pd as scenario
 from kvstore.demo.completions import Completion, CompletionClient
 
@@ -54,16 +54,6 @@ def test_goodput_counts_requests_within_both_limits(slow: float, within: float) 
     assert found["within_limits"] == within
     assert bool(found["goodput_tokens_per_s"]) == bool(within)
     assert engine.asked == [Shape(100, 10)] * 6
-
-
-@pytest.mark.parametrize(
-    ("over", "at"),
-    [([2, 1.5, 1.2, 0.8], 2.24), ([2.0] * 4, None), ([None, 1.5, 1.2, 1.1], None)],
-)
-def test_break_even_is_where_a_ratio_crosses_one(
-    over: list[float | None], at: float | None
-) -> None:
-    assert break_even(over) == at
 
 
 def test_one_part_is_measured_again_in_the_last_record(

@@ -32,7 +32,7 @@ def test_a_hit_is_the_leading_run_in_blocks_and_tokens() -> None:
 
 
 def test_a_cache_that_is_too_small_forgets_and_a_disk_does_not() -> None:
-    fillers = [chr(1000 + 8 * i) + chr(1001 + 8 * i) for i in range(400)]
+    fillers = [chr(1000 + 8 * i) + chr(1001 + 8 * i) for i in range(200)]
     work = workload("abcd", *fillers, "abcd")
     small = served(work, slots=64)
     assert small.blocks_hit == 0
@@ -52,9 +52,9 @@ def test_a_cache_that_is_too_small_forgets_and_a_disk_does_not() -> None:
 def test_no_policy_beats_the_optimum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "s3fifo", POLICIES["lru"])  # taken back after the test
     s3fifo.register()
-    work = GENERATED[name](1, 150)
-    assert work == GENERATED[name](1, 150)
-    assert work != GENERATED[name](2, 150)
+    work = GENERATED[name](1, 80)
+    assert work == GENERATED[name](1, 80)
+    assert work != GENERATED[name](2, 80)
     slots = work.block_count // 10
     # The engine's slabs and credits leave it a little more than asked for.
     bound = optimum(work, slots=slots + 128)
@@ -71,11 +71,3 @@ def test_a_log_is_read_and_a_last_block_that_is_not_full_is_left_out(tmp_path: P
     lines = [{"input_length": 1030, "hash_ids": [1, 2, 3]}, {"input_length": 512, "hash_ids": [1]}]
     log.write_text("\n".join(map(json.dumps, lines)))
     assert recorded(log).requests == (Request((1, 2), 1030), Request((1,), 512))
-
-
-def test_a_log_that_is_not_there_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["policies.py", "nowhere.jsonl"])
-    assert policies.main() == 2
-    assert capsys.readouterr().err.count(".") == 1

@@ -28,8 +28,3 @@ def test_ratios_are_of_means_over_all_rounds_and_from_the_second_on() -> None:
     assert found["mean_ttft_over_round_robin_rounds_2_on"] == 0.25
     assert (found["answers"], found["answers_different"]) == (6, 0)
     assert found["cached_tokens"]["kvstore router"] == 60
-
-
-def test_answers_that_differ_are_counted() -> None:
-    runs = [run("round robin", 1, 1), run("kvstore router", 1, 1, token=2)]
-    assert as_result(runs)["answers_different"] == 6

@@ -59,13 +59,6 @@ def test_growth_leaves_the_warm_up_out() -> None:
     assert record.growth(samples([5.0]))["rss_mib"] == 0.0
 
 
-def test_the_page_tells_violations_and_an_early_end() -> None:
-    told = {"kills": ["block 12 is wrong; again: python -m tests.kit.kills --seed 3"]}
-    text = soak.page(result(stopped_early=True, violations=1, violations_told=told))
-    assert "It was stopped early." in text
-    assert "Violation, kills: block 12 is wrong; again: python -m" in text
-
-
 def test_no_seed_is_no_proof() -> None:
     assert "**none was seen, but no seed was finished**" in soak.page(result(seeds=0))
     assert "**2**" in soak.page(result(seeds=0, violations=2))

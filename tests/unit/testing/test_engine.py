@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -104,34 +103,6 @@ def test_an_answer_that_is_no_completion_is_an_error(
     answering.status, answering.text = status, text
     with pytest.raises(EngineError, match=message):
         engine.complete((1,), max_tokens=1)
-
-
-def test_an_ended_engine_is_an_error(engine: EngineServer, answering: AnsweringServer) -> None:
-    engine.port = 1
-    with pytest.raises(EngineError, match="broke off"):
-        engine.complete((1,), max_tokens=1)
-
-
-def test_the_cache_is_emptied_when_the_engine_agrees(
-    engine: EngineServer, answering: AnsweringServer
-) -> None:
-    answering.text = '{"success": true}'
-    engine.forget()
-    answering.text = '{"success": false}'
-    with pytest.raises(EngineError, match="did not empty"):
-        engine.forget(timeout_s=0.2)
-
-
-def test_the_connector_is_configured_only_with_a_socket(tmp_path: Path) -> None:
-    plain = EngineConfig(model=tmp_path)
-    assert "--kv-transfer-config" not in plain.command()
-    with_node = EngineConfig(
-        model=tmp_path, socket=tmp_path / "node.sock", connector_extra={"x": 1}
-    ).command()
-    transfer = msgspec.json.decode(with_node[with_node.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_module_path"] == "kvstore.connector"
-    assert transfer["kv_connector_extra_config"] == {"socket": str(tmp_path / "node.sock"), "x": 1}
-    assert transfer["kv_load_failure_policy"] == "recompute"
 
 
 def test_a_server_that_ends_at_once_is_reported_with_its_log(

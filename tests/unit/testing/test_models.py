@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvstore.demo.models import RECIPE_FILE, Recipe, main, read_recipe
+from kvstore.demo.models import RECIPE_FILE, Recipe, read_recipe
 from tests.kit.models import build_model
 from tests.kit.sensitivity import measure_sensitivity
 
@@ -38,22 +37,9 @@ def test_a_damaged_recipe_counts_as_none(tmp_path: Path) -> None:
 
 
 @needs_torch
-def test_building_again_touches_nothing(tiny: Path) -> None:
-    before = {p.name: p.stat().st_mtime_ns for p in tiny.iterdir()}
-    assert build_model(tiny, size="tiny") == tiny
-    assert {p.name: p.stat().st_mtime_ns for p in tiny.iterdir()} == before
-
-
-@needs_torch
 def test_equal_recipes_give_equal_bytes(tiny: Path, tmp_path: Path) -> None:
     build_model(tmp_path / "again", size="tiny")
     assert weights(tmp_path / "again") == weights(tiny)
-
-
-@needs_torch
-def test_the_command_builds_the_model_of_the_demo(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "model")]) == os.EX_OK
-    assert read_recipe(tmp_path / "model") == Recipe(size="medium", weights_seed=1)
 
 
 @needs_torch

@@ -38,19 +38,11 @@ RUNNING: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
 ROUTER: Any = SimpleNamespace(url="http://127.0.0.1:8", metrics_url="http://127.0.0.1:7/metrics")
 
 
-def test_what_follows_two_dashes_is_for_the_engines() -> None:
-    chosen = read_up_flags(["--engines", "3", "m", "--", "--dtype", "auto", "-O", "3"])
-    assert (chosen.model, chosen.engines) == ("m", 3)
-    assert chosen.flags == ["--dtype", "auto", "-O", "3"]
-    assert read_up_flags([]).model is None
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["a", "b"], "'b' is one word too many: vLLM's flags come behind --"),
         (["--engines", "0"], "--engines '0' must be a number of at least 1"),
-        (["--port", "http"], "--port 'http' must be a port, 0 to 65535"),
         (["--port", "65536"], "--port '65536' must be a port, 0 to 65535"),
         (["--dtype", "auto"], "unrecognized arguments: --dtype"),
     ],
@@ -105,11 +97,6 @@ def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
     assert words[words.index("--dtype") + 1] == "auto"
     assert "--enable-scale-out" in words, "or the router does not see a prompt's tokens"
     assert not {"--enforce-eager", "--max-model-len", "--max-num-seqs"} & set(words)
-
-
-def test_the_27th_engine_has_a_name() -> None:
-    names = list(up.engine_names(28))
-    assert (names[0], names[25:]) == ("a", ["z", "a1", "b1"])
 
 
 def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:

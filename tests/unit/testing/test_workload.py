@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from itertools import chain
 
-import pytest
-
 from kvstore.demo.workload import (
     ConversationPlan,
     Conversations,
@@ -71,37 +69,6 @@ def test_all_users_share_the_system_prompt_and_nothing_else() -> None:
         assert common_prefix(a, b) < shared + 40
 
 
-def test_all_others_speak_between_two_turns_of_a_user() -> None:
-    turns = replay(PLAN)
-    rounds = [turns[i : i + PLAN.users] for i in range(0, len(turns), PLAN.users)]
-    for number, group in enumerate(rounds):
-        assert {t.user for t in group} == set(range(PLAN.users))
-        assert {t.round for t in group} == {number}
-
-
-def test_an_unanswered_or_foreign_turn_is_refused() -> None:
-    conversations = Conversations(PLAN, encode)
-    rounds = conversations.rounds()
-    turn, *_ = next(rounds)
-    with pytest.raises(AssertionError, match="another turn"):
-        conversations.answer(Turn(turn.user, turn.round + 1, turn.prompt), [1])
-    with pytest.raises(AssertionError, match="not answered"):
-        next(rounds)
-
-
-def test_a_plan_without_users_is_refused() -> None:
-    with pytest.raises(ValueError, match="users"):
-        ConversationPlan(
-            seed=1,
-            users=0,
-            rounds=1,
-            system_words=1,
-            document_words=0,
-            question_words=1,
-            answer_tokens=1,
-        )
-
-
 def test_fresh_prompts_share_no_block() -> None:
     prompts = fresh_prompts(3, count=50, tokens=3 * BLOCK + 5, encode=encode)
     assert {len(p) for p in prompts} == {3 * BLOCK + 5}
@@ -131,14 +98,3 @@ def test_varied_prompts_hold_every_hard_case() -> None:
     assert shares >= 20
     assert changed >= 5
     assert extends >= 1
-
-
-def test_rounds_at_a_time_are_the_same_turns() -> None:
-    conversations = Conversations(PLAN, encode)
-    turns = []
-    for together in conversations.rounds():
-        assert len(together) == PLAN.users
-        turns += together
-        for turn in reversed(together):
-            conversations.answer(turn, [turn.user, turn.round, 255])
-    assert turns == replay(PLAN)
