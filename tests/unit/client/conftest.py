@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import HitRules, Outcome
-from kvstore.client.core.plan import LoadJob
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
@@ -48,7 +48,7 @@ class ScriptedNode:
     def wait(self, ms: float) -> None:
         self.now_ns += int(ms * NS_PER_MS)
 
-    def attach(self, credits: int = 0) -> None:
+    def attach(self, credits: int = 0, *, incarnation: int = 7) -> None:
         """Connect and open a session with so many credits."""
         assert self.core.attachment.wants_connection(self.now_ns)
         self.core.attachment.connected(self.now_ns)
@@ -56,7 +56,7 @@ class ScriptedNode:
         self.give(
             m.Welcome(
                 protocol=1,
-                incarnation=7,
+                incarnation=incarnation,
                 now_ns=self.now_ns,
                 arena_bytes=1 << 20,
                 generation_bytes=8192,
@@ -65,6 +65,12 @@ class ScriptedNode:
         self.give(m.SessionOpen(self.session, self.shard_counts, node=self.name))
         for group in range(self.group_count):
             self.grant(credits, group=group)
+
+    def reopen(self, reason: str = "a rank left") -> None:
+        """The session ends, and another one begins."""
+        self.give(m.SessionClosed(session=self.session, reason=reason))
+        self.session += 1
+        self.give(m.SessionOpen(self.session, self.shard_counts, node=self.name))
 
     def grant(self, credits: int, first_slot: int = 0, group: int = 0) -> None:
         if credits:
@@ -133,6 +139,12 @@ class ScriptedNode:
         self.allocate(request, blocks, loaded)
         (job,) = self.core.plan((), self.now_ns).loads
         return job
+
+    def ended(self, request: str, lease: int, blocks: int, *, rank: int = 0, **more: Any) -> None:
+        """A rank reports that so many blocks of a load are in its cache."""
+        fields = {"failed_block_ids": (), "bytes_moved": 1, "duration_ns": 1, **more}
+        result = LoadResult(request=request, lease=lease, loaded_blocks=blocks, **fields)
+        self.core.reported(RankReport(rank, self.session, loads=(result,)), self.now_ns)
 
     def of(self, kind: type[m.Message]) -> list[m.Message]:
         return [message for message in self.sent if isinstance(message, kind)]

@@ -84,14 +84,6 @@ def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
     assert "other version" in notice
 
 
-def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
-    node.attach(credits=3)
-    assert len(node.core.attachment.credits[0]) == 3
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    assert not node.core.attachment.credits[0]
-    assert node.core.take_outbox() == []
-
-
 def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> None:
     node.attach()
     for _ in range(CREDITS_MAX // 1000 + 2):

@@ -40,16 +40,3 @@ def test_three_failed_loads_open_it_though_every_question_was_answered(node: Scr
         node.core.finished(f"s{i}")
     assert not is_serving(node.core)
     assert node.core.stats.take()["breaker_openings"] == 1
-
-
-def test_both_breakers_must_agree_and_neither_loses_its_probe(node: ScriptedNode) -> None:
-    node.attach()
-    for i in range(3):
-        fail(node, f"r{i}")
-    node.wait(500)
-    for _ in range(3):  # lookups under way when the loads failed run into their deadline
-        node.core.lookups._breaker.failed(node.now_ns)
-    node.wait(600)
-    assert answer(node, "early") == Miss("breaker open"), "loads may be tried, lookups not yet"
-    node.wait(500)
-    assert answer(node, "probe") == HIT

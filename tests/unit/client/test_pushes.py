@@ -128,13 +128,6 @@ def test_a_rank_that_reports_no_more_does_not_keep_a_transfer_open(node: PushNod
     assert node.words()[-1] == PushClose("t")
 
 
-def test_an_abort_is_said_at_once(node: PushNode) -> None:
-    node.prefill()
-    node.store("p", chain("x", 4))
-    node.core.finished("p", "aborted")
-    assert node.words() == [PushOpen("t"), PushClose("t", "aborted")]
-
-
 def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
     node.prefill()
     node.core.pushes.preempted("p")
@@ -150,18 +143,6 @@ def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
 def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
     node.core.pushes.refuse(PrefillPart("t", "t"), "not stored: adapter")
     assert node.words() == [PushClose("t", "not stored: adapter")]
-
-
-def test_transfers_are_opened_again_in_another_session(node: PushNode) -> None:
-    node.prefill("p1", "t1")
-    node.prefill("p2", "t2")
-    node.core.pushes.preempted("p2")
-    node.words()
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    assert node.core.pushes.answer("p1", 1) is None
-    node.wait(60_000)
-    node.attach()
-    assert node.words() == [PushOpen("t1")]
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
@@ -210,24 +191,6 @@ def test_a_story_names_the_transfer_and_the_time_of_the_first_token(node: PushNo
     story = node.core.finished("d")
     assert story is not None
     assert (story.transfer, story.first_token_ns) == ("t", 12 * NS_PER_MS)
-
-
-def test_the_first_token_is_looked_for_until_it_is_there(node: PushNode) -> None:
-    node.decode()
-    prompt_tokens = 4 * BLOCK_TOKENS + 1
-    node.core.plan((), node.now_ns)
-    node.store("d", chain("x", 4))
-    assert node.core.requests["d"].due_tokens == prompt_tokens + 1, "the next block ends far behind"
-    node.core.settled_tokens("d", computed_tokens=prompt_tokens, known_tokens=prompt_tokens + 1)
-    assert node.core.requests["d"].due_tokens == 5 * BLOCK_TOKENS
-
-
-def test_a_request_that_ended_early_had_no_first_token(node: PushNode) -> None:
-    node.decode()
-    node.wait(3)
-    story = node.core.finished("d", "aborted")
-    assert story is not None
-    assert story.first_token_ns == 0
 
 
 def test_after_its_deadline_it_takes_what_is_there_and_cancels_the_rest(node: PushNode) -> None:
@@ -286,13 +249,6 @@ def test_a_request_of_another_session_does_not_prolong_a_wait_of_the_last(node: 
     node.decode("d2", "t2", chain("y", 4))
     assert isinstance(node.ask("d1"), Miss)
     assert node.ask("d2") is PENDING
-
-
-def test_an_abort_cancels(node: PushNode) -> None:
-    node.decode()
-    node.core.finished("d", "aborted")
-    assert [type(word) for word in node.words()] == [PushExpect, PushCancel]
-    node.give(PushEnd("t", reason="cancelled"))  # of nobody
 
 
 def test_answers_to_one_prompt_expect_it_once_and_the_last_cancels(node: PushNode) -> None:

@@ -19,18 +19,13 @@ from kvstore.client.core.rank import RankCore
 from kvstore.errors import ProtocolError
 from kvstore.types import Shard
 from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
     Distrust,
-    Drop,
     Quiesce,
     Quiet,
     Refused,
-    Seal,
     SessionOpen,
     Verified,
     Welcome,
-    decode_from_engine,
-    encode,
     generations_array,
     slots_array,
 )
@@ -117,16 +112,6 @@ def test_a_request_is_loaded_with_the_last_of_its_groups() -> None:
     assert core.has_loaded_request, "another request's loads are not waited for"
 
 
-def test_of_each_group_a_rank_stores_what_it_writes() -> None:
-    core = two_groups()
-    core.submit(plan(store(5, 0, 1), msgspec.structs.replace(store(5, 0, 1, job=2), group=1)))
-    assert len(run(core)) == 1
-    (seal,) = core.take_outbox()
-    assert isinstance(seal, Seal)
-    assert seal.group == 0
-    assert sorted(core.take_report().store_jobs_done) == [1, 2]
-
-
 def test_a_group_that_the_rank_does_not_have_ends_the_job() -> None:
     core = two_groups()
     core.submit(
@@ -174,33 +159,6 @@ def test_what_was_verified_is_told_block_by_block() -> None:
     ]
 
 
-def test_store_seals_what_was_copied_and_drops_the_rest() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 3)))
-    run(core, lambda copy: CopyVoid() if copy.block_id == 1 else Copied(SUM, 10))
-    seal, drop = core.take_outbox()
-    assert isinstance(seal, Seal)
-    assert isinstance(drop, Drop)
-    assert decode_from_engine(encode(seal)) == seal
-    assert slots_array(seal.slots).tolist() == [16 * 1, 16 * 5]
-    assert generations_array(seal.generations).tolist() == [16 * 1 + 1, 16 * 5 + 1]
-    assert seal.checksums == SUM * 2
-    assert seal.keys == (0).to_bytes(32, "big") + (2).to_bytes(32, "big")
-    assert slots_array(drop.slots).tolist() == [16 * 3]
-    report = core.take_report()
-    assert report.store_jobs_done == (1,)
-    assert (report.blocks_sealed, report.blocks_dropped) == (2, 1)
-    assert (report.store_bytes, report.store_ns) == (2 * 4096, 20)
-
-
-def test_seals_are_split_to_fit_a_datagram() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, KEYS_PER_DATAGRAM_MAX + 1)))
-    run(core)
-    sizes = [len(m.slots) // 4 for m in core.take_outbox() if isinstance(m, Seal)]
-    assert sizes == [KEYS_PER_DATAGRAM_MAX, 1]
-
-
 def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     core = serving()
     core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
@@ -229,14 +187,6 @@ def test_loads_need_no_socket_stores_do() -> None:
     assert sorted(report.store_jobs_done) == [1, 2]
     assert (report.session, report.blocks_dropped) == (0, 3)
     assert core.take_outbox() == []
-
-
-def test_hello_while_a_copy_runs_is_a_bug() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 1)))
-    core.next_copy()
-    with pytest.raises(AssertionError):
-        core.hello()
 
 
 @pytest.mark.parametrize("message", [SessionOpen(5, (1,)), WELCOME])

@@ -13,7 +13,7 @@ from kvstore.client.core.copies import (
     Mismatch,
     Outcome,
 )
-from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob, refuse
+from kvstore.client.core.plan import CompareResult, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.wire.messages import Distrust
 from tests.unit.client.rank_kit import SUM, begun, load, plan, run, serving, store
@@ -66,9 +66,3 @@ def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core.finished(copy, CopyCompared(1.4, True))
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
     assert core.reading.keys() == frozenset()
-
-
-def test_a_rank_without_a_cache_ends_it_at_once() -> None:
-    report = refuse(StepPlan(stores=(compare(5, 0, 2), store(5, 5, 1))), rank=1, reason="none")
-    assert report.store_jobs_done == (9, 1)
-    assert report.blocks_dropped == 1

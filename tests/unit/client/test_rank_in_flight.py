@@ -25,23 +25,6 @@ def test_a_load_ends_with_the_last_of_its_copies_whichever_that_is() -> None:
     assert slots_array(said.slots).tolist() == [second.slot, third.slot]
 
 
-def test_stores_take_the_room_that_loads_leave() -> None:
-    core = serving(copies_max=3)
-    core.submit(plan(store(5, 10, 2), load(5, 0, 2)))
-    assert [copy.block_id for copy in begun(core, 3)] == [0, 1, 10]
-
-
-def test_a_load_finds_a_place_beside_any_number_of_stores() -> None:
-    core = serving(copies_max=3)
-    core.submit(plan(store(5, 10, 5)))
-    first, _ = begun(core, 2)
-    assert core.next_copy() is None, "one place is left to loads"
-    core.submit(plan(load(5, 0, 2)))
-    assert [copy.block_id for copy in begun(core, 1)] == [0]
-    core.finished(first, Copied(SUM))
-    assert [copy.block_id for copy in begun(core, 1)] == [1], "loads first"
-
-
 def test_stores_leave_half_of_the_places_to_loads() -> None:
     """They wait for the engine's whole step, and a load may be the next step's."""
     core = serving(copies_max=8)

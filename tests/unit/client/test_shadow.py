@@ -98,36 +98,6 @@ def test_every_nth_hit_is_computed_whatever_misses_come_between() -> None:
     assert answers == [hit, hit, SHADOW] * 3
 
 
-def test_of_hits_at_the_same_time_one_is_chosen() -> None:
-    node = ScriptedNode(shadow_every=2)
-    node.attach()
-    first = chain("first", 3)
-    node.keys = set(first)
-    assert lookup(node, "first", first) == Hit(3 * BLOCK_TOKENS)
-    node.allocate("first", [1, 2, 3], 3)
-    chains = [chain(f"k{i}", 3) for i in range(4)]
-    node.keys = {key for keys in chains for key in keys}
-    for i, keys in enumerate(chains):
-        node.look_up(f"r{i}", keys)
-    answers = [node.match(f"r{i}") for i, keys in enumerate(chains)]
-    assert answers.count(SHADOW) == 1
-
-
-# ── what ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_blocks_are_compared_in_the_step_that_completes_them() -> None:
-    node, keys = shadowed(5, held=4)
-    assert compute(node, keys, 1)[0].block_ids == (100,)
-    assert compute(node, keys, 1) == []
-    (job,) = compute(node, keys, 5)
-    assert job.block_ids == (101, 102, 103), "the fifth is not held"
-    assert job.keys == b"".join(keys[1:4])
-    assert m.slots_array(job.slots).tolist() == [16, 32, 48]
-    assert m.generations_array(job.generations).tolist() == [5, 5, 5]
-    assert len(job.checksums) == 3 * 16
-
-
 # ── the verdict ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -164,9 +134,7 @@ def test_a_request_that_ends_early_gives_its_lease_back() -> None:
 def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
     node, keys = shadowed()
     (job,) = compute(node, keys, 2)
-    node.give(m.SessionClosed(session=1, reason="a rank left"))
-    node.session = 2
-    node.give(m.SessionOpen(session=2, shard_counts=(1,)))
+    node.reopen()
     node.exchange()
     assert compute(node, keys, 4) == []
     done(node, job, 1)

@@ -27,13 +27,6 @@ def test_the_quicker_one_is_taken_once_both_were_seen(hbm_ns: int) -> None:
     assert share == (1 - TRIED / EVERY if hbm_ns < 1000 else TRIED / EVERY)
 
 
-def test_another_load_of_the_machine_changes_its_mind() -> None:
-    pace = SourcePace()
-    taken(pace, 2 * EVERY, hbm_ns=500, dram_ns=1000)
-    taken(pace, 2 * EVERY, hbm_ns=3000, dram_ns=1000)
-    assert not any(taken(pace, EVERY - TRIED, hbm_ns=3000, dram_ns=1000))
-
-
 def test_a_small_difference_changes_nothing() -> None:
     pace = SourcePace()
     for hbm_ns in (950, 1050, 950, 1050):

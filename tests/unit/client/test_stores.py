@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.plan import LoadResult, RankReport, StoreJob
+from kvstore.client.core.plan import RankReport, StoreJob
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 
@@ -83,13 +83,6 @@ def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> N
     assert job.block_ids == (101,)
 
 
-def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
-    keys = node.holding(2, 0, credits=10)
-    begin(node, "r", keys)
-    job = stored(node, "r", computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
-    assert job.block_ids == (100,)
-
-
 def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
     node: ScriptedNode,
 ) -> None:
@@ -123,44 +116,12 @@ def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
     assert job.keys == b"".join(keys[1:])
 
 
-def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> None:
-    keys = chain("a", 4)
-    node.keys = set(keys[:3])
-    node.attach(credits=10)
-    node.core.new_request("r", keys, prompt_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns)
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    node.core.allocated(
-        "r",
-        tables=([1, 2, 3, 4],),
-        external_tokens=3 * BLOCK_TOKENS,
-        now_ns=node.now_ns,
-    )
-    assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
-
-
 def test_nothing_is_stored_when_asked_so() -> None:
     node = ScriptedNode(store="none")
     keys = node.holding(4, 0, credits=10)
     begin(node, "r", keys)
     assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
     assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
-
-
-def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(
-    node: ScriptedNode,
-) -> None:
-    keys = node.holding(2, 0, credits=10)
-    begin(node, "r", keys)
-    job = stored(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
-    node.core.finished("r")
-    assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
-    assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
-    assert node.core.has_pending_work(node.now_ns)
-    node.core.reported(RankReport(rank=0, session=1, store_jobs_done=(job.job,)), node.now_ns)
-    assert node.core.plan((8, 9), node.now_ns).fence_blocks == ()
-    assert not node.core.has_pending_work(node.now_ns)
 
 
 def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
@@ -170,29 +131,18 @@ def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
     begin(node, "r", keys)
     step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     node.core.finished("r")
-    node.core.new_request("s", other, prompt_tokens=300, now_ns=node.now_ns)
-    node.core.match("s", local_tokens=0, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("s", local_tokens=0, now_ns=node.now_ns)
-    node.core.allocated(
-        "s", tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
-    )
+    node.look_up("s", other)
+    node.match("s")
+    node.allocate("s", [8, 3, 4], 2)
     assert node.core.plan((), node.now_ns).fence_blocks == (8,)
 
 
 def test_loads_outlast_a_plan_that_fails(
     node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = chain("a", 2)
-    node.keys = set(keys)
-    node.attach()
-    node.core.new_request("r", keys, prompt_tokens=300, now_ns=node.now_ns)
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    node.core.allocated(
-        "r", tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
-    )
+    node.look_up("r", node.holding(2))
+    node.match("r")
+    node.allocate("r", [8, 3, 4], 2)
 
     def fail(*_: object) -> None:
         raise ValueError("bug")
@@ -213,30 +163,6 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedN
     assert not node.core.has_pending_work(node.now_ns)
 
 
-def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
-    node.attach()
-    node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
-    assert not node.core.attachment.credits[0]
-
-
-def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
-    keys = node.holding(2, 0, credits=10)
-    begin(node, "r1", keys)
-    step(node, "r1", computed=2 * BLOCK_TOKENS)
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    node.wait(2000)
-    node.core.attachment.connected(node.now_ns)
-    node.session = 5
-    node.give(
-        m.Welcome(protocol=1, incarnation=8, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
-    )
-    node.give(m.SessionOpen(session=5, shard_counts=(1,)))
-    node.grant(5)
-    node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
-    job = stored(node, "r2", computed=2 * BLOCK_TOKENS)
-    assert job.session == 5
-
-
 def reattach(node: ScriptedNode, *, emptied: bool) -> None:
     """The engine's cache was reset; the node opens a session in the new space."""
     node.core.new_weights("w1", node.now_ns, emptied=emptied)
@@ -255,22 +181,3 @@ def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> 
     begin(node, "fresh", fresh)
     job = stored(node, "fresh", computed=3 * BLOCK_TOKENS)
     assert len(job.block_ids) == 3
-
-
-def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: ScriptedNode) -> None:
-    keys = chain("a", 2100)
-    node.keys = set(keys)
-    node.attach(credits=10)
-    node.core.new_request("r", keys, prompt_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
-    table = list(range(2101))
-    node.core.allocated(
-        "r", tables=(table,), external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
-    )
-    (load,) = node.core.plan((), node.now_ns).loads
-    result = LoadResult("r", load.lease, 2100, (), 1, 1)
-    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
-    assert step(node, "r", computed=2100 * BLOCK_TOKENS, table=table) is None

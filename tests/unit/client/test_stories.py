@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
-from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import STORIES_KEPT_MAX, Hit, Miss
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
@@ -31,28 +28,11 @@ class Disk(ScriptedNode):
         )
 
 
-def load(node: ScriptedNode, request: str, blocks: int, local: int = 0) -> int:
-    node.core.allocated(
-        request,
-        tables=(list(range(local + blocks)),),
-        external_tokens=blocks * BLOCK_TOKENS,
-        now_ns=node.now_ns,
-    )
-    (job,) = node.core.plan((), node.now_ns).loads
-    return job.lease
-
-
-def report(node: ScriptedNode, request: str, lease: int, **changes: Any) -> None:
-    fields: dict[str, Any] = {
-        "request": request,
-        "lease": lease,
-        "loaded_blocks": 3,
-        "failed_block_ids": (),
-        "bytes_moved": 1,
-        "duration_ns": 5 * NS_PER_MS,
-    }
-    result = LoadResult(**(fields | changes))
-    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
+def loaded(node: ScriptedNode, request: str, blocks: int, local: int = 0) -> int:
+    """A load of so many blocks that took 5 ms; its lease."""
+    lease = node.load(request, list(range(local + blocks)), blocks).lease
+    node.ended(request, lease, blocks, duration_ns=5 * NS_PER_MS)
+    return lease
 
 
 def finish(node: ScriptedNode, request: str) -> m.Story:
@@ -82,9 +62,7 @@ def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
     assert node.match("r", local=1) == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
     assert node.match("r", local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
-    lease = load(node, "r", 3, local=1)
-    assert node.core.requests["r"].file_tokens == 2 * BLOCK_TOKENS
-    report(node, "r", lease)
+    lease = loaded(node, "r", 3, local=1)
     story = finish(node, "r")
     assert (story.request, story.prompt_tokens) == ("r", 5 * BLOCK_TOKENS + 3)
     assert (story.local_tokens, story.loaded_tokens) == (BLOCK_TOKENS, 3 * BLOCK_TOKENS)
@@ -107,7 +85,7 @@ def test_hits_are_counted_by_tier() -> None:
     node.attach()
     node.look_up("r", keys)
     node.match("r")
-    load(node, "r", 4)
+    loaded(node, "r", 4)
     counts = node.core.stats.take()
     assert counts["hit_tokens:file"] == 2 * BLOCK_TOKENS
     assert counts["hit_tokens:peer"] == counts["hit_tokens:dram"] == BLOCK_TOKENS
@@ -130,7 +108,7 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     assert node.match("r") == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
     assert node.match("r") == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
-    report(node, "r", load(node, "r", 3))
+    loaded(node, "r", 3)
     story = finish(node, "r")
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
 

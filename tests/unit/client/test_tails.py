@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.hits import PENDING, Hit, Miss, PromptKeys
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StoreJob
+from kvstore.client.core.hits import Hit, Miss
+from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushEnd, PushExpect
@@ -80,15 +80,9 @@ def loaded(node: PushNode, tokens: int, *, local: int = 0) -> LoadJob:
     return job
 
 
-def ended(job: LoadJob, *, failed: tuple[int, ...] = ()) -> LoadResult:
-    return LoadResult(
-        request="r",
-        lease=job.lease,
-        loaded_blocks=len(job.block_ids) - len(failed),
-        failed_block_ids=failed,
-        bytes_moved=1,
-        duration_ns=1,
-    )
+def ended(node: PushNode, job: LoadJob, *, rank: int = 0, failed: tuple[int, ...] = ()) -> None:
+    blocks = len(job.block_ids) - len(failed)
+    node.ended("r", job.lease, blocks, rank=rank, failed_block_ids=failed)
 
 
 @pytest.fixture
@@ -111,19 +105,6 @@ def test_a_prefill_stores_the_tail_with_the_step_that_completes_the_prompt(node:
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_decode_request_expects_the_tail_and_loads_all_of_its_prompt(node: PushNode) -> None:
-    arrive(node, decode_part())
-    (word,) = (word for word in node.sent if isinstance(word, PushExpect))
-    assert split(word.keys) == [*KEYS, TAIL]
-    assert asked(node) is PENDING
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
-    assert asked(node) == Hit(PROMPT_TOKENS)
-    job = loaded(node, PROMPT_TOKENS)
-    assert split(job.keys) == [*KEYS, TAIL]
-    assert job.block_ids == (100, 101, 102, 103)
-
-
 def test_a_tail_behind_a_gap_is_not_loaded(node: PushNode) -> None:
     arrive(node, decode_part())
     node.keys = {KEYS[0], TAIL}
@@ -143,23 +124,10 @@ def test_its_answer_is_stored_under_the_keys_of_whole_blocks(node: PushNode) -> 
     all_comes(node)
     asked(node)
     job = loaded(node, PROMPT_TOKENS)
-    result = ended(job)
-    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
+    ended(node, job)
     whole = chain("x", 4)
     answer = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=whole)
     assert (answer.keys, answer.block_ids) == (whole[3], (103,))
-
-
-def test_what_came_after_the_hint_is_stored_again_only_if_it_could_not_be_loaded(
-    node: PushNode,
-) -> None:
-    all_comes(node)
-    asked(node)
-    job = loaded(node, PROMPT_TOKENS)
-    result = ended(job, failed=job.block_ids)
-    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
-    answer = stored(node, PROMPT_TOKENS)
-    assert split(answer.keys) == KEYS
 
 
 def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
@@ -188,15 +156,6 @@ def test_without_a_transfer_or_with_drafts_or_groups_there_is_no_tail(why: str) 
     words = [word for word in node.sent if isinstance(word, PushExpect | m.Hint)]
     assert words
     assert all(TAIL not in split(word.keys) for word in words)
-
-
-def test_keys_of_a_prompt_end_with_its_tail() -> None:
-    keys = PromptKeys(chain("x", 5), 3, TAIL)  # it has grown since
-    assert list(keys) == [*KEYS, TAIL]
-    assert keys[1:] == [*KEYS[1:], TAIL]
-    assert (keys[-1], keys[-2]) == (TAIL, KEYS[2])
-    with pytest.raises(IndexError):
-        keys[4]
 
 
 def request(**changes: Any) -> Any:
@@ -243,22 +202,6 @@ def test_some_prompts_have_no_tail(part: PrefillPart | None, changes: dict[str, 
     assert key(part, **changes) == b""
 
 
-def test_without_a_transfer_no_tail_is_named() -> None:
-    assert tail_key(request(), chain("x", 2), None, 16) == b""
-
-
-def test_an_answers_block_is_stored_where_the_node_had_the_tail_at_the_hint(node: PushNode) -> None:
-    node.keys = {*KEYS, TAIL}  # legs in turn: all came before the decode request
-    arrive(node, decode_part())
-    node.give(PushEnd("t", blocks=4))
-    assert asked(node) == Hit(PROMPT_TOKENS)
-    job = loaded(node, PROMPT_TOKENS)
-    node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
-    whole = chain("x", 5)
-    answer = stored(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1, keys=whole)
-    assert split(answer.keys) == whole[3:]
-
-
 def test_nobody_waits_for_nor_asks_for_a_tail_that_is_not_worth_a_load(node: PushNode) -> None:
     arrive(node, decode_part())
     assert asked(node, local=3) == Miss("cost gate")
@@ -284,11 +227,10 @@ def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
     all_comes(node)
     assert asked(node) == Hit(PROMPT_TOKENS)
     job = loaded(node, PROMPT_TOKENS)
-    node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
+    ended(node, job)
     its = {"computed_tokens": PROMPT_TOKENS, "known_tokens": PROMPT_TOKENS}
     assert node.core.settled_tokens("r", **its) == 0
-    failed = ended(job, failed=(103,))
-    node.core.reported(RankReport(1, node.session, loads=(failed,)), node.now_ns)
+    ended(node, job, rank=1, failed=(103,))
     assert node.core.lookups.leases_open == 0
     assert isinstance(asked(node, local=3), Miss)
     whole = chain("x", 4)

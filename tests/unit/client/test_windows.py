@@ -19,7 +19,7 @@ from kvstore.client.core.hits import (
     Presence,
 )
 from kvstore.client.core.lookups import HINT_NS_MAX, ROUNDS_MAX
-from kvstore.client.core.plan import CompareResult, LoadJob, LoadResult, RankReport, StoreJob
+from kvstore.client.core.plan import CompareResult, LoadJob, RankReport, StoreJob
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, named, split
 
@@ -178,9 +178,7 @@ def test_what_the_hints_asked_is_not_asked_again(change: str) -> None:
     if change == "later":
         node.now_ns += HINT_NS_MAX + 1
     if change == "another session":
-        node.give(m.SessionClosed(node.session, "a rank left"))
-        node.session += 1
-        node.give(m.SessionOpen(session=node.session, shard_counts=(1, 1)))
+        node.reopen()
     assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     again = [h for h in node.core.take_outbox() if isinstance(h, m.Hint)]
     assert bool(again) == (change != "none")
@@ -225,12 +223,10 @@ def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNo
     match(node)
     first, second = load(node, 6 * BLOCK_TOKENS)
     assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
-    done = LoadResult("r", first.lease, 6, (), 100, 7)
-    node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
+    node.ended("r", first.lease, 6)
     assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
     assert node.core.lookups.leases_open == 2
-    failed = LoadResult("r", second.lease, 1, (205,), 10, 7, "damaged")
-    node.core.reported(RankReport(rank=0, session=1, loads=(failed,)), node.now_ns)
+    node.ended("r", second.lease, 1, failed_block_ids=(205,), reason="damaged")
     assert node.core.lookups.leases_open == 0
     story = node.core.finished("r")
     assert story is not None

@@ -15,28 +15,8 @@ from kvstore.node.attach import Attach
 from kvstore.supervisor.listener import Listener
 from kvstore.types import Shard
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
-from kvstore.wire.space import Group, Space
-
-SPACE = Space(
-    model="m",
-    weights="w",
-    draft="",
-    group="",
-    dtype="float32",
-    kv_dtype="float32",
-    quantization="",
-    attention_backend="b",
-    kv_layout="LBHNC",
-    isa="",
-    block_tokens=16,
-    hash_block_tokens=16,
-    layer_count=2,
-    kv_head_count=2,
-    head_bytes=(16 * 512,),
-    hash_algorithm="sha256_cbor",
-    hash_seed="0",
-    kv_format="vllm-cpu-1",
-)
+from kvstore.wire.space import Group
+from tests.unit.client.rank_kit import SPACE
 
 
 def hello_scheduler(name: str = "e", rank_count: int = 1) -> HelloScheduler:
@@ -53,7 +33,7 @@ def hello_rank(name: str = "e", rank: int = 0) -> HelloRank:
         tenant="t",
         rank=rank,
         process=f"r{rank}",
-        groups=(Group(SPACE, Shard(0, 2, 0, 2), 2 * 2 * 16 * 512),),
+        groups=(Group(SPACE, Shard(0, 2, 0, 2), 4 * SPACE.head_bytes[0]),),
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.engine.events import Ended, Exited, Received
 from kvstore.errors import ConfigError
-from kvstore.net.pidfd import pid_of, vouches_for
+from kvstore.net.pidfd import vouches_for
 from kvstore.node import attach as attach_module
 from kvstore.node.attach import HELLO_DEADLINE_NS, Attach, Sent
 from kvstore.supervisor.listener import Listener
@@ -49,15 +49,6 @@ def refusal(peer: Peer) -> Refused:
 
 
 # ── coming in ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_hello_with_its_pidfd_comes_in(make_attach: MakeAttach, connect: Connect) -> None:
-    attach, here = make_attach(), this_process()
-    connect().introduce(hello_scheduler())
-    assert all_events(attach) == [Received(ConnectionId(1), hello_scheduler(), here)]
-    connect().introduce(hello_rank())
-    assert all_events(attach) == [Received(ConnectionId(2), hello_rank(), here)]
-    assert attach.socket_count == 2
 
 
 def test_a_node_without_descriptors_says_so(
@@ -277,14 +268,6 @@ def test_sending_to_nobody_is_an_outcome(make_attach: MakeAttach, connect: Conne
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_end_comes_after_the_words_before_it(make_attach: MakeAttach, connect: Connect) -> None:
-    attach = make_attach()
-    peer, number = attached(attach, connect)
-    peer.say(Quiet(session=1))
-    peer.socket.close()
-    assert all_events(attach) == [Received(number, Quiet(session=1)), Ended(number)]
-
-
 def test_garbage_ends_one_connection_and_keeps_what_came_before(
     make_attach: MakeAttach, connect: Connect
 ) -> None:
@@ -372,14 +355,6 @@ def test_a_descriptor_closed_earlier_in_the_round_is_nobody(
     assert attach.source(fd) is None
 
 
-def test_pidfds_are_told_from_files() -> None:
-    pidfd, file = os.pidfd_open(os.getpid()), a_plain_file()
-    verdicts = (pid_of(pidfd) is not None, pid_of(file) is not None, pid_of(99_999) is not None)
-    os.close(pidfd)
-    os.close(file)
-    assert verdicts == (True, False, False)
-
-
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -426,14 +401,6 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
         Listener(path, others_may_connect=False)
     assert path.read_text() == "precious"
     assert open_descriptors() == before
-
-
-def test_a_failed_start_leaves_no_lock_behind(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
-    path.mkdir()
-    with pytest.raises(ConfigError):
-        Listener(path, others_may_connect=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["node.sock"]
 
 
 def test_it_knows_when_its_socket_file_is_not_its_own_any_more(tmp_path: Path) -> None:
@@ -484,22 +451,21 @@ def test_a_directory_below_one_of_another_user_is_warned_about(
     assert f"uid 12345 owns {tmp_path}/theirs, and may replace the socket" in caplog.text
 
 
-def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("file/sub", "cannot be made: Not a directory"),
+        ("dangling", "is a link to nothing: choose another --socket"),
+        ("x" * 90, "cannot be made: AF_UNIX path too long; choose"),
+    ],
+)
+def test_a_directory_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, folder: str, said: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
-        Listener(tmp_path / "file" / "sub" / "node.sock", others_may_connect=False)
-
-
-def test_a_directory_that_is_a_link_to_nothing_is_one_sentence(tmp_path: Path) -> None:
-    for name, target in (("dangling", "nowhere"), ("loop", "loop")):
-        (tmp_path / name).symlink_to(tmp_path / target)
-        with pytest.raises(ConfigError, match="is a link to nothing: choose another --socket"):
-            Listener(tmp_path / name / "node.sock", others_may_connect=False)
-
-
-def test_a_path_that_is_too_long_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be made: AF_UNIX path too long; choose"):
-        Listener(tmp_path / ("x" * 90) / "node.sock", others_may_connect=False)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=said):
+        Listener(tmp_path / folder / "node.sock", others_may_connect=False)
 
 
 def test_another_processs_pidfd_does_not_vouch_for_the_peer() -> None:

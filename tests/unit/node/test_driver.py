@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
-import statistics
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,14 +16,11 @@ from kvstore.engine.events import (
     Clear,
     Cleared,
     Command,
-    Ended,
     Hangup,
     RaiseGenerations,
-    Ready,
     Received,
     Release,
     Send,
-    Tick,
 )
 from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
@@ -36,7 +30,7 @@ from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
 from tests.kit.memory_tier import MemoryTier
-from tests.unit.node.conftest import MakeAttach, hello_scheduler
+from tests.unit.node.conftest import MakeAttach
 from tests.unit.node.driver_kit import LEFT_OUT_BLOCKS, SPENT_BYTES, Connect, Loop, attached
 
 
@@ -72,24 +66,6 @@ def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Conn
     assert generation_when_told == [5]
 
 
-def test_a_peer_that_does_not_read_is_hung_up_and_the_engine_told(
-    loop: Loop, connect: Connect
-) -> None:
-    loop.engine.answers[1] = lambda n: [
-        Send(connection=n, message=Quiesce(session=k), cause=0) for k in range(5000)
-    ]
-    peer = attached(loop, connect)
-    peer.say(Quiet(session=1))
-    loop.settle()
-    assert loop.engine.kinds()[-1] is Ended
-    assert loop.engine.kinds().count(Ended) == 1
-    assert loop.attach.counters.ended["overflow"] == 1
-    heard = 0
-    while peer.hear():
-        heard += 1
-    assert 0 < heard < 5000
-
-
 def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:
     loop.engine.answers[1] = lambda n: [
         Send(connection=n, message=Quiesce(session=7), cause=0),
@@ -104,61 +80,7 @@ def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:
     assert loop.engine.kinds() == [Received, Received], "it knows, so it is not told"
 
 
-@pytest.mark.alone
-def test_the_heart_beats_while_idle_and_while_busy(loop: Loop, connect: Connect) -> None:
-    loop.engine.answers[1] = lambda _: []
-    peer = attached(loop, connect)
-    done = threading.Event()
-
-    def flood() -> None:
-        while not done.is_set():
-            peer.say(Quiet(session=1))
-
-    with ThreadPoolExecutor(1) as pool:
-        flooding = pool.submit(flood)
-        beats = set()
-        for _ in range(2000):
-            loop.settle()
-            beats.add(loop.tier.heartbeat_ns)
-            if len(beats) == 6:
-                break
-        done.set()
-        flooding.result(10)
-    assert len(beats) == 6
-    gaps = [b - a for a, b in itertools.pairwise(sorted(beats))]
-    # Not the longest: a machine that others use takes a core away for that long at times.
-    assert statistics.median(gaps) < 250_000_000
-
-
-@pytest.mark.alone
-def test_the_heart_beats_while_nothing_happens(loop: Loop) -> None:
-    pause = threading.Event()
-    beats: dict[int, None] = {}
-    begin_ns = time.monotonic_ns()
-    while len(beats) < 6:
-        beats[loop.tier.heartbeat_ns] = None
-        pause.wait(0.001)
-        assert time.monotonic_ns() - begin_ns < 5_000_000_000
-    assert loop.driver.counters.queries == 0
-    assert loop.driver.counters.beat_gap_ns_max < 250_000_000
-
-
-def test_ticks_and_readiness_reach_the_engine(loop: Loop) -> None:
-    while not any(isinstance(event, Tick) for event in loop.engine.seen):
-        loop.settle()
-    assert loop.engine.seen[0] == Ready(4 * SLOT_BYTES_MIN)
-    assert sum(isinstance(event, Ready) for event in loop.engine.seen) == 1
-
-
 # ── queries ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_query_runs_on_the_loop(loop: Loop) -> None:
-    engine, thread = loop.driver.query(
-        lambda engine: (engine, threading.current_thread()), timeout_s=5
-    )
-    assert engine is cast("Engine", loop.engine)
-    assert thread is loop.thread
 
 
 def test_a_failing_query_fails_for_the_one_who_asked(loop: Loop) -> None:
@@ -270,26 +192,6 @@ def test_a_stopped_loop_answers_nobody(make_attach: MakeAttach) -> None:
     loop.close()
     with pytest.raises(NodeBusy):
         loop.driver.query(lambda _: None, timeout_s=5)
-
-
-def test_steps_are_measured(loop: Loop) -> None:
-    loop.settle()
-    steps = loop.driver.counters.steps
-    before = steps.count, steps.total_ns
-    loop.driver.tell(Tick(), timeout_s=5)
-    assert steps.count > before[0]
-    assert steps.total_ns > before[1]
-
-
-def test_the_beat_is_within_the_protocol() -> None:
-    assert driver_module.BEAT_NS <= 50_000_000
-
-
-def test_a_scheduler_is_served_too(loop: Loop, connect: Connect) -> None:
-    peer = connect()
-    peer.introduce(hello_scheduler())
-    loop.settle()
-    assert loop.engine.kinds() == [Received]
 
 
 def test_after_a_datagram_the_loop_looks_again_before_it_sleeps(

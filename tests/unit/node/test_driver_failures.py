@@ -82,24 +82,26 @@ def test_generations_that_a_failed_step_raised_are_published(loop: Loop, connect
     assert [loop.tier.generation(slot) for slot in slots] == [1, 7, 1, 9]
 
 
-def test_a_node_that_cannot_publish_generations_stops(
-    make_attach: MakeAttach, connect: Connect
-) -> None:
-    loop = Loop(make_attach, MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN))
-    loop.tier.raise_generations([16], [9])
-    loop.engine.answers[1] = lambda _: [RaiseGenerations(slots=[16], generations=[8], cause=0)]
-    peer = attached(loop, connect)
-    peer.say(Quiet(session=1))
-    loop.thread.join(5)
-    assert not loop.thread.is_alive()
-    assert isinstance(loop.failure, Poisoned)
-    assert loop.tier.generation(SlotId(16)) == 9
-
-
 def poison(loop: Loop) -> list[Command]:
     """Something that the tier refuses."""
     loop.tier.raise_generations([16], [9])
     return [RaiseGenerations(slots=[16], generations=[8], cause=0)]
+
+
+def is_poisoned(loop: Loop, connect: Connect) -> bool:
+    """Whether the answer to a peer ends the loop."""
+    attached(loop, connect).say(Quiet(session=1))
+    loop.thread.join(5)
+    return isinstance(loop.failure, Poisoned) and not loop.thread.is_alive()
+
+
+def test_a_node_that_cannot_publish_generations_stops(
+    make_attach: MakeAttach, connect: Connect
+) -> None:
+    loop = Loop(make_attach, MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN))
+    loop.engine.answers[1] = lambda _: poison(loop)
+    assert is_poisoned(loop, connect)
+    assert loop.tier.generation(SlotId(16)) == 9
 
 
 def test_nor_can_it_go_on_when_a_failed_step_raised_them(
@@ -112,11 +114,7 @@ def test_nor_can_it_go_on_when_a_failed_step_raised_them(
         raise RuntimeError("a bug")
 
     loop.engine.answers[1] = fail
-    peer = attached(loop, connect)
-    peer.say(Quiet(session=1))
-    loop.thread.join(5)
-    assert not loop.thread.is_alive()
-    assert isinstance(loop.failure, Poisoned)
+    assert is_poisoned(loop, connect)
 
 
 def test_what_a_failed_step_had_decided_and_cannot_be_is_told(loop: Loop, connect: Connect) -> None:

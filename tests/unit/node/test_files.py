@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +24,10 @@ from kvstore.tier_events import (
     FileTierEvent,
     FileWritten,
     ReadFile,
-    ReclaimFile,
     RecoveryDone,
     Resumed,
     Scrubbed,
     Suspended,
-    VoidFile,
     WriteFile,
 )
 from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
@@ -106,15 +103,6 @@ def test_jobs_that_are_late_and_do_not_end_are_told_of(tier: ScriptedTier) -> No
     assert told == [True, False, True]
 
 
-def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
-    write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS, 1)
-    read = ReadFile(8, SCOPE, KEYS, PLACES, SLOTS, SUMS, 1)
-    commands: list[FileCommand] = [write, read, VoidFile("t", None, 1), ReclaimFile(3, PLACES, 1)]
-    for command in commands:
-        assert end.carry_out(command) == []
-    assert tier.calls == commands
-
-
 def test_what_is_not_taken_ends_at_once(tier: ScriptedTier, end: FileEnd) -> None:
     tier.takes = False
     write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS, 1)
@@ -131,14 +119,6 @@ def test_the_engine_hears_what_the_tier_says_to_it(tier: ScriptedTier, end: File
     tier.say(*short, RecoveryDone(), known(SCOPE), moved, gone, reclaim)
     said = [list(end.read(0)) for _ in range(5)]
     assert said == [[*short, known(SCOPE)], [moved], [gone], [reclaim], []]
-
-
-def test_the_loop_is_woken_for_what_is_left(tier: ScriptedTier, end: FileEnd) -> None:
-    tier.say(known(SCOPE), known(SCOPE))
-    list(end.read(0))
-    assert select.select([tier.fileno()], [], [], 0)[0], "there is more"
-    list(end.read(0))
-    assert not select.select([tier.fileno()], [], [], 0)[0]
 
 
 def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behind_it(
@@ -234,15 +214,6 @@ def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
 # ── what was learned ─────────────────────────────────────────────────────────────────────────────
 
 LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900),))
-
-
-def test_what_was_learned_is_kept_once_and_found_at_the_next_start(tier: ScriptedTier) -> None:
-    end = FileEnd(cast("FileStore", tier))
-    assert end.learned == Learned()
-    for _ in range(2):
-        end.remember(LEARNED, 0)
-    assert tier.calls == ["keep_note"]
-    assert FileEnd(cast("FileStore", tier)).learned == LEARNED
 
 
 def test_the_first_measurement_of_an_engine_is_kept_at_once(tier: ScriptedTier) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.net.site import REQUESTS_SHOWN, STATE_BYTES_MAX
-from kvstore.node.pages import FLOWS, REQUESTS_AT_ONCE, make_pages
+from kvstore.node.pages import REQUESTS_AT_ONCE, make_pages
 from kvstore.obs.reasons import story_as_dict
 from kvstore.wire.messages import REQUEST_BYTES_MAX, Story
 from tests.unit.engine.harness import TOKENS, Peer, keys
@@ -49,16 +49,6 @@ def page() -> Page:
     return Page()
 
 
-def test_a_node_without_engines_has_all_sections(page: Page) -> None:
-    state = page.state()
-    assert (state["role"], state["health"]) == ("node", {"is_ok": True, "text": "ok"})
-    assert [tier["tier"] for tier in state["tiers"]] == ["dram", "file", "hbm"]
-    assert (state["requests"], state["savings"], state["unserved"]) == ([], [], [])
-    assert set(state["flows"]) == {*FLOWS, "blocks_hit", "blocks_missed"}
-    assert "transfers" not in state
-    assert {row["hit_ratio"] for row in state["curve"]} == {None}
-
-
 def test_requests_are_those_of_explain_and_one_is_its_json(page: Page) -> None:
     peer = Peer(page.node, tenant="<b>t</b>")
     story: dict[str, Any] = {"prompt_tokens": 4 * TOKENS, "loaded_tokens": 3 * TOKENS}
@@ -87,14 +77,15 @@ def test_the_loop_is_asked_for_some_requests_at_a_time(page: Page) -> None:
 
 
 def test_the_longest_names_fit_and_no_key_is_shown(page: Page) -> None:
-    peers = [Peer(page.node, f"e{n}" + "x" * 60, tenant=f"{n}" + "t" * 200) for n in range(40)]
+    peers = [Peer(page.node, f"e{n}" + "x" * 60, tenant=f"{n}" + "t" * 200) for n in range(9)]
     page.node.step(peers[0].sealed(0, 1))
-    for number in range(4 * REQUESTS_SHOWN):
+    count = REQUESTS_SHOWN + 9
+    for number in range(count):
         story = Story("r" * REQUEST_BYTES_MAX, prompt_tokens=9, outcome="breaker open", load_ns=1)
-        page.node.hear(peers[number % 40].scheduler, story)
+        page.node.hear(peers[number % 9].scheduler, story)
     state = page.state()
     assert state["totals"]["requests"] == REQUESTS_SHOWN
-    assert state["requests"][0]["number"] == 4 * REQUESTS_SHOWN
+    assert state["requests"][0]["number"] == count
     text = json.dumps(state) + json.dumps(page.request(state["requests"][0]["number"]))
     digits = {keys(number).hex() for number in range(2)}
     assert not [each for each in digits if each[:9] in text]

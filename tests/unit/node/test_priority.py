@@ -42,11 +42,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(monkeypatch)
 
 
-def test_the_calling_thread_alone_is_placed(kernel: Kernel) -> None:
-    ThreadPriority(0)
-    assert kernel.asked == [LEAST]
-
-
 @pytest.mark.parametrize("refuses", [1, 2])
 def test_a_refusal_is_harmless_and_told_to_who_debugs(
     kernel: Kernel, caplog: pytest.LogCaptureFixture, refuses: int

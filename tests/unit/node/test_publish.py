@@ -119,14 +119,6 @@ def test_what_is_put_is_heard_in_order(make: Make) -> None:
         assert indexer.snapshots == 0
 
 
-def test_the_topic_names_node_and_model(make: Make) -> None:
-    publisher = make()
-    keys = make_keys(4)
-    told = [change(key, label=label) for key, label in zip(keys, "aaba", strict=True)]
-    topics = [batch.topic for batch in publisher._batches(told)]
-    assert topics == [b"kv@n1@a", b"kv@n1@b", b"kv@n1@a"]
-
-
 def test_a_large_change_is_told_in_pieces(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "BATCH_KEYS_MAX", 3)
     publisher = make()
@@ -333,11 +325,6 @@ def test_a_socket_that_somebody_took_away_is_named(make: Make, tmp_path: Path) -
     )
     (tmp_path / "events.replay").touch()
     assert "events.replay is no longer" in publisher.trouble
-
-
-def test_a_place_that_cannot_be_had_is_one_sentence(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"--events cannot listen on .*; choose another"):
-        make(place="absent/events")
 
 
 def test_an_address_that_somebody_listens_on_is_left_to_him(make: Make) -> None:

@@ -119,12 +119,6 @@ def test_a_flipped_bit_is_found(
     assert node.key(2).hex() not in caplog.text
 
 
-def test_bytes_beyond_the_block_do_not_count(node: ScriptedNode, scrub: DramScrub) -> None:
-    node.tier.view(node.slot(2), SLOT_BYTES_MIN)[SCOPE.block_bytes] ^= 1
-    run_pass(scrub)
-    assert found(node) == []
-
-
 def test_an_intact_block_of_another_key_is_found(node: ScriptedNode, scrub: DramScrub) -> None:
     node.checksums[3] = node.checksums[2]
     run_pass(scrub)
@@ -141,15 +135,6 @@ def test_a_slot_that_is_reused_meanwhile_is_not_reported(
     node.on_query = reuse
     run_pass(scrub)
     assert found(node) == []
-
-
-def test_a_busy_node_is_asked_again(node: ScriptedNode, scrub: DramScrub) -> None:
-    node.is_busy = True
-    with pytest.raises(NodeBusy):
-        scrub.look(0)
-    node.is_busy = False
-    run_pass(scrub)
-    assert len(node.told) == 2
 
 
 def test_it_reads_no_faster_than_told(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:

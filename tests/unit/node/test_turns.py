@@ -185,14 +185,6 @@ def test_the_heart_beats_in_time_whatever_arrives(seed: int) -> None:
     assert world.engine.longest_step_ns <= STEP_NS + most_us * 1000
 
 
-def test_what_a_step_has_no_time_for_is_there_in_the_next() -> None:
-    world = World()
-    rank = world.sockets.add(Party(0, 1), TURN_RANK)
-    world.sockets.queues[rank].extend([500] * 100)
-    world.run(10**9, lambda: None)
-    assert len(world.engine.done) == 100
-
-
 def test_an_engine_that_is_behind_is_stepped_without_a_wait() -> None:
     world = World()
     world.engine.behind = 1000

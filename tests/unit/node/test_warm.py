@@ -16,13 +16,12 @@ import pytest
 
 from kvstore.arena import GenerationView
 from kvstore.config.node import NodeConfig, load_config
-from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.errors import ConfigError
 from kvstore.net.child import pair
 from kvstore.node.node import MonotonicClock, _make_engine, _open_files
 from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
-from kvstore.supervisor.handover import Handover, SupervisorGone
+from kvstore.supervisor.handover import Handover
 from kvstore.supervisor.kept import Kept
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
@@ -121,17 +120,6 @@ def view(memory: NodeMemory, incarnation: int = 1) -> GenerationView:
         arena_bytes=DRAM,
         incarnation=incarnation,
     )
-
-
-def test_the_first_process_makes_memory_and_has_it_held(host: Host, config: NodeConfig) -> None:
-    memory, _ = begin(host, config)
-    assert memory.adopt is None
-    assert memory.first_generation == 1
-    memory.arena.close()
-    host.end_process()
-    assert set(host.kept.memory) == {"arena", "journal", "holders"}
-    assert host.prepared is not None
-    assert host.prepared.layout == LAYOUT_VERSION
 
 
 def test_each_process_has_secrets_of_its_own_in_its_table(host: Host, config: NodeConfig) -> None:
@@ -262,13 +250,6 @@ def test_other_slabs_are_another_layout(host: Host, config: NodeConfig) -> None:
     fresh, _ = begin(host, smaller)
     assert fresh.adopt is None
     fresh.arena.close()
-
-
-def test_without_a_supervisor_nothing_begins() -> None:
-    ours, its = pair()
-    ours.close()
-    with its, pytest.raises(SupervisorGone):
-        Handover(its)
 
 
 def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
