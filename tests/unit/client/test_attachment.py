@@ -91,12 +91,6 @@ def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> N
     assert len(node.core.attachment.credits[0]) == CREDITS_MAX
 
 
-def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
-    node.attach(credits=3)
-    node.give(m.SessionOpen(session=2, shard_counts=(2,)))
-    assert not node.core.attachment.credits[0]
-
-
 def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:
     node.attach()
     node.give(m.SessionOpen(session=1, shard_counts=(1, 2)))

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstore.arena import Arena
@@ -100,18 +99,6 @@ def open_descriptors() -> set[str]:
 
 
 # ── connecting ───────────────────────────────────────────────────────────────────────────────────
-
-
-def test_hello_comes_with_the_pidfd_of_this_process(node: ScriptedNode) -> None:
-    before = open_descriptors()
-    link = Link.connect(node.path, HELLO)
-    data, (pidfd,) = node.accept()
-    assert decode_from_engine(data) == HELLO
-    assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-    os.close(pidfd)
-    link.close()
-    node.peer.close()
-    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("kind", ["absent", "dead", "stream"])
@@ -239,21 +226,6 @@ def test_garbage_ends_the_link(
 
 
 # ── descriptors ──────────────────────────────────────────────────────────────────────────────────
-
-
-def test_welcome_maps_what_came_with_it(link: Link, node: ScriptedNode) -> None:
-    before = open_descriptors()
-    node.arena.populate(0, SLOT_BYTES_MIN)
-    node.welcome(descriptors=[node.arena.arena_fd, node.arena.generation_fd])
-    (welcome,) = receive(link)
-    assert isinstance(welcome, Welcome)
-    assert link.arena is not None
-    assert link.generations is not None
-    link.arena.array[3] = 9
-    assert node.arena.array[3] == 9
-    node.arena.raise_generations(np.array([16], np.uint32), np.array([4], np.uint64))
-    assert link.generations.generations(np.array([0, 16], np.uint32)).tolist() == [1, 4]
-    assert open_descriptors() == before, "the descriptors are closed, the mappings stay"
 
 
 def test_a_scheduler_gets_no_arena(link: Link, node: ScriptedNode) -> None:

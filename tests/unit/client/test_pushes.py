@@ -145,23 +145,19 @@ def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None
     assert node.words() == [PushClose("t", "not stored: adapter")]
 
 
+def test_transfers_are_opened_again_in_another_session(node: PushNode) -> None:
+    node.prefill("p1", "t1")
+    node.prefill("p2", "t2")
+    node.core.pushes.preempted("p2")
+    node.words()
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    assert node.core.pushes.answer("p1", 1) is None
+    node.wait(60_000)
+    node.attach()
+    assert node.words() == [PushOpen("t1")]
+
+
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_decode_request_asks_when_its_blocks_have_come(node: PushNode) -> None:
-    keys = chain("x", 4)
-    node.decode()
-    assert isinstance(node.core.attachment.outbox[0], PushExpect)  # before the hint
-    (word,) = node.words()
-    assert word == PushExpect("t", "n2", b"".join(keys), DEADLINE_MS)
-    node.wait(DEADLINE_MS / 2)
-    assert node.ask() is PENDING
-    assert node.of(m.LeaseAsk) == []
-    node.keys = set(keys)
-    node.give(PushEnd("t", blocks=4))
-    assert node.ask() == Hit(4 * BLOCK_TOKENS)
-    assert node.words() == []
-    assert node.core.stats.take()["pushes_expected"] == 1
 
 
 def test_what_has_come_is_loaded_and_the_reason_for_the_rest_is_in_its_story(

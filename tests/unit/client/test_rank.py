@@ -24,10 +24,7 @@ from kvstore.wire.messages import (
     Quiet,
     Refused,
     SessionOpen,
-    Verified,
     Welcome,
-    generations_array,
-    slots_array,
 )
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, ShardColumn, fingerprint
@@ -141,39 +138,6 @@ def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
         Distrust(int(bad.slot).to_bytes(4, "little"), int(bad.generation).to_bytes(8, "little"))
     ]
     assert core.take_outbox() == (distrust if outcome == Mismatch() else [])
-
-
-def test_what_was_verified_is_told_block_by_block() -> None:
-    core = serving()
-    sums = [bytes(16), bytes(16), SUM, SUM, bytes(16), bytes(16), SUM, SUM]  # shard minor
-    core.submit(plan(load(5, 0, 4, checksums=b"".join(sums))))
-    copies = run(core)
-    assert [copy.checksum for copy in copies if isinstance(copy, LoadBlock)] == [
-        *(None, SUM, None, SUM)
-    ]
-    (said,) = core.take_outbox()
-    assert isinstance(said, Verified)
-    assert slots_array(said.slots).tolist() == [copies[1].slot, copies[3].slot]
-    assert generations_array(said.generations).tolist() == [
-        *(copies[1].generation, copies[3].generation)
-    ]
-
-
-def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
-    (copy,) = begun(core)
-    core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
-    assert core.take_outbox() == []
-    ended = core.take_report()
-    assert [r.lease for r in ended.loads] == [2]  # lease 1 still has a copy in flight
-    assert ended.store_jobs_done == (1,)
-    assert (core.session, ended.session) == (0, 0)
-    core.finished(copy, Copied())
-    assert core.take_outbox() == [Quiet(6)]
-    (result,) = core.take_report().loads
-    assert (result.lease, result.loaded_blocks, result.failed_block_ids) == (1, 1, (1, 2))
-    assert core.session == 6
 
 
 def test_loads_need_no_socket_stores_do() -> None:

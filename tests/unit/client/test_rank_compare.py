@@ -16,7 +16,7 @@ from kvstore.client.core.copies import (
 from kvstore.client.core.plan import CompareResult, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.wire.messages import Distrust
-from tests.unit.client.rank_kit import SUM, begun, load, plan, run, serving, store
+from tests.unit.client.rank_kit import SUM, begun, plan, run, serving, store
 
 
 def compare(session: int, first: int, count: int, *, job: int = 9) -> StoreJob:
@@ -29,22 +29,6 @@ def run_comparing(core: RankCore, *outcomes: Outcome) -> list[Copy]:
     """Comparisons come to these outcomes, in order."""
     left = list(outcomes)
     return run(core, lambda c: left.pop(0) if isinstance(c, CompareBlock) else Copied(SUM))
-
-
-def test_blocks_are_compared_after_loads_and_with_this_ranks_column() -> None:
-    core = serving()
-    core.submit(plan(compare(5, 10, 2), load(5, 20, 1)))
-    copies = run_comparing(core, CopyCompared(0.1, False), CopyCompared(1.3, True))
-    assert [type(copy).__name__ for copy in copies] == ["LoadBlock", "CompareBlock", "CompareBlock"]
-    first = copies[1]
-    assert isinstance(first, CompareBlock)
-    assert (first.block_id, first.slot, first.checksum) == (10, 16 * 21, b"y" * 16)
-    report = core.take_report()
-    assert report.compared == (CompareResult(9, 2, (1,), 1.3),)
-    assert report.store_jobs_done == (9,)
-    assert (report.blocks_sealed, report.blocks_dropped) == (0, 0)
-    assert core.take_outbox() == [], "nothing is sealed or dropped"
-    assert core.take_report().compared == ()
 
 
 def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:

@@ -106,16 +106,6 @@ def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
     assert step(node, "r2", computed=3 * BLOCK_TOKENS) is None
 
 
-def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
-    keys = node.holding(3, 0, credits=10)
-    begin(node, "r1", keys)
-    assert step(node, "r1", computed=3 * BLOCK_TOKENS) is not None
-    node.keys = set(keys[:1])  # the others were evicted
-    begin(node, "r2", keys, local=3)
-    job = stored(node, "r2", computed=3 * BLOCK_TOKENS)
-    assert job.keys == b"".join(keys[1:])
-
-
 def test_nothing_is_stored_when_asked_so() -> None:
     node = ScriptedNode(store="none")
     keys = node.holding(4, 0, credits=10)
@@ -161,6 +151,12 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedN
     assert node.core.has_pending_work(node.now_ns)
     node.wait(1001)
     assert not node.core.has_pending_work(node.now_ns)
+
+
+def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
+    node.attach()
+    node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
+    assert not node.core.attachment.credits[0]
 
 
 def reattach(node: ScriptedNode, *, emptied: bool) -> None:

@@ -78,21 +78,6 @@ def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
     assert counts["waited_ns"] == 7 * NS_PER_MS
 
 
-def test_hits_are_counted_by_tier() -> None:
-    node, keys = Disk(), chain("a", 4)
-    node.keys = set(keys)
-    node.from_file, node.from_peer = 2, 1
-    node.attach()
-    node.look_up("r", keys)
-    node.match("r")
-    loaded(node, "r", 4)
-    counts = node.core.stats.take()
-    assert counts["hit_tokens:file"] == 2 * BLOCK_TOKENS
-    assert counts["hit_tokens:peer"] == counts["hit_tokens:dram"] == BLOCK_TOKENS
-    story = finish(node, "r")
-    assert (story.queued_ns, story.lookup_ns, story.promotion_ns) == (0, 0, 0)
-
-
 def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     node, keys = Disk(prefill_ns_per_token=1_000_000), chain("a", 3)
     node.keys = set(keys[:1])
@@ -111,18 +96,6 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     loaded(node, "r", 3)
     story = finish(node, "r")
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
-
-
-def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
-    node: ScriptedNode,
-) -> None:
-    node.attach()
-    keys = chain("p", 4)
-    node.arrive("r", keys)
-    node.core.plan((), node.now_ns, computed_tokens=4 * BLOCK_TOKENS)
-    story = node.core.finished("r", now_ns=node.now_ns + 70 * 10**6)
-    assert story is not None
-    assert story.first_token_ns == 70 * 10**6
 
 
 def test_reasons_of_misses(node: ScriptedNode) -> None:

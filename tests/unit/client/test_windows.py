@@ -134,18 +134,6 @@ def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None
     assert (first.block_ids, second.block_ids) == ((104,), (204,))
 
 
-def test_a_window_that_is_gone_by_then_makes_the_hit_shorter(node: ScriptedNode) -> None:
-    keys = begun(node, *range(6))
-    assert node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=1) is PENDING
-    node.exchange()  # the answers to the hints name all six
-    node.keys -= {named(keys[5], 1)}
-    assert match(node) == Hit(5 * BLOCK_TOKENS)
-    assert asked(node, 1) == [keys[4:], keys[3:5]]
-    assert len(load(node, 5 * BLOCK_TOKENS)) == 2
-    released = [lease for each in node.of(m.LeaseRelease) for lease in each.leases]  # type: ignore[attr-defined]
-    assert len(released) == 1, "the question whose answer was too short"
-
-
 def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode) -> None:
     keys = chain("a", 20)
     node.keys = {*keys}
@@ -162,27 +150,6 @@ def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode)
     assert len(asked(node, 1)) == ROUNDS_MAX
     node.exchange()
     assert node.core.lookups.leases_open == 0
-
-
-@pytest.mark.parametrize(
-    "change", ["none", "later", "another session", "not hinted", "more keys than a hint takes"]
-)
-def test_what_the_hints_asked_is_not_asked_again(change: str) -> None:
-    node, keys = make(), chain("a", 6)
-    if change == "more keys than a hint takes":
-        keys = chain("a", m.KEYS_PER_DATAGRAM_MAX + 1)
-    may_hint = change != "not hinted"
-    node.core.new_request("r", keys, prompt_tokens=10**6, now_ns=node.now_ns, may_hint=may_hint)
-    hints = node.core.take_outbox()
-    assert [h.group for h in hints if isinstance(h, m.Hint)] == ([0, 1] if may_hint else [])
-    if change == "later":
-        node.now_ns += HINT_NS_MAX + 1
-    if change == "another session":
-        node.reopen()
-    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
-    again = [h for h in node.core.take_outbox() if isinstance(h, m.Hint)]
-    assert bool(again) == (change != "none")
-    assert {h.group for h in again} <= {1}, "the lease tells of the first"
 
 
 def test_an_answer_behind_a_gap_is_none() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import select
 import socket
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from tests.unit.node.conftest import (
     hello_scheduler,
     read,
     rounds,
-    this_process,
 )
 
 Connect = Callable[[], Peer]
@@ -230,21 +228,6 @@ def test_what_does_not_fit_waits_and_keeps_its_order(
     assert all_events(attach) == [], "the loop does not spin on a socket that can be written"
 
 
-@pytest.mark.parametrize("size", [1, 100_000])
-def test_a_peer_that_does_not_read_overflows_at_a_bound(
-    make_attach: MakeAttach, connect: Connect, size: int
-) -> None:
-    attach = make_attach()
-    _, number = attached(attach, connect)
-    sent = 0
-    while attach.send(number, bytes(size)) is Sent.DONE:
-        sent += 1
-        assert sent < 10_000
-    connection = attach._connections[number]
-    assert len(connection.outbox) <= attach_module.OUTBOX_COUNT_MAX
-    assert connection.outbox_bytes <= attach_module.OUTBOX_BYTES_MAX
-
-
 def test_descriptors_arrive_with_their_datagram(make_attach: MakeAttach, connect: Connect) -> None:
     attach = make_attach()
     peer, number = attached(attach, connect)
@@ -285,27 +268,6 @@ def test_garbage_ends_one_connection_and_keeps_what_came_before(
     ]
     assert Received(good_number, Quiet(session=3)) in events
     assert attach.counters.ended["protocol"] == 1
-
-
-def test_the_process_is_watched_after_its_socket_ended(
-    make_attach: MakeAttach, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The child stands for the peer, whose socket is really ours.
-    monkeypatch.setattr("kvstore.node.attach.vouches_for", lambda pidfd, pid: True)
-    attach = make_attach()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    before = open_descriptors()
-    peer = connect()
-    peer.introduce(hello_rank(), pid=child.pid)
-    (event,) = all_events(attach)
-    number = event.connection  # type: ignore[union-attr]
-    assert event.process not in (0, this_process())  # type: ignore[union-attr]
-    peer.socket.close()
-    assert all_events(attach) == [Ended(number)]
-    child.communicate(b"\n", timeout=10)
-    assert select.select([attach._epoll], [], [], 10)[0]
-    assert all_events(attach) == [Exited(number)]
-    assert open_descriptors() == before - 1, "but for the child's stdin"
 
 
 def test_a_socket_that_somebody_else_holds_open_does_not_hide_the_death(
@@ -379,28 +341,6 @@ def test_what_a_dead_node_left_is_replaced(tmp_path: Path) -> None:
     accepted.close()
     listener.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_living_node_keeps_its_socket(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
-    before = open_descriptors()
-    listener = Listener(path, others_may_connect=False)
-    inode = path.stat().st_ino
-    with pytest.raises(ConfigError, match=r"another kvstore node is running on .*: stop it first"):
-        Listener(path, others_may_connect=False)
-    assert path.stat().st_ino == inode
-    listener.close()
-    assert open_descriptors() == before
-
-
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "node.sock"
-    path.write_text("precious")
-    before = open_descriptors()
-    with pytest.raises(ConfigError, match="exists and is no socket"):
-        Listener(path, others_may_connect=False)
-    assert path.read_text() == "precious"
-    assert open_descriptors() == before
 
 
 def test_it_knows_when_its_socket_file_is_not_its_own_any_more(tmp_path: Path) -> None:

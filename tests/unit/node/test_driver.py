@@ -194,25 +194,6 @@ def test_a_stopped_loop_answers_nobody(make_attach: MakeAttach) -> None:
         loop.driver.query(lambda _: None, timeout_s=5)
 
 
-def test_after_a_datagram_the_loop_looks_again_before_it_sleeps(
-    loop: Loop, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, slept = threading.Event(), threading.Event()
-    original = loop.attach.ready
-
-    def ready(timeout_s: float) -> list[tuple[int, int]]:
-        if timeout_s == 0:
-            looked.set()
-        elif looked.is_set():
-            slept.set()
-        return original(timeout_s)
-
-    monkeypatch.setattr(loop.attach, "ready", ready)
-    attached(loop, connect)
-    assert looked.wait(5), "it looked again at once"
-    assert slept.wait(5), "and slept later"
-
-
 def test_the_longest_gap_between_heartbeats_is_that_of_the_last_minute() -> None:
     counters, now_ns = DriverCounters(), 10**12
     assert counters.beat_gap_ns_max == 0

@@ -24,14 +24,15 @@ from kvstore.tier_events import (
     FileTierEvent,
     FileWritten,
     ReadFile,
+    ReclaimFile,
     RecoveryDone,
     Resumed,
-    Scrubbed,
     Suspended,
+    VoidFile,
     WriteFile,
 )
 from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
-from kvstore.types import Shard, Tier
+from kvstore.types import Shard
 from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
 
@@ -86,21 +87,13 @@ def known(scope: Scope) -> FileKnown:
     return FileKnown(scope, KEYS, PLACES, SUMS)
 
 
-def test_jobs_that_are_late_and_do_not_end_are_told_of(tier: ScriptedTier) -> None:
-    told: list[bool] = []
-    end = FileEnd(cast("FileStore", tier), on_hang=told.append)
-    for events in (
-        [FileLate(1), FileLate(2)],
-        [FileWritten(1, b"")],
-        [FileRead(2, b"")],
-        [FileRead(3, b"")],
-    ):
-        tier.say(*events)
-        list(end.read(0))
-    assert told == [True, False]
-    tier.say(FileLate(4))
-    list(end.read(0))
-    assert told == [True, False, True]
+def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
+    write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS, 1)
+    read = ReadFile(8, SCOPE, KEYS, PLACES, SLOTS, SUMS, 1)
+    commands: list[FileCommand] = [write, read, VoidFile("t", None, 1), ReclaimFile(3, PLACES, 1)]
+    for command in commands:
+        assert end.carry_out(command) == []
+    assert tier.calls == commands
 
 
 def test_what_is_not_taken_ends_at_once(tier: ScriptedTier, end: FileEnd) -> None:
@@ -198,30 +191,17 @@ def test_the_end_of_recovery_tells_how_much_is_known(
     assert len(caplog.messages) == 1 + bool(left_out)
 
 
-def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
-    tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
-) -> None:
-    gone = FileGone(SCOPE, KEYS[:32], PLACES[:8], damaged=True)
-    bad = Scrubbed(Tier.FILE, 3, 300, KEYS[:32])
-    ended = Scrubbed(Tier.FILE, 2, 200, pass_ended=True)
-    tier.say(gone, bad, ended)
-    assert list(end.read(0)) == [gone]
-    assert list(end.read(0)) == [bad, ended]
-    assert "a pass over 5 blocks" in caplog.text
-    assert "dropped 1 (first: 6b6b6b6b)" in caplog.text
-
-
-# ── what was learned ─────────────────────────────────────────────────────────────────────────────
-
-LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900),))
-
-
 def test_the_first_measurement_of_an_engine_is_kept_at_once(tier: ScriptedTier) -> None:
     """A node that is killed in its first minute would have the next engines guess."""
     end = FileEnd(cast("FileStore", tier))
     assert end.should_remember(LEARNED, 0)
     end.remember(LEARNED, 0)
     assert not end.should_remember(msgspec.structs.replace(LEARNED, disk_ns_per_mib=9), 0)
+
+
+# ── what was learned ─────────────────────────────────────────────────────────────────────────────
+
+LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900),))
 
 
 def test_what_is_damaged_is_not_learned_and_one_line_says_so(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.net.site import REQUESTS_SHOWN, STATE_BYTES_MAX
-from kvstore.node.pages import REQUESTS_AT_ONCE, make_pages
+from kvstore.node.pages import make_pages
 from kvstore.obs.reasons import story_as_dict
 from kvstore.wire.messages import REQUEST_BYTES_MAX, Story
 from tests.unit.engine.harness import TOKENS, Peer, keys
@@ -64,16 +64,6 @@ def test_requests_are_those_of_explain_and_one_is_its_json(page: Page) -> None:
     assert page.request(2) == json.loads(json.dumps(shown))
     assert page.request(1)["ranges"] == story_as_dict(oldest, explain.ranges(1))["ranges"]
     assert page._pages["/request.json?"]("id=3").status == 404
-
-
-def test_the_loop_is_asked_for_some_requests_at_a_time(page: Page) -> None:
-    peer = Peer(page.node)
-    for _ in range(2 * REQUESTS_SHOWN):
-        page.node.hear(peer.scheduler, Story("r", prompt_tokens=TOKENS))
-    numbers = [row["number"] for row in page.state()["requests"]]
-    assert numbers == [*range(2 * REQUESTS_SHOWN, REQUESTS_SHOWN, -1)]
-    lists = [its for its in page.queries if isinstance(its, list)]
-    assert [len(its) for its in lists] == [REQUESTS_AT_ONCE] * (REQUESTS_SHOWN // REQUESTS_AT_ONCE)
 
 
 def test_the_longest_names_fit_and_no_key_is_shown(page: Page) -> None:

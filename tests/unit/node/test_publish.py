@@ -11,7 +11,7 @@ import zmq
 
 from kvstore.config.node import EventsConfig
 from kvstore.engine.events import Changed
-from kvstore.errors import ConfigError, NodeBusy
+from kvstore.errors import NodeBusy
 from kvstore.node import publish
 from kvstore.node.node import MonotonicClock
 from kvstore.node.publish import Held, Publisher
@@ -103,20 +103,6 @@ def until(indexer: Indexer, done: Callable[[], bool], *, catching_up: bool = Tru
 def unsent(publisher: Publisher) -> bool:
     """Whether a reply waits for its reader."""
     return any(reply.unsent for reply in publisher._replies.values())
-
-
-def test_what_is_put_is_heard_in_order(make: Make) -> None:
-    publisher = make()
-    a, b, c = make_keys(3)
-    with follow(publisher) as indexer:
-        publisher.log.append(change(a, b))
-        publisher.log.append(change(b, stored=False))
-        publisher.log.append(change(b, c, tier=Tier.FILE))
-        until(indexer, lambda: indexer.keys("STORAGE") == {b, c})
-        assert indexer.keys("CPU") == {a}
-        assert indexer.hashes["CPU"] == {int.from_bytes(a[-8:], "big")}
-        assert indexer.incarnation == "0000000000000007"
-        assert indexer.snapshots == 0
 
 
 def test_a_large_change_is_told_in_pieces(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,15 +311,6 @@ def test_a_socket_that_somebody_took_away_is_named(make: Make, tmp_path: Path) -
     )
     (tmp_path / "events.replay").touch()
     assert "events.replay is no longer" in publisher.trouble
-
-
-def test_an_address_that_somebody_listens_on_is_left_to_him(make: Make) -> None:
-    first = make()
-    with pytest.raises(ConfigError, match="in use by another program: choose another --events"):
-        make()
-    with follow(first) as indexer:
-        indexer.catch_up()
-        assert indexer.incarnation
 
 
 def test_who_closes_before_the_start_leaves_nothing(make: Make, tmp_path: Path) -> None:

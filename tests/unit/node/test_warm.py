@@ -240,18 +240,6 @@ def test_a_transfer_worker_that_does_not_end_costs_the_memory_and_not_the_node(
     os.close(transfer_worker)
 
 
-def test_other_slabs_are_another_layout(host: Host, config: NodeConfig) -> None:
-    memory, _ = begin(host, config)
-    memory.arena.close()
-    host.end_process()
-    smaller = load_config(
-        None, {"socket": str(config.socket), "metrics": "off", "slab": "64KiB"}, arena=(DRAM, "")
-    )
-    fresh, _ = begin(host, smaller)
-    assert fresh.adopt is None
-    fresh.arena.close()
-
-
 def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
     ours, its = pair()
     with ours:
@@ -304,19 +292,3 @@ def test_a_directory_that_cannot_be_read_at_a_restart_costs_no_memory(
             open_files()
         assert "takes no reads and writes: the disk tier cannot read" in open_files()
     assert "takes no" not in open_files()
-
-
-def test_places_are_held_whatever_becomes_of_the_memory(host: Host, config: NodeConfig) -> None:
-    memory, handover = begin(host, config)
-    memory.arena.close()
-    first, second = os.memfd_create("first"), os.memfd_create("second")
-    for fd in (first, second):
-        handover.keep(control.METRICS, fd)
-    handover.drop()
-    host.end_process()
-    again = host.start()
-    assert again.memory == {}
-    assert list(again.places) == [control.METRICS]
-    assert os.path.sameopenfile(again.places[control.METRICS], second)
-    os.close(first)
-    os.close(second)
