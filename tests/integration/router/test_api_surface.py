@@ -7,12 +7,10 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.router.front.bodies import STRIPPED
 from kvstore.routing.events import Ending
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
@@ -23,28 +21,16 @@ KEY = "key-of-sixteen-characters"
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
-    directory = tmp_path_factory.mktemp("engines")
-    with (
-        ScriptedWorker.start(directory, "a") as first,
-        ScriptedWorker.start(directory, "b") as other,
-    ):
-        yield [first, other]
-
-
 @pytest.fixture
-def router(engines: list[ScriptedWorker]) -> Iterator[RouterThread]:
-    for each in engines:
-        each.script("ok")
-    with RouterThread([each.flag for each in engines]) as started:
+def router(workers: list[ScriptedWorker]) -> Iterator[RouterThread]:
+    with RouterThread([each.flag for each in workers]) as started:
         until(lambda: all(worker.models for worker in started.router.workers))
         yield started
 
 
-def served_by(headers: dict[str, str], engines: list[ScriptedWorker]) -> dict[str, Any]:
+def served_by(headers: dict[str, str], workers: list[ScriptedWorker]) -> dict[str, Any]:
     """What the engine of an answer saw last."""
-    [found] = [each for each in engines if each.name == headers["x-kvstore-worker"]]
+    [found] = [each for each in workers if each.name == headers["x-kvstore-worker"]]
     return found.seen()
 
 
@@ -72,13 +58,13 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_requests_reach_an_engine_as_they_came(
-    router: RouterThread, engines: list[ScriptedWorker]
+    router: RouterThread, workers: list[ScriptedWorker]
 ) -> None:
     for path, body in BODIES:
         content = json.dumps(body, indent=1).encode()
         status, headers, answer = router.ask(content, path)
         assert status == 200, (path, answer)
-        seen = served_by(headers, engines)
+        seen = served_by(headers, workers)
         assert (seen["target"], seen["body"]) == (path, content.decode())
 
 
@@ -96,41 +82,14 @@ def form(*fields: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def test_a_form_reaches_an_engine_byte_for_byte(
-    router: RouterThread, engines: list[ScriptedWorker]
+    router: RouterThread, workers: list[ScriptedWorker]
 ) -> None:
     content, kind = form(b'name="language"\r\n\r\nen')
     for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
         status, headers, answer = router.ask(content, path, headers=kind)
         assert (status, json.loads(answer)) == (200, {"text": "abc"})
-        seen = served_by(headers, engines)
+        seen = served_by(headers, workers)
         assert (seen["path"], seen["digest"]) == (path, hashlib.sha256(content).hexdigest())
-
-
-def test_a_form_that_would_steer_its_engine_reaches_none(
-    router: RouterThread, engines: list[ScriptedWorker]
-) -> None:
-    before = [each.seen()["requests"] for each in engines]
-    for name in STRIPPED:
-        content, kind = form(b'name="%b"\r\n\r\n{"do_remote_prefill":true}' % name.encode())
-        status, _, answer = router.ask(content, "/v1/audio/transcriptions", headers=kind)
-        assert (status, name in json.loads(answer)["error"]["message"]) == (400, True)
-    assert [each.seen()["requests"] for each in engines] == before
-
-
-def test_models_have_the_context_of_the_engine_with_the_longest(
-    engines: list[ScriptedWorker],
-) -> None:
-    for each, context in zip(engines, (4096, 65536), strict=True):
-        each.script("ok", context=context)
-    with RouterThread([each.flag for each in engines]) as router:
-        until(lambda: all(worker.contexts for worker in router.router.workers))
-        for path in ("/v1/models", "/v1/models/m"):
-            status, _, body = router.ask(path=path, method="GET")
-            rows = json.loads(body).get("data", [json.loads(body)])
-            assert (status, [row["max_model_len"] for row in rows]) == (200, [65536])
-            assert rows[0]["created"] > 1_700_000_000
-        status, _, body = router.ask(path="/v1/models/none", method="GET")
-        assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
 
 
 # ── ends of streams ──────────────────────────────────────────────────────────────────────────────
@@ -154,14 +113,14 @@ def stream(port: int, path: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("text_bytes", [3, 50_000])
 def test_a_client_that_leaves_at_the_last_word_is_done(
     router: RouterThread,
-    engines: list[ScriptedWorker],
+    workers: list[ScriptedWorker],
     path: str,
     body: dict[str, Any],
     last: bytes,
     text_bytes: int,
 ) -> None:
     """The engine would end its response after that: the client leaves before."""
-    for each in engines:
+    for each in workers:
         each.script("ok", lingers=True, text="x" * text_bytes)
     with stream(router.port, path, body) as client:
         heard = b""
@@ -175,42 +134,4 @@ def test_a_client_that_leaves_at_the_last_word_is_done(
     assert router.router.proxy.counts == {"done": 1}
 
 
-def test_a_client_that_leaves_before_it_is_aborted(
-    router: RouterThread, engines: list[ScriptedWorker]
-) -> None:
-    for each in engines:
-        each.script("ok", pieces=2, pause_s=3600)
-    with stream(router.port, "/v1/completions", ASK | {"prompt": "data: [DONE]"}) as client:
-        assert client.recv(1 << 16)
-    until(lambda: len(router.core.ended) == 1)
-    [ended] = router.core.ended.values()
-    assert ended.end is Ending.ABORTED
-
-
 # ── browsers ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_page_reads_streams_and_errors_and_its_preflight_needs_no_key(
-    engines: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    for each in engines:
-        each.script("ok")
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(f"team-a: {KEY}\n")
-    flags = [each.flag for each in engines]
-    with RouterThread(flags, api_keys=str(keys), allowed_origins=[PAGE]) as router:
-        streamed, key = ASK | {"stream": True}, {"Authorization": f"Bearer {KEY}"}
-        for origin, allowed, first in ((PAGE, PAGE, 204), ("https://other.example", None, 403)):
-            asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-            status, headers, _ = router.ask(method="OPTIONS", headers=asks)
-            assert (status, headers.get("access-control-allow-origin")) == (first, allowed)
-            page = {"Origin": origin}
-            for body, headers, expected in (
-                (streamed, page | key, 200),
-                (streamed, page, 401),
-                (b"{", page | key, 400),
-                (streamed | {"model": "none"}, page | key, 404),
-            ):
-                status, found, _ = router.ask(body, headers=headers)
-                assert status == expected
-                assert found.get("access-control-allow-origin") == allowed, (expected, origin)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
@@ -18,20 +17,6 @@ from tests.kit.scripted_worker import ScriptedWorker
 SMALL, LARGE = 3000, 100_000
 PER_TOKEN = 1
 """Bytes: the router expects four, and is wrong about what fits until engines report."""
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
-    directory = tmp_path_factory.mktemp("engines")
-    with ExitStack() as stack:
-        yield [stack.enter_context(ScriptedWorker.start(directory, name)) for name in "abcde"]
-
-
-@pytest.fixture
-def engines(crew: list[ScriptedWorker]) -> list[ScriptedWorker]:
-    for each in crew:
-        each.script("ok")
-    return list(crew)
 
 
 def routed(engines: Sequence[ScriptedWorker], policy: str = "cost") -> RouterThread:
@@ -55,35 +40,6 @@ def with_contexts(
         each.script(
             "ok", context=context, bytes_per_token=PER_TOKEN, reports=False, lists=is_listed
         )
-
-
-@pytest.mark.parametrize(
-    ("policy", "session"), [("cost", ""), ("cost", "talk"), ("session", "talk")]
-)
-def test_conversations_go_on_where_they_fit(
-    engines: list[ScriptedWorker], policy: str, session: str
-) -> None:
-    """They grow out of the small engine, which no answer tells the router beforehand."""
-    small, large = engines[:2]
-    with_contexts((small, large), SMALL, LARGE)
-    with routed((small, large), policy) as router:
-        refusals = 0
-        for number in range(6):
-            said = [{"role": "user", "content": f"{number}: {'once more ' * 60}"}]
-            headers = {"X-Session-Id": f"{session}-{number}"} if session else {}
-            is_refused = False
-            for _ in range(10):
-                before = requests(small)
-                body = {"model": "m", "messages": said, "max_tokens": 10}
-                status, found, answer = router.ask(body, "/v1/chat/completions", headers=headers)
-                assert status == 200, answer
-                was_at_small = requests(small) > before
-                assert not (is_refused and was_at_small), "it goes back to where it did not fit"
-                is_refused |= was_at_small and found["x-kvstore-worker"] == large.name
-                said += [{"role": "assistant", "content": "abc"}, {**said[0]}]
-            refusals += is_refused
-        assert refusals, "the case itself"
-        assert router.words() == {"a": "up", "b": "up"}
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -141,18 +97,3 @@ def test_an_engine_that_serves_another_model_now_costs_no_request(
         assert requests(other) >= 60
         assert router.words() == {"a": "up", "b": "up"}
         assert router.ask(ASK | {"model": "none"})[0] == 404
-
-
-def test_an_adapter_that_an_engine_has_unloaded_costs_no_request(
-    engines: list[ScriptedWorker],
-) -> None:
-    changed, other = engines[:2]
-    for each in (changed, other):
-        each.script("ok", adapters={"lora": "/models/lora"})
-    with routed((changed, other)) as router:
-        until(lambda: all(worker.adapters for worker in router.router.workers))
-        changed.script("ok")
-        asks = [ASK | {"prompt": f"{number}", "model": "lora"} for number in range(60)]
-        assert [router.ask(each)[0] for each in asks] == [200] * 60
-        assert router.words() == {"a": "up", "b": "up"}
-        until(lambda: router.router.workers["a"].adapters == {})

@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ import pytest
 from kvstore.router.front import attempt, door
 from kvstore.testing.process import Lab
 from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 BODY = b'{"model":"m","prompt":"x"}'
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedWorker]:
-    with ScriptedWorker.start(tmp_path_factory.mktemp("engine"), "a") as started:
-        yield started
 
 
 def say(port: int, text: bytes, *, then: bytes = b"") -> bytes:
@@ -47,53 +40,50 @@ SMUGGLED = (
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        HEAD + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + CHUNKED,
-        HEAD + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY,
-        HEAD + LENGTH + LENGTH + b"\r\n" + BODY,
-        HEAD + b"Content-Length: +26\r\n\r\n" + BODY,
-        HEAD + b"Content-Length: 0x1a\r\n\r\n" + BODY,
-        HEAD + b"Content-Length: 26, 26\r\n\r\n" + BODY,
-        HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKED,
-        HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + CHUNKED,
-        HEAD + b" Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
-        HEAD + b"X: a\r\n\tTransfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + BODY,
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + BODY + b"\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1g\r\n" + BODY + b"\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1a\n" + BODY + b"\n0\n\n",
-        HEAD + b"X\x00Y: 1\r\n" + LENGTH + b"\r\n" + BODY,
-        HEAD + b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY,
-    ],
-)
-def test_framing_that_parsers_read_differently_reaches_no_engine(
-    worker: ScriptedWorker, text: bytes
-) -> None:
-    worker.script("ok")
+FRAMINGS = [
+    HEAD + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + CHUNKED,
+    HEAD + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY,
+    HEAD + LENGTH + LENGTH + b"\r\n" + BODY,
+    HEAD + b"Content-Length: +26\r\n\r\n" + BODY,
+    HEAD + b"Content-Length: 0x1a\r\n\r\n" + BODY,
+    HEAD + b"Content-Length: 26, 26\r\n\r\n" + BODY,
+    HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKED,
+    HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + CHUNKED,
+    HEAD + b" Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+    HEAD + b"X: a\r\n\tTransfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + BODY,
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + BODY + b"\r\n0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n1g\r\n" + BODY + b"\r\n0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n1a\n" + BODY + b"\n0\n\n",
+    HEAD + b"X\x00Y: 1\r\n" + LENGTH + b"\r\n" + BODY,
+    HEAD + b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY,
+]
+
+
+def test_framing_that_parsers_read_differently_reaches_no_engine(worker: ScriptedWorker) -> None:
     before = worker.seen()["requests"]
     with RouterThread([worker.flag]) as router:
-        heard = say(router.port, text, then=SMUGGLED)
-        assert b" 200 OK" not in heard
-        assert heard[9:12] in (b"400", b"415", b""), heard[:80]
+        for text in FRAMINGS:
+            heard = say(router.port, text, then=SMUGGLED)
+            assert b" 200 OK" not in heard, text
+            assert heard[9:12] in (b"400", b"415", b""), (text, heard[:80])
         assert router.ask()[0] == 200
     assert worker.seen()["requests"] == before + 1
 
 
 def test_a_pipeline_is_answered_in_order(worker: ScriptedWorker) -> None:
-    worker.script("ok")
     with RouterThread([worker.flag]) as router:
-        heard = say(router.port, 5 * (HEAD + LENGTH + b"\r\n" + BODY))
+        one = HEAD + LENGTH + b"\r\n" + BODY
+        last = HEAD + b"Connection: close\r\n" + LENGTH + b"\r\n" + BODY
+        heard = say(router.port, 4 * one, then=last)
         assert heard.count(b"HTTP/1.1 200 OK") == 5
 
 
 def test_bodies_and_heads_have_bounds(worker: ScriptedWorker) -> None:
-    worker.script("ok")
     with RouterThread([worker.flag], body_max="64KiB") as router:
         big = b'{"model":"m","prompt":"' + b"x" * (64 << 10) + b'"}'
         assert router.ask(big)[0] == 413
@@ -140,7 +130,6 @@ WRONG_HEADS = [
 def test_a_wrong_head_is_answered_in_json_without_the_name_of_a_server(
     worker: ScriptedWorker,
 ) -> None:
-    worker.script("ok")
     before = worker.seen()["requests"]
     with RouterThread([worker.flag]) as router:
         for text, says in WRONG_HEADS:
@@ -172,7 +161,6 @@ def test_a_head_behind_a_request_under_way_has_the_same_bound(worker: ScriptedWo
 
 def test_a_body_close_behind_its_head_is_none_of_it(worker: ScriptedWorker) -> None:
     """Pieces of a body may come before its request has begun, and after its answer."""
-    worker.script("ok")
     large = json.dumps({"model": "m", "prompt": "x" * 300_000}).encode()
     framed = HEAD + b"Content-Length: %d\r\n\r\n" % len(large)
     with RouterThread([worker.flag], body_max="200KiB") as router:
@@ -186,36 +174,6 @@ def test_a_body_close_behind_its_head_is_none_of_it(worker: ScriptedWorker) -> N
                 assert hear(client, b"}}}").startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-def test_a_body_that_does_not_come_is_given_up(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "BODY_STALL_S", 0.3)
-    with RouterThread([worker.flag]) as router:
-        heard = say(router.port, HEAD + b"Content-Length: 100\r\n\r\n{")
-        assert heard[9:12] == b"408"
-
-
-def test_stalled_bodies_give_way_to_those_that_come(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "STALLED_S", 0.0)
-    worker.script("ok")
-    size = (64 << 10) - 1
-    stalled = HEAD + b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1)
-    with RouterThread([worker.flag], body_max="64KiB") as router, contextlib.ExitStack() as stack:
-        bodies = vars(router.router.proxy._bodies)
-        for count in range(1, door.BODIES_SHARE + 1):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
-            client.sendall(stalled)
-            taken = count * size
-            until(lambda: bodies["_left"] == (64 << 10) * door.BODIES_SHARE - taken)  # noqa: B023
-            if count == 1:
-                first = client
-        first.settimeout(10)
-        assert router.ask(ASK | {"prompt": "x" * 2000})[0] == 200
-        assert b" 408 " in first.recv(65536)
-
-
 def hear(client: socket.socket, end: bytes) -> bytes:
     heard = b""
     while end not in heard and (piece := client.recv(65536)):
@@ -224,7 +182,6 @@ def hear(client: socket.socket, end: bytes) -> bytes:
 
 
 def test_a_client_that_waits_for_100_continue_gets_it(worker: ScriptedWorker) -> None:
-    worker.script("ok")
     expecting = HEAD + LENGTH + b"Expect: 100-Continue\r\n\r\n"
     with RouterThread([worker.flag]) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=10) as client:
@@ -256,22 +213,10 @@ def test_a_body_that_is_refused_is_not_asked_for(
         assert hear(client, b"\r\n\r\n")[9:12] == status
 
 
-def test_a_body_without_a_key_is_not_asked_for(worker: ScriptedWorker, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("team-a: key-of-team-a-0001\n")
-    with (
-        RouterThread([worker.flag], api_keys=str(keys)) as router,
-        socket.create_connection(("127.0.0.1", router.port), timeout=10) as client,
-    ):
-        client.sendall(HEAD + LENGTH + b"Expect: 100-continue\r\n\r\n")
-        assert hear(client, b"\r\n\r\n")[9:12] == b"401"
-
-
 def test_silent_connections_give_way(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
-    worker.script("ok")
     with RouterThread([worker.flag], connections=20) as router, contextlib.ExitStack() as stack:
         for _ in range(60):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
@@ -285,7 +230,6 @@ def test_a_connection_whose_request_is_on_its_way_does_not_give_way(
 ) -> None:
     """Others wait until it is silent for too long."""
     monkeypatch.setattr(door, "GIVES_WAY_S", 3600.0)
-    worker.script("ok")
     asked = HEAD + b"Connection: close\r\n" + LENGTH + b"\r\n" + BODY
     looks: list[int] = []
     has_room = door.FrontDoor.has_room
@@ -310,31 +254,6 @@ def test_a_connection_whose_request_is_on_its_way_does_not_give_way(
         assert router.router.door.refused_count == 0
 
 
-def test_a_crowd_of_half_open_clients_keeps_nobody_out(worker: ScriptedWorker) -> None:
-    """As many as the router takes: a quarter of the descriptors."""
-    import resource
-
-    worker.script("ok")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    clients: list[socket.socket] = []
-    try:
-        with RouterThread([worker.flag], connections=9_600) as router:
-            count = router.router.door.connections_max - 30
-            for _ in range(count):
-                clients.append(socket.create_connection(("127.0.0.1", router.port)))
-                clients[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-            assert [router.ask()[0] for _ in range(20)] == [200] * 20
-            until(lambda: router.router.door.connection_count >= count)
-            for client in clients:
-                client.close()
-            until(lambda: router.router.door.connection_count == 0)
-    finally:
-        for client in clients:
-            client.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_slow_reader_holds_back_the_engine_and_is_cut_off(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +273,6 @@ def test_a_slow_reader_holds_back_the_engine_and_is_cut_off(
 
 
 def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path) -> None:
-    worker.script("ok")
     lab = Lab(tmp_path)
     files = lab.files("client", "router")
     keys = tmp_path / "keys.yaml"
@@ -388,7 +306,6 @@ def test_handshakes_that_do_not_go_on_give_way(
     worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
-    worker.script("ok")
     files = Lab(tmp_path).files("client", "router")
     flags: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
     certified = ssl.create_default_context(cafile=files.ca)
@@ -417,7 +334,6 @@ def https(port: int, given: ssl.SSLContext, **headers: str) -> int:
 def test_clients_see_another_certificate_than_the_cluster(
     worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    worker.script("ok")
     keys = tmp_path / "keys.yaml"
     keys.write_text("team-a: key-of-team-a-0001\n")
     cluster = Lab(tmp_path / "cluster").files("client", "router")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,16 +11,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore.config.cluster import ReplicaConfig
 from kvstore.config.router import load_policy
-from kvstore.indexer.replica import Replica
-from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
 from kvstore.router.engines import probes
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import RoutingPolicy, parse
-from kvstore.routing.values import WorkerWord
+from kvstore.routing.policy import parse
+from kvstore.routing.values import WorkerRole, WorkerWord
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -77,47 +73,29 @@ def test_the_worst_worker_is_named_first(dead: str) -> None:
             a, b, c = router.router.workers
             a.word = b.word = WorkerWord.UP
             a.parity, c.word = "keys differ", WorkerWord.DOWN
-            notes = health_of(router.router).body.decode().split("worker ")
+            a.unread = b.unread = "no such metric"
+            page = health_of(router.router).body.decode()
+            assert "load of a, b is not known (no such metric)" in page
+            notes = page.split("worker ")
             return [note[:9] for note in notes if note[0] in "abc"]
 
         assert router.on_loop(change) == ["c is down", "a is load"]
 
 
-def test_metrics_that_are_not_there_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    page = "sglang:num_running_reqs 1\nsglang:queue_depth 2\nsglang:token_usage 0.1\n"
-    note = b"load of a, b is not known (/metrics does not have sglang:num_queue_reqs)"
-    with ScriptedWorker.start(tmp_path, "a") as a, ScriptedWorker.start(tmp_path, "b") as b:
-        flags = [f"{each.flag},kind=sglang" for each in (a, b)]
-        with RouterThread(flags) as router:
-            for each in (a, b):
-                each.script("ok", metrics="", metrics_status=404)
-            reason = b"load of a, b is not known (/metrics: status 404: start it with --enable-"
-            until(lambda: reason in health(router).body)
-            for each in (a, b):
-                each.script("ok", metrics=page)
-            until(lambda: health(router).body == b"ok\n")
-            assert {router.ask()[1]["x-kvstore-worker"] for _ in range(2)} == {"a", "b"}
-            until(lambda: note in health(router).body)
-            assert health(router).status == 200, "it is routed to all the same"
-            scrapes = b.seen()["scrapes"]
-            until(lambda: b.seen()["scrapes"] >= scrapes + 2)
-            for each in (a, b):
-                each.script("ok", metrics=page.replace("queue_depth", "num_queue_reqs"))
-            until(lambda: health(router).body == b"ok\n")
-    said = [each.message for each in caplog.records if "load of worker" in each.message]
-    assert len(said) == 4, "two workers, two reasons"
+def test_roles_that_the_planner_gave_are_on_the_pages(dead: str) -> None:
+    core = RouterCore(parse({}), seed=1)
+    with RouterThread([f"a=http://{dead},role=any"], core=core) as router:
 
+        def change() -> tuple[bytes, dict[str, str]]:
+            core.fleet.assign("a", WorkerRole.PREFILL)
+            router.router.workers["a"].word = WorkerWord.UP
+            said = {each.name: each for each in _families(router.router)}
+            [role] = said["kvstore_router_worker_role"].samples
+            return health_of(router.router).body, role.labels
 
-def test_a_dry_run_without_a_worker_says_so(dead: str) -> None:
-    core = cast("TurnsCore", RouterCore(RoutingPolicy(), seed=1))
-    with RouterThread([f"a=http://{dead}"], core=core) as router:
-        until(lambda: b"worker a is down" in health(router).body)
-        answer = router.ask(path="/kvstore/explain/v1/completions")
-        assert answer[0] == 200
-        found = json.loads(answer[2])
-        assert (found["chosen"], found["degraded"]) == ("a", ["last-resort"])
+        page, labels = router.on_loop(change)
+        assert b"; planned roles: a prefill" in page
+        assert labels == {"worker": "a", "role": "prefill"}
 
 
 def test_a_router_is_ready_when_a_worker_has_answered(
@@ -183,12 +161,6 @@ def test_a_model_that_no_worker_serves_is_named_and_every_model_is_not_ready(
         scrapes = a.seen()["scrapes"]
         until(lambda: a.seen()["scrapes"] > scrapes + 1)
         assert said(canary) == 1, "once"
-        policy.write_text(CHAT.replace("canary", "other"))
-        router.on_loop(router.router.adopt_policy)
-        until(lambda: said("pool other of model chat has no worker") == 1)
-        policy.write_text(CHAT.replace("weight: 9", "weight: 0").replace("canary", "stable"))
-        router.on_loop(router.router.adopt_policy)
-        until(lambda: b"workers of pool stable serve llama, not llama-tuned" in health(router).body)
         policy.write_text("models: {chat: {pools: [{pool: stable, served: llama}]}}")
         router.on_loop(router.router.adopt_policy)
         until(lambda: health(router).body == b"ok\n")
@@ -222,33 +194,6 @@ def test_a_refused_policy_is_on_the_pages_until_another_one_is_read(
         assert "is a pipe, which is read once" in health(router).body.decode()
 
 
-def test_a_lost_index_is_on_the_page_until_it_is_back() -> None:
-    loop = LoopThread("index")
-
-    def replica(listen: str) -> Replica:
-        host, _, port = listen.rpartition(":")
-        config = ReplicaConfig(
-            host=host, port=int(port), entry_count_max=1 << 16, option="--listen"
-        )
-        return Replica(config, None, loop)
-
-    index = replica("127.0.0.1:0")
-    try:
-        with RouterThread([], index=[index.address], insecure=True) as router:
-            calls = router.router.index
-            assert calls is not None
-            until(lambda: calls.epoch > 0)
-            assert b"index" not in health(router).body
-            address = index.address
-            index.close()
-            until(lambda: b"the index is lost" in health(router).body)
-            index = replica(address)
-            until(lambda: b"the index is lost" not in health(router).body)
-    finally:
-        index.close()
-        loop.close()
-
-
 def test_a_tokenizer_that_is_not_used_is_on_the_page(tmp_path: Path, dead: str) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     flags: dict[str, Any] = {"index": [dead], "insecure": True, "tokenizer": [f"wrong={tmp_path}"]}
@@ -261,7 +206,8 @@ def test_a_tokenizer_that_is_not_used_is_on_the_page(tmp_path: Path, dead: str) 
 
 
 def test_a_wrong_name_under_draining_is_said(dead: str) -> None:
-    core = TurnsCore()
-    core.policy = parse({"draining": ["a", "aa"]})
-    with RouterThread([f"a=http://{dead}"], core=core) as router:
+    policy = parse({"draining": ["a", "aa"]})
+    with RouterThread([f"a=http://{dead}"]) as router:
+        router.on_loop(lambda: router.router.dispatcher.adopt(policy))
+        assert router.words() == {"a": "draining"}
         assert b"draining in the policy file names no worker: aa" in health(router).body

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from msgspec import structs
 
 from kvstore.router.keys.index_calls import Listed
 from kvstore.wire.load import EngineEntry
@@ -19,7 +16,6 @@ from tests.integration.router.test_prefill import (
     body,
     engines as engines,
     routed,
-    started as started,
 )
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
@@ -72,17 +68,6 @@ def test_the_name_of_an_engine_breaks_no_answer(engines: Engines, name: str, rol
             assert headers["x-kvstore-prefill-worker"].startswith("n/")
 
 
-@pytest.mark.parametrize(
-    "address", [r"http://a\b", "http://\N{ZERO WIDTH SPACE}", "http://" + "a" * 64, "http://a..b"]
-)
-def test_an_address_that_is_no_host_takes_no_request(engines: Engines, address: str) -> None:
-    with RouterThread([engines["e"].flag], **WITH_INDEX) as router:
-        found = [listed("bad", address), listed("good", engines["d"].url)]
-        router.on_loop(lambda: router.router.discovery.listed(found))
-        assert [router.ask(body(number))[0] for number in range(4)] == [200] * 4
-        assert sorted(worker.name for worker in router.router.workers) == ["e", "n/good/0"]
-
-
 @pytest.mark.parametrize("role", ["both", "prefill"])
 def test_an_engine_whose_address_is_the_router_takes_no_request(
     engines: Engines, role: str
@@ -123,49 +108,6 @@ def test_fields_of_clients_that_steer_an_engine_go_nowhere(engines: Engines, fie
                 assert sent.get(field) != "y"
         assert router.ask(body() | {"prompt": "short", field: "y"})[0] == 200
         assert field not in json.loads(engines["d"].seen()["body"])
-
-
-@pytest.mark.parametrize("has_tenants", [False, True])
-def test_a_tenant_is_not_served_before_others(
-    engines: Engines, tmp_path: Path, has_tenants: bool
-) -> None:
-    (keys := tmp_path / "keys.yaml").write_text("team-a: key-of-team-a-0001\n")
-    more: dict[str, Any] = {"api_keys": str(keys)} if has_tenants else {}
-    with routed(engines, "d", together=False, **more) as router:
-        asked = body() | {"priority": -9, "vllm_xargs": {"priority": -9, "kept": 1}}
-        auth = {"Authorization": "Bearer key-of-team-a-0001"}
-        assert router.ask(asked, headers=auth)[0] == 200
-        sent = json.loads(engines["d"].seen()["body"])
-        assert ("priority" in sent, "priority" in sent["vllm_xargs"]) == (not has_tenants,) * 2
-
-
-HARMFUL: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({}, {"X-Session-Id": "\xff"}),
-    ({"max_tokens": 10**400}, {}),
-    ({"max_tokens": -(10**400)}, {}),
-    ({"user": "u" * 100_000}, {}),
-]
-
-
-@pytest.mark.parametrize(("more", "headers"), HARMFUL, ids=range(len(HARMFUL)))
-def test_numbers_and_names_of_a_client_fail_no_request(
-    engines: Engines, more: dict[str, Any], headers: dict[str, str]
-) -> None:
-    """One is at the engine, which takes one at a time; of those that wait, one means harm."""
-    engines["d"].script("ok", delays_s=[1.0])
-    with routed(engines, "d", together=False) as router, ThreadPoolExecutor() as threads:
-        one = structs.replace(router.core.policy.limits, running_max=1)
-        policy = structs.replace(router.core.policy, limits=one)
-        router.on_loop(lambda: router.router.dispatcher.adopt(policy))
-        answers = []
-        for count, head in enumerate(({}, {}, headers, {})):
-            asked = body(count, **(more if head is headers else {}))
-            answers.append(threads.submit(router.ask, asked, headers=head))
-            until(partial(lambda many: len(router.core.open) == many, count + 1))
-        assert len(router.core.room) == 3
-        assert [each.result()[0] for each in answers] == [200] * 4
-        assert router.ask(body(4, **more), headers=headers)[0] == 200
-        assert all(draft.plain.output_tokens > 0 for draft in router.core.take_drafts())
 
 
 def test_an_error_of_the_router_at_a_request_is_its_answer_and_logged_once(

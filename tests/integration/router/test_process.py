@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,6 @@ from kvstore.testing.process import Lab, RouterProcess
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker
-
-LONG = "The same beginning of a long conversation. " * 200
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
-    directory = tmp_path_factory.mktemp("engines")
-    with (
-        ScriptedWorker.start(directory, "a") as first,
-        ScriptedWorker.start(directory, "b") as other,
-    ):
-        yield [first, other]
-
-
-@pytest.fixture
-def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
-    for each in engines:
-        each.script("ok")
-    return engines
 
 
 def start(directory: Path, workers: list[ScriptedWorker], *flags: str) -> RouterProcess:
@@ -59,14 +39,6 @@ def page(router: RouterProcess, name: str) -> str:
         return str(answer.read().decode())
 
 
-def is_ok(router: RouterProcess) -> bool:
-    try:
-        return page(router, "healthz") == "ok\n"
-    except urllib.error.HTTPError as error:
-        error.close()
-        return False
-
-
 def cli(*arguments: str) -> str:
     return kvstore("route", *arguments)
 
@@ -78,39 +50,11 @@ def kvstore(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("policy", ["cost", "least-load", "round-robin"])
-def test_with_one_of_two_always_failing_no_request_fails(
-    workers: list[ScriptedWorker], tmp_path: Path, policy: str
-) -> None:
-    (tmp_path / "policy.yaml").write_text(f"policy: {policy}\n")
-    workers[1].script("fail")
-    with start(tmp_path, workers, "--policy", str(tmp_path / "policy.yaml")) as router:
-        port = port_of(router)
-        assert [ask(port)[0] for _ in range(60)] == [200] * 60
-        assert router.stop() == 0
-
-
-def test_an_equal_beginning_goes_to_the_same_worker(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    """No index, no tokens: by what was sent where."""
-    with start(tmp_path, workers) as router:
-        port = port_of(router)
-        homes = [
-            ask(port, ASK | {"prompt": f"{user} {LONG} {turn}"})[1]["x-kvstore-worker"]
-            for turn in range(3)
-            for user in range(24)
-        ]
-        for user in range(24):
-            assert len(set(homes[user::24])) == 1, homes
-        assert set(homes) == {"a", "b"}
-
-
 def test_top_shows_the_page_of_a_router(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with start(tmp_path, workers, "--worker", "c=http://127.0.0.1:1") as router:
         until(lambda: 'kvstore_router_workers{state="down"} 1.0' in page(router, "metrics"))
         for _ in range(3):
-            assert ask(port_of(router), ASK | {"stream": True, "prompt": LONG})[0] == 200
+            assert ask(port_of(router), ASK | {"stream": True})[0] == 200
         until(lambda: '_ttft_seconds_count{kind="achieved"} 3.0' in page(router, "metrics"))
         lines = kvstore("top", "--once", "--page", router.metrics_url).splitlines()
     rows = [line.split() for line in lines]
@@ -120,28 +64,6 @@ def test_top_shows_the_page_of_a_router(workers: list[ScriptedWorker], tmp_path:
     assert [row[:4] for row in rows if row[:1] == ["c"]] == [["c", "down", "0", "0"]]
     (header,) = (row for row in rows if row[:3] == ["prompt", "tokens", "cached"])
     assert header == ["prompt", "tokens", "cached", "predicted", "TTFT", "predicted"]
-
-
-def test_an_adapter_that_an_engine_lists_is_served_though_none_runs(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
-    """As vLLM says it when it is idle."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    idle = "".join(f"vllm:{name} 0\n" for name in names)
-    idle += 'vllm:lora_requests_info{running_lora_adapters="",waiting_lora_adapters=""} 1.0\n'
-    workers[0].script("ok", metrics=idle, adapters={"lora": "/models/lora"})
-    with start(tmp_path, workers) as router:
-        port = port_of(router)
-        until(lambda: ask(port, ASK | {"model": "lora"})[0] == 200)
-        scrapes = workers[0].seen()["scrapes"]
-        until(lambda: workers[0].seen()["scrapes"] > scrapes + 1)
-        for _ in range(4):
-            status, headers, _ = ask(port, ASK | {"model": "lora"})
-            assert (status, headers["x-kvstore-worker"]) == (200, "a"), "b does not list it"
-        assert json.loads(workers[0].seen()["body"])["model"] == "lora"
-        listed = json.loads(ask(port, path="/v1/models", method="GET")[2])["data"]
-        assert [row["id"] for row in listed] == ["lora", "m"]
-        assert ask(port, ASK | {"model": "other"})[0] == 404
 
 
 def test_receipts_are_written_explained_and_replayed(
@@ -208,20 +130,6 @@ def _requests(router: RouterProcess) -> float:
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows if "router_requests_total{" in row)
 
 
-def test_a_log_of_receipts_is_bounded(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    log = tmp_path / "receipts"
-    with start(tmp_path, workers, "--receipts", f"{log}:32KiB") as router:
-        port = port_of(router)
-
-        def is_turned() -> bool:
-            ask(port)
-            return log.with_name("receipts.1").exists()
-
-        until(is_turned)
-        until(is_turned)
-        assert log.with_name("receipts.1").stat().st_size < 64 << 10
-
-
 def test_a_policy_is_read_again_and_a_wrong_one_refused(
     workers: list[ScriptedWorker], tmp_path: Path
 ) -> None:
@@ -230,9 +138,8 @@ def test_a_policy_is_read_again_and_a_wrong_one_refused(
     with start(tmp_path, workers, "--policy", str(path)) as router:
         port = port_of(router)
         until(lambda: ask(port, ASK | {"model": "alias"})[0] == 200)
-        assert (
-            json.loads(workers[0].seen().get("body") or workers[1].seen()["body"])["model"] == "m"
-        )
+        served = "ab".index(ask(port, ASK | {"model": "alias"})[1]["x-kvstore-worker"])
+        assert json.loads(workers[served].seen()["body"])["model"] == "m"
         path.write_text("policy: nonsense\n")
         router.process.send_signal(signal.SIGHUP)
         until(lambda: "the policy stays as it was" in router.log)
@@ -240,27 +147,6 @@ def test_a_policy_is_read_again_and_a_wrong_one_refused(
         path.write_text("models: {served: {aliases: [other], pools: [{pool: default}]}}\n")
         router.process.send_signal(signal.SIGHUP)
         until(lambda: ask(port, ASK | {"model": "alias"})[0] == 404)
-
-
-def test_pages_name_what_is_wrong(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    with start(tmp_path, workers) as router:
-        until(lambda: is_ok(router))  # a worker has answered
-        workers[1].script("sick")
-        until(lambda: "worker b is down (/health: status 503)" in page(router, "healthz"))
-        found = page(router, "metrics")
-        assert 'kvstore_router_workers{state="down"} 1.0' in found
-        assert 'kvstore_router_saturation{cause="' in found
-        assert 'kvstore_router_desired_replicas{pool="default",role="decode"} ' in found
-        workers[0].script("sick")
-
-        def is_out() -> bool:
-            try:
-                page(router, "healthz")
-            except urllib.error.HTTPError as error:
-                return error.code == 503
-            return False
-
-        until(is_out)
 
 
 def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:

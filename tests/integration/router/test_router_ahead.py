@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +36,15 @@ POLICY = {
 }
 
 
-@dataclass
-class Pair:
-    """n1 has the index and a disk; the engine that the router knows is there."""
-
-    n1: NodeProcess
-    n2: NodeProcess
-
-
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    directory = tmp_path_factory.mktemp("pair")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """It has the index and a disk; the engine that the router knows is there."""
+    directory = tmp_path_factory.mktemp("node")
     peers = ("--peer-listen", "127.0.0.1:0", "--transport", "tcp", "--insecure")
-    disk = ("--file", f"{directory}/disk:256MiB", "--index-listen", "127.0.0.1:0")
-    with contextlib.ExitStack() as stack:
-        folders = [directory / name for name in ("n1", "n2")]
-        for folder in folders:
-            folder.mkdir()
-        first = (*peers, *disk, "--node-name", "n1")
-        n1 = stack.enter_context(NodeProcess.start(folders[0], dram="16MiB", flags=first))
-        second = (*peers, "--index", n1.index, "--node-name", "n2")
-        n2 = stack.enter_context(NodeProcess.start(folders[1], dram="16MiB", flags=second))
-        yield Pair(n1, n2)
+    index = ("--index-listen", "127.0.0.1:0", "--node-name", "n1")
+    flags = (*peers, *index, "--file", f"{directory}/disk:256MiB")
+    with NodeProcess.start(directory, dram="16MiB", flags=flags) as started:
+        yield started
 
 
 class Waiting:
@@ -70,13 +56,13 @@ class Waiting:
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, pair: Pair, worker: ScriptedWorker, directory: Path) -> Iterator[Waiting]:
+    def start(cls, node: NodeProcess, worker: ScriptedWorker, directory: Path) -> Iterator[Waiting]:
         flag = f"{worker.flag},node=n1,block={BLOCK_TOKENS},seed={SEED}"
         core, log = RouterCore(parse(POLICY), seed=1), directory / "receipts"
-        settings: dict[str, Any] = {"index": [pair.n1.index], "index_timeout": 500}
+        settings: dict[str, Any] = {"index": [node.index], "index_timeout": 500}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(storing(pair.n1, worker))
-            with IndexClient([pair.n1.index], insecure=True) as client:
+            stack.enter_context(storing(node, worker))
+            with IndexClient([node.index], insecure=True) as client:
                 until(lambda: any(each.engines for each in client.nodes(engines=True).nodes))
             router = stack.enter_context(
                 RouterThread([flag], core=core, insecure=True, receipts=str(log), **settings)
@@ -149,11 +135,11 @@ def no_leaks() -> None:
 
 
 @pytest.fixture(scope="module")
-def waiting(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
+def waiting(node: NodeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
     directory = tmp_path_factory.mktemp("router")
     with (
         ScriptedWorker.start(directory, "a") as worker,
-        Waiting.start(pair, worker, directory) as started,
+        Waiting.start(node, worker, directory) as started,
     ):
         yield started
 
@@ -164,9 +150,11 @@ def prompt(first: int) -> tuple[list[int], list[bytes]]:
     return ids, [*block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED)]
 
 
-def test_blocks_on_disk_are_in_dram_when_the_request_goes(pair: Pair, waiting: Waiting) -> None:
+def test_blocks_on_disk_are_in_dram_when_the_request_goes(
+    node: NodeProcess, waiting: Waiting
+) -> None:
     ids, keys = prompt(1000)
-    with attached(pair.n1.socket) as engine, IndexClient([pair.n1.index], insecure=True) as client:
+    with attached(node.socket) as engine, IndexClient([node.index], insecure=True) as client:
         engine.store(keys)
         engine.release(engine.lease_stored(keys))
         numbers = iter(range(1000))
@@ -189,22 +177,6 @@ def test_blocks_on_disk_are_in_dram_when_the_request_goes(pair: Pair, waiting: W
     assert (prepared.reading, prepared.sought, prepared.trouble) == (BLOCKS, 0, "")
 
 
-def test_blocks_of_another_node_are_here_when_the_request_goes(
-    pair: Pair, waiting: Waiting
-) -> None:
-    ids, keys = prompt(5000)
-    with attached(pair.n2.socket) as there, IndexClient([pair.n1.index], insecure=True) as client:
-        there.store(keys)
-        assert becomes(client, keys, {"n2": BLOCKS})
-        with waiting.held(ids):
-            assert becomes(client, keys, {"n1": BLOCKS, "n2": BLOCKS})
-    status, headers = waiting.answer()
-    assert status == 200
-    [prepared] = waiting.receipt(headers["x-request-id"]).outcome.prepared
-    assert (prepared.dram, prepared.reading, prepared.sought) == (0, 0, BLOCKS)
-    assert waiting.ahead.blocks["waits", "node"] == BLOCKS
-
-
 def test_hints_are_acknowledged(waiting: Waiting) -> None:
     ids, _ = prompt(9000)
     hints = {"X-Kvstore-Pin-Ttl-S": "120", "X-Session-Id": "s", "X-Kvstore-Session-End": "1"}
@@ -218,22 +190,3 @@ def test_hints_are_acknowledged(waiting: Waiting) -> None:
         assert headers["x-kvstore-pin"] == "0; reason=invalid"
     _, headers, _ = waiting.router.ask(ASK | {"prompt": ids})
     assert "x-kvstore-pin" not in headers
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", ""])
-def test_a_node_that_is_dead_or_unknown_costs_a_request_nothing(
-    pair: Pair, waiting: Waiting, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    ids, keys = prompt(20_000 + 1000 * len(address))
-    found = {"n1": address} if address else {}
-    monkeypatch.setattr(waiting.router.router.index, "addresses", found)
-    failed = waiting.ahead.counts["waits", "failed"]
-    with attached(pair.n2.socket) as there, IndexClient([pair.n1.index], insecure=True) as client:
-        there.store(keys)
-        assert becomes(client, keys, {"n2": BLOCKS})
-        with waiting.held(ids):
-            until(lambda: waiting.ahead.counts["waits", "failed"] == failed + 1)
-    status, headers = waiting.answer()
-    assert status == 200
-    [prepared] = waiting.receipt(headers["x-request-id"]).outcome.prepared
-    assert prepared.trouble

@@ -6,24 +6,17 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from kvstore.config.router import WorkerText, load_router_config
 from kvstore.router.engines.discovery import Discovery
 from kvstore.router.engines.slices import KubernetesApi, Slices
 from kvstore.router.engines.workers import WorkerAddress, Workers
-from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import parse
 from kvstore.testing.process import Lab
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
 
 WAIT_S = 10.0
 TEXT = WorkerText(name="svc", url="kubernetes://ns/svc/http", options={"kind": "sglang"})
@@ -194,54 +187,6 @@ def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: Path) 
             await task
 
     asyncio.run(scenario())
-
-
-def test_requests_end_where_a_pod_terminates_and_new_ones_go_elsewhere(tmp_path: Path) -> None:
-    """It is the same worker, and the last resort."""
-    core = cast("Any", RouterCore(parse({"policy": "session"}), seed=1))
-    ask = {"model": "m", "prompt": "x", "user": "u"}
-    with (
-        ScriptedWorker.start(tmp_path, "a") as a,
-        ScriptedWorker.start(tmp_path, "b") as b,
-        RouterThread([], core=core, worker_dns=["http://localhost:1"], insecure=True) as router,
-    ):
-        pods = {each.name: WorkerAddress(name=each.name, url=each.url) for each in (a, b)}
-
-        def found(*names: str, terminating: str = "") -> None:
-            now = [
-                msgspec.structs.replace(pods[name], is_terminating=name == terminating)
-                for name in names
-            ]
-            router.on_loop(lambda: router.router.discovery.found("slices", now))
-
-        def homes() -> set[str]:
-            answers = [router.ask(ask) for _ in range(4)]
-            assert [status for status, _, _ in answers] == [200] * 4
-            return {headers["x-kvstore-worker"] for _, headers, _ in answers}
-
-        found("a")
-        until(lambda: router.words().get("a") == "up")
-        worker = router.on_loop(lambda: router.router.workers["a"])
-        assert homes() == {"a"}
-        a.script("ok", pieces=200, pause_s=0.1)
-        with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(router.ask, {**ask, "stream": True})
-            until(lambda: router.on_loop(lambda: router.core.fleet.in_flight("a")) == 1)
-            found("a", "b", terminating="a")
-            until(lambda: router.words().get("b") == "up")
-            assert router.words()["a"] == "draining"
-            assert router.on_loop(lambda: router.core.fleet.in_flight("a")) == 1
-            assert homes() == {"b"}, "its conversation, too"
-            a.script("ok")
-            status, headers, body = stream.result(20)
-        assert (status, headers["x-kvstore-worker"]) == (200, "a")
-        assert body.endswith(b"[DONE]\n\n")
-        assert router.on_loop(lambda: router.router.workers["a"]) is worker
-        found("a", terminating="a")
-        assert homes() == {"a"}, "none other is left"
-        assert router.ask(path="/health", method="GET")[0] == 200
-        found()
-        assert router.ask(ask)[0] == router.ask(path="/health", method="GET")[0] == 503
 
 
 def test_a_source_that_fails_keeps_its_workers() -> None:

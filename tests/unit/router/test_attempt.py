@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -58,9 +60,11 @@ class Engine:
         self.engines = EngineHttp(None)
         self.open: set[asyncio.StreamWriter] = set()
         self.url = ""
+        self.connection_count = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open.add(writer)
+        self.connection_count += 1
         try:
             while await reader.readuntil(b"\r\n\r\n"):
                 await reader.readexactly(2)
@@ -185,6 +189,81 @@ def test_a_connection_that_is_closing_is_not_used_again() -> None:
             return engine.engines.place(attempt.worker.url).idle() is not None
 
     assert not asyncio.run(used()), "the request would fail, and count against the engine"
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
+TRAILED = CHUNKED[:-2] + b"Link: x\r\nConnection: content-type\r\n\r\n"
+CLOSED = HEAD + b"Connection: close\r\nContent-Length: 5\r\n\r\nhello"
+
+
+def read(got: bytes) -> tuple[str | None, str | None, bytes]:
+    """(Content-Type, Link, body) as a client reads them."""
+    answer = http.client.HTTPResponse(cast("Any", SimpleNamespace(makefile=lambda _: BytesIO(got))))
+    answer.begin()
+    return answer.getheader("Content-Type"), answer.getheader("Link"), answer.read()
+
+
+@pytest.mark.parametrize("step", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("answer", "closes", "whole"),
+    [
+        (CHUNKED, False, b"hello world"),
+        (TRAILED, False, b"hello world"),
+        (SIZED, False, b"hello"),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + SIZED, False, b"hello"),
+        (HEAD + b"\r\nhello world", True, b"hello world"),
+        (CLOSED, True, b"hello"),
+        (HEAD + b"Content-Length: 0\r\n\r\n", False, b""),
+    ],
+)
+def test_an_answer_arrives_whole_in_any_framing(
+    answer: bytes, closes: bool, whole: bytes, step: int
+) -> None:
+    async def twice() -> None:
+        async with scripted() as engine:
+            for _ in range(2):
+                client = Client()
+                running = run(engine.attempt(client))
+                writer = await engine.asked.get()
+                for at in range(0, len(answer), step):
+                    writer.write(answer[at : at + step])
+                    await asyncio.sleep(0)
+                if closes:
+                    writer.close()
+                await running
+                assert read(client.got) == ("text/plain", None, whole)
+            assert engine.connection_count == 1 + closes, "one is kept where it can be"
+
+    asyncio.run(twice())
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_streamed"),
+    [
+        (HEAD + b"X-Long: " + b"x" * (100 << 10) + b"\r\nContent-Length: 5\r\n\r\nhello", False),
+        (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello", False),
+        (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", False),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", False),
+        (b"SSH-2.0-OpenSSH\r\n", False),
+        (CHUNKED[:-9], True),
+        (HEAD + b"Content-Length: 400000\r\n\r\nhello", True),
+    ],
+)
+def test_an_answer_that_is_none_or_half_of_one_fails_the_attempt(
+    answer: bytes, *, has_streamed: bool
+) -> None:
+    async def broken() -> LegFailure:
+        async with scripted() as engine:
+            running = run(engine.attempt(Client()))
+            writer = await engine.asked.get()
+            writer.write(answer)
+            writer.close()
+            with pytest.raises(LegFailure) as failed:
+                await running
+            return failed.value
+
+    found = asyncio.run(broken())
+    assert (found.failure, found.has_streamed) == (Failure.BROKEN, has_streamed)
 
 
 FAULTS: list[tuple[int, bytes, Fault | None]] = [

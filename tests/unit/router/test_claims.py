@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,8 @@ from aiohttp import web
 from kvstore.router.front.attempt import Attempt, Beaten, LegFailure
 from kvstore.router.front.race import Race
 from kvstore.routing.events import Failure
+
+Decode = Callable[[Attempt], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Silent:
@@ -58,13 +61,38 @@ class Played:
             raise
         return cast("web.StreamResponse", place)
 
-    async def run(self) -> Any:
-        running = asyncio.create_task(self.race.run(self.decode, 0.0, lambda: self.pair[1]))
-        for _ in range(10):  # both wait for their pieces
+    async def both_wait(self, decode: Decode | None = None) -> asyncio.Task[Any]:
+        """Both attempts have begun and wait for their pieces."""
+        run = self.race.run(decode or self.decode, 0.0, lambda: self.pair[1])
+        running = asyncio.create_task(run)
+        for _ in range(10):
             await asyncio.sleep(0)
         assert self.race._has_both
+        return running
+
+    async def run(self, decode: Decode | None = None) -> Any:
+        """What the race comes to when the pieces of both are there in one turn."""
+        running = await self.both_wait(decode)
         self.piece.set()
         return await running
+
+
+def test_an_attempt_that_has_answered_in_time_has_no_rival() -> None:
+    asked = list[int]()
+
+    def second() -> None:
+        asked.append(1)
+
+    async def alone() -> None:
+        played = Played()
+        cast("Any", played.pair[0]).has_answered = True
+        running = asyncio.create_task(played.race.run(played.decode, 0.0, second))
+        await asyncio.sleep(0.01)
+        played.piece.set()
+        assert cast("int", await running) == 0
+
+    asyncio.run(alone())
+    assert not asked
 
 
 def test_pieces_in_the_same_turn_are_one_answer() -> None:
@@ -121,9 +149,7 @@ def test_a_refusal_loses_to_an_attempt_that_runs_and_not_to_one_that_failed() ->
 def test_a_client_that_leaves_ends_both() -> None:
     async def leaving() -> list[int]:
         played = Played()
-        running = asyncio.create_task(played.race.run(played.decode, 0.0, lambda: played.pair[1]))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        running = await played.both_wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -149,11 +175,7 @@ def test_a_failure_that_nobody_has_seen_yet_is_over_before_the_claim() -> None:
             at_claim.extend(played.over)
             return cast("web.StreamResponse", 1)
 
-        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        played.piece.set()
-        assert await running == 1
+        assert await played.run(decode) == 1
         return played, at_claim
 
     played, at_claim = asyncio.run(both())
@@ -174,12 +196,8 @@ def test_a_beaten_refusal_and_the_failure_of_the_other_are_that_failure() -> Non
             await asyncio.sleep(0)
             raise LegFailure(Failure.BROKEN, "attempt 0")
 
-        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        played.piece.set()
         with pytest.raises(LegFailure, match="attempt 0"):
-            await running
+            await played.run(decode)
         return played
 
     played = asyncio.run(both())
@@ -246,9 +264,7 @@ def test_a_refused_second_whose_task_has_not_ended_is_no_answer_of_the_race() ->
                 assert played.race.attempt is played.pair[0]
             raise AssertionError("the claim below came first")
 
-        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        running = await played.both_wait(decode)
         with pytest.raises(Beaten):  # as its connection does, from the loop
             played.race.claim(played.pair[1])
         played.piece.set()

@@ -112,5 +112,9 @@ def test_a_router_is_followed_at_one_of_its_addresses(monkeypatch: pytest.Monkey
         del streams.routers["first"]
         await play(exchange, 2 * RETRY_S)
         assert exchange.peer_count == 1, "at the other one"
+        begun = streams.begun.total()
+        await exchange.close()
+        await play(exchange, 2 * RETRY_S)
+        assert streams.begun.total() == begun, "nobody is followed after the end"
 
     run(monkeypatch, {"first": "b", "second": "b"}, test)

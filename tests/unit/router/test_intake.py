@@ -52,11 +52,15 @@ def test_other_sessions_are_told_apart_by_a_hash() -> None:
     assert all(name.isascii() and len(name) == 64 for name in found)
 
 
-def test_callers_of_the_route_service_have_the_same_bounds() -> None:
-    ask = pb.Ask(model="m", session="s" * 100_000, output_tokens_max=2**32 - 1)
-    request = _request(ask, "rpc-1", Prefix(1))
-    assert request.output_tokens_max == OUTPUT_TOKENS_MAX
-    assert request.session == session_of("s" * 100_000)
+def test_bodies_headers_and_callers_of_the_route_service_have_these_bounds() -> None:
+    long = "s" * 100_000
+    ask = pb.Ask(model="m", session=long, output_tokens_max=2**32 - 1)
+    by_body = {"model": "m", "max_tokens": 10**400, "user": long}
+    for request in (_request(ask, "rpc-1", Prefix(1)), Site().job(by_body).asked.request):
+        assert request.output_tokens_max == OUTPUT_TOKENS_MAX
+        assert request.session == session_of(long)
+    odd = Site().job({"max_tokens": -(10**400)}, {"X-Session-Id": "\udcff"}).asked.request
+    assert (odd.output_tokens_max, odd.session) == (1, session_of("\udcff"))
 
 
 KEY = "key-of-sixteen-characters"

@@ -21,7 +21,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.router.engines.connections import EngineHttp, HttpAnswer
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
 from kvstore.router.front.intake import RequestIntake, RequestJob, Tenants
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
@@ -267,6 +267,22 @@ def test_more_cached_tokens_than_expected_make_up_for_no_miss(
             cached = 0 if number % 3 < misses else 1000
             site.parity.observed(site.worker, "m", 100, cached)
         assert site.worker.has_parity == is_known
+
+    run(scenario)
+
+
+def test_an_adapter_is_load_only_by_itself() -> None:
+    async def scenario() -> None:
+        site = Site()
+        adapter = site.worker.adapters["lora"] = WorkerAdapter("m", "/lora")
+        adapter.is_wanted = True
+        await site.parity.once()
+        assert adapter.trouble == parity.UNSAID, "its engine said no digest"
+        site.workers.compared(adapter, "")
+        for _ in range(120):
+            site.parity.observed(site.worker, "lora", 100, 10)
+        assert "of the tokens that the index showed" in adapter.trouble
+        assert (site.worker.parity, site.worker.has_parity) == ("", True)
 
     run(scenario)
 

@@ -88,12 +88,6 @@ def test_every_kind_of_the_flag_has_a_row_and_every_row_with_metrics_a_page() ->
     assert {kind for kind, row in ENGINES.items() if row.metrics} == set(map(kind_of, PAGES))
 
 
-def test_the_head_of_a_page_names_its_source() -> None:
-    for page, text in PAGES.items():
-        head = text.partition(b"\n")[0]
-        assert head.startswith(b"# Recorded " if page == "vllm" else b"# Written by hand")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -174,12 +168,6 @@ def test_two_models_of_one_engine_are_added_up_and_their_shares_averaged() -> No
     found = findings_of(ENGINES["vllm"], two)
     assert found.load == LoadSample(waiting=4, running=6, memory_used=0.5)
     assert not found.missing
-
-
-def test_a_page_of_another_kind_has_nothing() -> None:
-    found = findings_of(ENGINES["sglang"], PAGES["vllm"])
-    assert found.load == LoadSample()
-    assert found.missing == tuple(each.metric for each in ENGINES["sglang"].load)
 
 
 def test_labels_are_read_whatever_is_in_their_values() -> None:

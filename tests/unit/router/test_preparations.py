@@ -27,7 +27,7 @@ class Node:
 
     def __init__(self) -> None:
         self.fault: Code | None = None
-        self.calls = 0
+        self.calls = self.closed = 0
 
     def unary_unary(self, *_: object) -> Callable[..., Coroutine[Any, Any, bytes]]:
         return self.prepare
@@ -39,7 +39,8 @@ class Node:
             raise grpc.aio.AioRpcError(self.fault, grpc.aio.Metadata(), grpc.aio.Metadata(), "")
         return encode(PrepareReply(reading=3))
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.closed += 1
 
 
 class Site:
@@ -47,12 +48,13 @@ class Site:
 
     def __init__(self) -> None:
         self.node, self.answers = Node(), list[PrepareAnswered]()
-        workers = Workers(lambda _: None)
+        self.addresses = {"n": "n:1"}
+        self.workers = workers = Workers(lambda _: None)
         workers.replace([WorkerAddress(name="a", url="http://a:1", node="n")])
         self.ahead = Preparations(
             None,
             workers=workers,
-            index=cast("IndexCalls", SimpleNamespace(addresses={"n": "n:1"})),
+            index=cast("IndexCalls", SimpleNamespace(addresses=self.addresses)),
             spaces=cast("Spaces", SimpleNamespace(of=lambda _: [("", b"space")])),
             answered=self.answers.append,
         )
@@ -85,6 +87,22 @@ def test_a_node_has_eight_calls_at_a_time_and_the_next_ones_when_they_are_over(
             found = await site.prepare(CALLS_MAX + 1)
             assert found == [""] * CALLS_MAX + ["its node has not answered others yet"]
         assert site.node.calls == 3 * CALLS_MAX
+
+    run(monkeypatch, test)
+
+
+def test_calls_go_to_the_address_that_the_index_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(site: Site) -> None:
+        assert await site.prepare(1) == [""]
+        del site.addresses["n"]
+        assert await site.prepare(1) == ["the index has no address of its node"]
+        site.addresses["n"] = "n:2"
+        assert await site.prepare(1) == [""]
+        site.addresses["n"] = "n:3"
+        assert await site.prepare(1) == [""]
+        assert (site.node.calls, site.node.closed) == (3, 2), "each address has a channel"
+        site.workers.replace([])
+        assert await site.prepare(1) == ["the worker has left"]
 
     run(monkeypatch, test)
 

@@ -138,15 +138,15 @@ def most_in_a_second(asked: list[tuple[float, str, str]]) -> int:
     return max(sum(begin <= other < begin + 1 for other in at_s) for begin in set(at_s))
 
 
-@pytest.mark.parametrize(("count", "period_s"), [(1, 1.0), (100, 2.0), (500, 10.0)])
-@pytest.mark.parametrize("fails", ["none", "all", "half", "each often"])
+@pytest.mark.parametrize(("count", "period_s"), [(1, 1.0), (500, 10.0)])
+@pytest.mark.parametrize("fails", ["none", "half", "each often"])
 def test_probes_are_bounded_and_reach_everybody_whatever_fails(
     count: int, period_s: float, fails: str
 ) -> None:
     async def test(site: Site) -> None:
         def each() -> None:  # requests fail there, or callers say so
             for number, worker in enumerate(site.workers):
-                if fails in ("all", "each often") or (fails == "half" and number % 2):
+                if fails == "each often" or (fails == "half" and number % 2):
                     for _ in range(20 if fails == "each often" else 1):
                         site.probes.look_now(worker)
 
@@ -172,7 +172,7 @@ def test_the_second_probes_are_spread_over_the_period() -> None:
     run(test, 40)
 
 
-@pytest.mark.parametrize("count", [1, 20, 100])
+@pytest.mark.parametrize("count", [1, 100])
 def test_a_worker_that_fails_is_probed_within_two_ticks(count: int) -> None:
     async def test(site: Site) -> None:
         await site.play(30)
@@ -222,18 +222,6 @@ def test_workers_that_left_are_not_asked_and_not_kept() -> None:
         assert site.probes._readings.keys() <= site.probes._known.keys()
 
     run(test, 3)
-
-
-def test_an_engine_at_another_address_is_a_new_worker() -> None:
-    async def test(site: Site) -> None:
-        await site.play(1)
-        site.workers.replace([WorkerAddress(name="w0", url="http://other")])
-        site.engines.asked.clear()
-        await site.play(2)
-        assert {host for _, host, _ in site.engines.asked} == {"other"}
-        assert site.word() is WorkerWord.UP
-
-    run(test)
 
 
 def test_an_answered_probe_is_the_load_and_the_health() -> None:
@@ -390,6 +378,13 @@ def test_metrics_that_cannot_be_read_are_said_after_a_while_and_once(
         site.engines.pages["/metrics"] = 404
         await site.play(2.5)
         assert not site.workers["w0"].unread, "after as long a while as the first time"
+        site.engines.pages["/metrics"] = b"sglang:num_running_reqs 1\nsglang:token_usage 0.1\n"
+        await site.play(10)
+        assert not site.workers["w0"].unread, "some metrics are there after a first request only"
+        site.workers["w0"].has_served = True
+        await site.play(2)
+        assert "/metrics does not have sglang:num_queue_reqs" in site.workers["w0"].unread
+        assert site.word() is WorkerWord.UP, "it is routed to all the same"
 
     run(test, kind="sglang")
 

@@ -301,17 +301,6 @@ def test_failures_that_callers_claim_take_no_retries_from_others() -> None:
     run(test, 4)
 
 
-def test_a_claim_about_a_begun_answer_ends_its_request() -> None:
-    async def test(site: Site) -> None:
-        stream = Stream(site)
-        await stream.say(ask=PLAIN)
-        last = await stream.say(failed=pb.WorkerFailed(has_streamed=True))
-        assert (last.worker, last.status) == ("", 502)
-        assert not site.core.open
-
-    run(test)
-
-
 @pytest.mark.parametrize(
     "words",
     [

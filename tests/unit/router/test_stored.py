@@ -145,16 +145,6 @@ def test_a_response_is_found_by_the_id_that_its_engine_got() -> None:
     run(test)
 
 
-def test_an_id_of_the_client_stays_as_it_is() -> None:
-    async def test(its: Site) -> None:
-        body = b'{"model":"m","input":"x","request_id":"resp_mine"}'
-        assert json.loads((await its.ask("POST", "/v1/responses", body=body)).body) == {
-            "id": "resp_mine"
-        }
-
-    run(test)
-
-
 def test_an_id_that_no_router_made_is_looked_for_at_all_engines() -> None:
     async def test(its: Site) -> None:
         its.engines[2].has.add("resp_unknown")
