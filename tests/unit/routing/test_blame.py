@@ -164,15 +164,6 @@ def test_one_worker_alone_is_at_fault_if_others_have_served_since_it_did(failure
     assert try_at_w0("d", 4 * S) == 0, "it serves others"
 
 
-def test_five_requests_that_crash_the_only_worker_leave_it_in_use() -> None:
-    core = core_of(spec(0))
-    for n in range(5):
-        routed(arrive(core, request(f"r{n}")))
-        rejected(turn(core, fail(f"r{n}", Failure.ERROR))[0])
-    sent = routed(arrive(core, request("good")))
-    assert (sent.worker, "last-resort" in sent.receipt.degraded) == ("w0", False)
-
-
 def test_an_answer_that_broke_counts_if_others_have_served_since() -> None:
     core = core_of(spec(0), spec(1))
     for n, now_ns in enumerate((S, 2 * S)):
@@ -182,17 +173,6 @@ def test_an_answer_that_broke_counts_if_others_have_served_since() -> None:
             serve(core, "good", now_ns + MS, subset=at("w1"))
         rejected(turn(core, fail(f"r{n}", Failure.BROKEN, has_streamed=True), now_ns + MS)[0])
         assert faults(core)["w0"] == n
-
-
-def test_two_attempts_of_a_race_that_fail_are_two_suspects() -> None:
-    core = core_of(*(spec(n) for n in range(3)))
-    first = routed(arrive(core, request("r", 160, has_side_effects=False)))
-    [second] = turn(core, Late("r"), 20 * S)
-    assert isinstance(second, Raced)
-    core.step(RaceOver("r", first.worker, Failure.ERROR), 20 * S)
-    [last] = turn(core, fail("r", Failure.ERROR), 20 * S)
-    assert rejected(last).reason == "rejected-attempts"
-    assert set(faults(core).values()) == {0}
 
 
 def test_a_race_that_one_of_two_wins_blames_the_one_that_failed() -> None:
@@ -246,14 +226,6 @@ def test_a_model_without_media_is_remembered_by_the_word_of_its_engine() -> None
     comes_back(core, "w0")
     again = routed(arrive(core, request("e", has_media=True), likes_w0))
     assert again.worker == "w0", "it may be another engine now"
-
-
-@pytest.mark.parametrize("lack", [None, Lack.MODEL, Lack.CONTEXT])
-def test_another_lack_says_nothing_about_media(lack: Lack | None) -> None:
-    core = core_of(spec(0), spec(1))
-    routed(arrive(core, request("a", has_media=True), answer(hbm(0, 250))))
-    turn(core, fail("a", Failure.REFUSED, lack=lack))
-    assert not core.fleet.workers[0].without_media
 
 
 # ── claims of callers, and gateways ──────────────────────────────────────────────────────────────

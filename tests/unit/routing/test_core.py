@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvstore.routing import arrivals, core as core_module
@@ -22,7 +21,6 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import parse
-from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import PrefixMatch, SharedLoad, WorkerRole
 from tests.unit.routing.fleets import (
     MS,
@@ -32,7 +30,6 @@ from tests.unit.routing.fleets import (
     core_of,
     fail,
     hbm,
-    prefiller,
     rejected,
     request,
     routed,
@@ -53,34 +50,6 @@ def test_a_failed_attempt_goes_elsewhere_until_nobody_is_left() -> None:
     [last] = turn(core, fail("r"))
     assert (rejected(last).status, rejected(last).reason) == (502, "rejected-attempts")
     assert not core.fleet.flights
-
-
-def test_an_answer_that_began_is_not_tried_again() -> None:
-    core = core_of(spec(0), spec(1))
-    routed(arrive(core, request("r")))
-    core.step(FirstToken("r"), S)
-    [last] = turn(core, fail("r", Failure.BROKEN, has_streamed=True))
-    assert rejected(last).status == 502
-
-
-def test_with_one_worker_of_two_always_failing_no_request_fails() -> None:
-    core = core_of(spec(0), spec(1))
-    ended = failures = 0
-    for n in range(1000):
-        now_ns = S + n * 20 * MS
-        commands = core.step(Arrived(request(f"r{n}", 160)), now_ns)
-        while True:
-            sent = routed(commands[0])
-            if sent.worker == "w1":
-                break
-            failures += 1
-            commands = core.step(fail(sent.request_id), now_ns)
-        core.step(FirstToken(f"r{n}"), now_ns + MS)
-        core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns + 2 * MS)
-        ended += 1
-    core.check()
-    assert ended == 1000
-    assert 3 <= failures <= 12  # the breaker opened; probes went on
 
 
 def test_a_worker_that_was_silent_is_better_than_an_error_for_two_minutes() -> None:
@@ -251,12 +220,3 @@ def test_a_thousand_workers_that_join_are_mapped_once(monkeypatch: pytest.Monkey
     core.step(WorkerLeft(first.worker), S)
     assert routed(arrive(core, request("s"))).worker != first.worker
     assert made["maps"] == 2
-
-
-def test_every_receipt_can_be_written() -> None:
-    policy = parse({"split": {"uncached_min": 1, "busy_uncached_min": 1}})
-    core = core_of(prefiller(0), spec(1, role=WorkerRole.DECODE), policy=policy)
-    for number in range(3):
-        name = f"r{number}"
-        receipt = routed(arrive(core, request(name))).draft.receipt()
-        assert msgspec.json.decode(msgspec.json.encode(receipt), type=Receipt) == receipt

@@ -199,17 +199,6 @@ def test_a_number_that_is_not_said_is_not_0_and_what_was_known_decays() -> None:
     assert queued(99 * S) == pytest.approx(4, abs=0.01)
 
 
-def test_own_requests_are_not_counted_twice() -> None:
-    core = core_of(spec(0))
-    for n in range(3):
-        routed(arrive(core, request(f"r{n}")))
-    core.step(Scraped("w0", LoadSample(waiting=5, running=1), S), S)
-    features = core.explain(request("x"), None, S).features
-    assert (features["queued"], features["streams"]) == ([5], [1]), "six in all, three of others"
-    core.step(FirstToken("r0"), S)
-    core.check()
-
-
 def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
     core = core_of(spec(0), spec(1), spec(2, node="", engine=""))
     receipt = core.explain(
@@ -232,14 +221,6 @@ def test_a_node_without_peers_neither_serves_nor_fetches() -> None:
     assert remote() == [0, 0, 0]
     assert remote("n0", "n1") == [640, 1600, 0]
     assert remote("n1", "n2") == [0, 0, 640]
-
-
-def test_a_conversation_stays_where_its_node_has_it_if_no_other_node_can_fetch_it() -> None:
-    core = core_of(spec(0), spec(1))
-    found = PrefixAnswer(PrefixTrust.EXACT, (PrefixMatch("n0", "", 0, 0, 240),), peers=frozenset())
-    for n in range(3):  # what waits before it is short beside its history
-        routed(arrive(core, request(f"r{n}", 400, prefix=f"{n}", subset=("w0",))))
-    assert routed(arrive(core, request("x", 4000), found)).worker == "w0"
 
 
 def test_without_an_answer_the_own_tree_is_used_and_said() -> None:

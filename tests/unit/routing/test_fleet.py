@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Ending,
-    Failure,
     FirstToken,
     Late,
-    PrefillDone,
     Raced,
     RaceOver,
     RequestEnded,
@@ -20,18 +16,15 @@ from kvstore.routing.events import (
     RouteTick,
     Scraped,
     Shared,
-    WorkerLeft,
 )
-from kvstore.routing.values import LoadSample, SharedLoad, WorkerRole
+from kvstore.routing.values import LoadSample, SharedLoad
 from tests.unit.routing.fleets import (
     MS,
     S,
     answer,
     arrive,
     core_of,
-    fail,
     hbm,
-    prefiller,
     request,
     routed,
     spec,
@@ -72,61 +65,12 @@ def test_a_request_that_ended_when_the_page_was_asked_for_may_be_in_it() -> None
 # ── requests whose first token nobody sees ───────────────────────────────────────────────────────
 
 
-def test_an_unstreamed_request_leaves_the_queue_when_its_first_token_is_predicted() -> None:
-    core = core_of(spec(0))
-    due_ns = S + int(quiet(core, "r").receipt.predicted_s * S)
-    routed(arrive(core, request("streamed", 16)))
-    turn(core, RouteTick(), due_ns - 1)
-    assert counts(core) == (2, 0)
-    turn(core, RouteTick(), due_ns)
-    assert counts(core) == (1, 1), "the other one says when it begins"
-    turn(core, RequestEnded("r", Ending.DONE), due_ns)
-    assert counts(core) == (1, 0)
-
-
 def test_its_queue_is_no_backlog_for_those_after_it() -> None:
     core = core_of(spec(0))
     quiet(core, "r", 80_000)
     assert core.explain(request("x"), None, S).features["queue_s"][0] > 10
     turn(core, RouteTick(), 60 * S)
     assert core.explain(request("x"), None, 60 * S).features["queue_s"] == [0]
-
-
-@pytest.mark.parametrize(
-    ("asked_ns", "waiting", "has_begun"),
-    [(S, 0, False), (S + 1, 0, True), (S + 1, 1, False), (S - 1, 0, False)],
-)
-def test_or_when_its_engine_says_that_nobody_waits(
-    asked_ns: int, waiting: int, has_begun: bool
-) -> None:
-    core = core_of(spec(0), spec(1))
-    quiet(core, "r", subset=("w0",))
-    quiet(core, "elsewhere", subset=("w1",))
-    routed(arrive(core, request("streamed", subset=("w0",))))
-    report(core, S + 100 * MS, asked_ns, waiting=waiting, running=2)
-    assert core.fleet.flights["r"].has_begun == has_begun
-    assert not core.fleet.flights["streamed"].has_begun
-    assert not core.fleet.flights["elsewhere"].has_begun
-
-
-@pytest.mark.parametrize("numbers", [{"waiting": None}, {"running": None}])
-def test_what_an_engine_does_not_say_is_not_nobody(numbers: dict[str, Any]) -> None:
-    core = core_of(spec(0))
-    quiet(core, "r")
-    report(core, S + 2, S + 1, **numbers)
-    assert counts(core) == (1, 0)
-
-
-def test_a_second_attempt_is_predicted_by_itself() -> None:
-    core = core_of(spec(0), spec(1))
-    first = quiet(core, "r")
-    half_ns = S + int(first.receipt.predicted_s * S) // 2
-    second = routed(turn(core, fail("r", Failure.CONNECT), half_ns)[0])
-    assert second.worker != first.worker
-    turn(core, RouteTick(), S + int(first.receipt.predicted_s * S) + MS)
-    assert not core.fleet.flights["r"].has_begun
-    turn(core, RouteTick(), half_ns + int(second.receipt.predicted_s * S) + MS)
-    assert core.fleet.flights["r"].has_begun
 
 
 def test_a_second_worker_is_predicted_by_its_own_time() -> None:
@@ -146,29 +90,6 @@ def test_a_second_worker_is_predicted_by_its_own_time() -> None:
     assert counts(core, 1) == (1, 0)
     turn(core, RouteTick(), 20 * S + int(raced.predicted_s * S) + MS)
     assert counts(core, 1) == (0, 1)
-
-
-def test_a_remote_prefill_is_over_when_it_is_said() -> None:
-    core = core_of(spec(0, role=WorkerRole.DECODE), prefiller(10))
-    sent = quiet(core, "r")
-    assert sent.prefill_worker == "w10"
-    turn(core, RouteTick(), S + int(sent.receipt.predicted_s * S) + MS)
-    flights = core.fleet.flights
-    assert {flight.worker: flight.has_begun for flight in flights.values()} == {
-        "w0": True,
-        "w10": False,
-    }
-    turn(core, PrefillDone("r"), 9 * S)
-    assert [flight.worker for flight in flights.values()] == ["w0"]
-
-
-def test_an_unstreamed_request_leaves_with_its_worker() -> None:
-    core = core_of(spec(0))
-    quiet(core, "r")
-    turn(core, WorkerLeft("w0"))
-    turn(core, RouteTick(), 100 * S)
-    assert not core.fleet.flights
-    turn(core, RequestEnded("r", Ending.ABORTED), 100 * S)
 
 
 # ── the engine's own queue ───────────────────────────────────────────────────────────────────────

@@ -255,13 +255,6 @@ def test_requests_at_a_silent_worker_are_given_up_only_if_another_one_answers() 
     assert given_up(core, silence) == [], "it takes no new requests"
 
 
-@pytest.mark.parametrize("result", [LATE, REFUSED, UNWELL, ANSWERED])
-def test_no_other_word_of_a_probe_ends_requests(result: ProbeResult) -> None:
-    core = core_of(spec(0), spec(1))
-    assert given_up(core, Probed("w0", result, "why", late_s=11.0)) == []
-    assert given_up(core, Probed("gone", SILENT)) == []
-
-
 def test_a_request_that_went_back_to_a_silent_worker_has_the_whole_limit_again() -> None:
     """Probes of a worker that is silent go on, and are late ten times a second."""
     core = core_of(spec(0), spec(1))
@@ -304,14 +297,6 @@ def test_whoever_could_serve_it_is_a_reason_to_give_up(
     assert given_up(core_of(silent, other), Probed("w0", SILENT)) == ["w0"]
 
 
-def test_a_worker_that_was_never_reached_is_no_reason_to_give_up() -> None:
-    core = core_of(spec(0))
-    core.step(Joined(spec(1)), S)
-    assert given_up(core, Probed("w0", SILENT)) == []
-    core.step(Probed("w1", ANSWERED), S)
-    assert given_up(core, Probed("w0", SILENT)) == ["w0"]
-
-
 # ── draining ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -336,11 +321,6 @@ def test_the_policy_says_who_drains() -> None:
     assert core.adopt(RoutingPolicy(), S)[0] == StateChange("w0", WorkerWord.UP, "")
     receipt = routed(arrive(core, request("back"), answer(hbm(0, 256)))).receipt
     assert (receipt.chosen, receipt.filtered) == ("w0", {"w1": "down"})
-
-
-def test_a_pool_that_drains_as_a_whole_is_503() -> None:
-    core = core_of(spec(0), policy=parse({"draining": ["w0"]}))
-    assert rejected(arrive(core, request("r"))).status == 503
 
 
 def test_nobody_waits_for_workers_that_are_gone() -> None:

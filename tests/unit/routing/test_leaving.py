@@ -5,9 +5,6 @@ Requests end where a pod terminates, and new ones go there as the last resort on
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
-
 import pytest
 
 from kvstore.routing.core import RouterCore
@@ -17,7 +14,6 @@ from kvstore.routing.events import (
     Joined,
     RequestEnded,
     Routed,
-    WorkerLeft,
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.values import WorkerWord
@@ -104,48 +100,3 @@ def test_what_the_policy_drains_gets_nothing_all_the_same() -> None:
     core = core_of(spec(0), policy=parse({"draining": ["w0"]}))
     terminates(core, 0)
     assert arrive(core, request("a")).reason == "rejected-no-endpoints"  # type: ignore[union-attr]
-
-
-class Untouched(OrderedDict[int, list[int]]):
-    """Entries of the tree that nobody may look at now."""
-
-    is_closed = False
-
-    def _look(self, name: str, *args: Any) -> Any:
-        assert not self.is_closed, "a million entries would take a second"
-        return getattr(super(), name)(*args)
-
-    def __iter__(self) -> Any:
-        return self._look("__iter__")
-
-    def __getitem__(self, key: int) -> Any:
-        return self._look("__getitem__", key)
-
-    def get(self, key: int, default: Any = None) -> Any:
-        return self._look("get", key, default)
-
-    def items(self) -> Any:
-        return self._look("items")
-
-    def values(self) -> Any:
-        return self._look("values")
-
-
-def test_a_worker_that_leaves_costs_no_look_at_what_was_sent_there() -> None:
-    core = core_of(spec(0), spec(1))
-    entries = core.tree._blocks = Untouched()
-    requests = [request(f"r{n}") for n in range(20)]
-    assert {routed(arrive(core, each)).worker for each in requests} == {"w0", "w1"}
-
-    def holders() -> set[str]:
-        found = [core.tree.match(r.keys, S, step=8, young_only=False) for r in requests]
-        return {worker for each in found for worker in each}
-
-    assert holders() == {"w0", "w1"}
-    assert len(entries) == 20 * 32, "one for eight blocks"
-    entries.is_closed = True
-    core.step(WorkerLeft("w0"), S)
-    entries.is_closed = False
-    core.check()
-    assert holders() == {"w1"}
-    assert goes(core, "r20").worker == "w1"

@@ -67,14 +67,6 @@ def test_a_pool_without_workers_leaves_a_receipt_too(policy: str) -> None:
     assert receipt.outcome.rejected == "rejected-no-endpoints"
 
 
-def test_a_large_pool_without_a_worker_leaves_a_bounded_receipt() -> None:
-    names = [f"w{number}" for number in range(20)]
-    policy = parse({"receipt_workers_max": 5, "draining": names})
-    core = core_of(*(spec(n) for n in range(20)), policy=policy)
-    rejected(arrive(core, request("r")))
-    assert len(only_receipt(core).workers) == 5
-
-
 def test_requests_that_waited_in_vain_leave_a_receipt_with_the_time() -> None:
     limits = {"queue_max": 1, "running_max": 1}
     classes = {"short": {"rank": 2, "ttl_s": 2}, "interactive": {"rank": 1}}

@@ -9,12 +9,10 @@ import pytest
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
-    Ending,
     Failure,
     FirstToken,
     Leg,
     PrefillDone,
-    RequestEnded,
     Routed,
     RouteTick,
 )
@@ -92,17 +90,6 @@ def test_prefillers_that_fail_take_no_attempts_from_decoders(failure: Failure) -
     assert {local.worker, other.worker} == {"w0", "w1"}
 
 
-@pytest.mark.parametrize("failure", [Failure.ERROR, Failure.BROKEN])
-def test_a_request_that_prefillers_failed_at_may_fail_at_two_decoders(failure: Failure) -> None:
-    core = pd(prefillers=2)
-    routed(arrive(core, request("r")))
-    for _ in range(2):
-        local = routed(turn(core, fail("r", failure, Leg.PREFILL))[0])
-    other = routed(turn(core, fail("r", failure))[0])
-    assert {local.worker, other.worker} == {"w0", "w1"}
-    assert rejected(turn(core, fail("r", failure))[0]).status == 502
-
-
 @pytest.mark.parametrize(("retries", "attempts"), [(0.0, 2), (100.0, 4)])
 def test_no_request_depends_on_prefillers_however_many_fail(retries: float, attempts: int) -> None:
     core = pd(prefillers=8)
@@ -133,30 +120,6 @@ def test_a_failed_leg_leaves_no_prefix_behind() -> None:
     hits = core.tree.match(asked.keys, 3 * MS, step=8, young_only=True)
     # Of blocks that were computed before, those that the verdict trusted stay.
     assert hits[first.prefill_worker or ""] == 24
-
-
-@pytest.mark.parametrize("leg", list(Leg))
-def test_with_one_of_two_legs_always_failing_no_request_fails(leg: Leg) -> None:
-    core = pd()
-    bad = "w10" if leg is Leg.PREFILL else "w0"
-    failures = 0
-    for n in range(1000):
-        now_ns = S + n * 20 * MS
-        sent = routed(
-            arrive(core, request(f"r{n}", 600), now_ns=now_ns)
-            if n % 50 == 0
-            else core.step(Arrived(request(f"r{n}", 600)), now_ns)[0]
-        )
-        while bad in (sent.worker, sent.prefill_worker):
-            failures += 1
-            sent = routed(core.step(fail(f"r{n}", leg=leg), now_ns)[0])
-        if sent.prefill_worker:
-            core.step(PrefillDone(f"r{n}"), now_ns + MS)
-        core.step(FirstToken(f"r{n}"), now_ns + MS)
-        core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns + 2 * MS)
-    core.check()
-    assert 3 <= failures <= 15
-    assert not core.fleet.flights
 
 
 def test_remote_prefills_wait_in_lanes_and_short_ones_pass() -> None:

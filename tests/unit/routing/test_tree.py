@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvstore.routing.tree import ApproximateTree
@@ -107,66 +106,6 @@ def sent_to(tree: ApproximateTree, prompt: bytes, *, young: bool = False) -> dic
     return tree.match(prompt, S, step=1, young_only=young)
 
 
-@pytest.mark.parametrize("young", [False, True])
-def test_a_worker_that_left_is_forgotten(young: bool) -> None:
-    tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, step=1)
-    tree.insert(keys("a", 2), "w1", 0, step=1)
-    tree.forget("w0")
-    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
-    tree.insert(keys("b", 1), "w2", 0, step=1)  # takes over the bit
-    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
-    tree.forget("nobody")
-    tree.check()
-
-
-@pytest.mark.parametrize("young", [False, True])
-def test_whoever_takes_over_a_bit_has_nothing_of_the_one_before(young: bool) -> None:
-    """No entry is read between: each has the bit still."""
-    tree = ApproximateTree(blocks_max=100)
-    for name in "abc":
-        tree.insert(keys(name, 4), "w0", 0, step=1)
-    tree.forget("w0")
-    tree.insert(keys("a", 1), "w1", 0, step=1)
-    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 1}
-    assert sent_to(tree, keys("b", 4), young=young) == {}
-    tree.forget("w1")
-    tree.insert(keys("c", 2), "w2", 0, step=1)
-    assert sent_to(tree, keys("a", 4), young=young) == {}
-    assert sent_to(tree, keys("c", 4), young=young) == {"w2": 2}
-    tree.check()
-
-
-def test_a_prefix_is_withdrawn_from_the_worker_that_has_it_now() -> None:
-    tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, step=1)
-    tree.insert(keys("a", 4), "w1", 0, step=1)
-    tree.forget("w0")
-    tree.insert(keys("b", 4), "w2", 0, step=1)
-    tree.withdraw(keys("a", 4), "w2", step=1, after_blocks=0)
-    assert sent_to(tree, keys("a", 4)) == {"w1": 4}
-    tree.insert(keys("b", 4), "w1", 0, step=1)
-    tree.withdraw(keys("a", 4), "w1", step=1, after_blocks=0)
-    assert len(tree) == 4, "those that nobody has are gone"
-    tree.forget("w2")
-    tree.withdraw(keys("b", 4), "w1", step=1, after_blocks=0)
-    assert len(tree) == 0, "somebody who has left does not keep them"
-
-
-def test_what_is_new_is_of_the_one_who_has_the_bit_now() -> None:
-    tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, step=1)
-    tree.forget("w0")
-    tree.insert(keys("b", 4), "w1", 0, step=1)
-    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
-    for name in ("x", "y"):  # the bit leaves a second time, after another one
-        tree.insert(keys("c", 1), name, 0, step=1)
-    tree.forget("y")
-    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
-    tree.forget("w1")
-    assert sent_to(tree, keys("b", 4)) == {}
-
-
 def test_a_worker_that_leaves_costs_no_look_at_what_is_remembered() -> None:
     """A million entries would take a second, in which the router stands still."""
     tree = ApproximateTree(blocks_max=200_000)
@@ -186,17 +125,3 @@ def test_a_worker_that_leaves_costs_no_look_at_what_is_remembered() -> None:
     changed = [key for key, entry in tree._blocks.items() if entry != before[key]]
     assert len(changed) == 1 + 11, "and those that were read"
     assert sent_to(tree, chains[0]) == {"w0": 1, "w1": 10}
-
-
-def test_what_came_to_nothing_is_withdrawn() -> None:
-    tree = ApproximateTree(blocks_max=100)
-    prompt = keys("a", 6)
-    for worker in ("w0", "w1"):
-        tree.insert(prompt, worker, 0, step=1)
-    tree.withdraw(prompt, "w0", step=1, after_blocks=1100 / 512)
-    tree.withdraw(prompt, "unknown", step=1, after_blocks=0)
-    tree.check()
-    assert tree.match(prompt, S, step=1, young_only=True) == {"w0": 2, "w1": 6}
-    tree.withdraw(prompt, "w1", step=1, after_blocks=0)
-    tree.check()
-    assert len(tree) == 2, "keys without a worker are gone"
