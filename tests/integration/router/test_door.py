@@ -34,6 +34,7 @@ def say(port: int, text: bytes, *, then: bytes = b"") -> bytes:
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+KEY = b"Authorization: Bearer key-of-team-a-0001\r\n"
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 SMUGGLED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Smuggled: 1\r\n" + LENGTH + b"\r\n" + BODY
@@ -197,16 +198,19 @@ def test_a_client_that_waits_for_100_continue_gets_it(worker: ScriptedWorker) ->
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (LENGTH + b"Expect: 200-ok\r\n", b"417"),
-        (b"Content-Length: 99999999\r\nExpect: 100-continue\r\n", b"413"),
-        (LENGTH + LENGTH + b"Expect: 100-continue\r\n", b"400"),
+        (KEY + LENGTH + b"Expect: 200-ok\r\n", b"417"),
+        (KEY + b"Content-Length: 99999999\r\nExpect: 100-continue\r\n", b"413"),
+        (KEY + LENGTH + LENGTH + b"Expect: 100-continue\r\n", b"400"),
+        (LENGTH + b"Expect: 100-continue\r\n", b"401"),
     ],
 )
 def test_a_body_that_is_refused_is_not_asked_for(
-    worker: ScriptedWorker, head: bytes, status: bytes
+    worker: ScriptedWorker, tmp_path: Path, head: bytes, status: bytes
 ) -> None:
+    (tmp_path / "keys").write_text("team-a: key-of-team-a-0001\n")
+    flags: dict[str, Any] = {"api_keys": str(tmp_path / "keys"), "body_max": "64KiB"}
     with (
-        RouterThread([worker.flag], body_max="64KiB") as router,
+        RouterThread([worker.flag], **flags) as router,
         socket.create_connection(("127.0.0.1", router.port), timeout=10) as client,
     ):
         client.sendall(HEAD + head + b"\r\n")

@@ -81,7 +81,8 @@ def test_only_a_worker_that_is_down_is_tried_and_a_receipt_says_so(tmp_path: Pat
         until(lambda: router.router.workers["a"].state == "down")
         status, headers, _ = router.ask()
         [receipt] = receipts(log, 1)
-    assert (status, receipt["request_id"]) == (503, headers["x-request-id"])
+    assert (status, headers["x-kvstore-worker"]) == (503, "a")
+    assert receipt["request_id"] == headers["x-request-id"]
     assert receipt["outcome"]["rejected"] == headers["x-kvstore-dropped-reason"]
     assert (receipt["chosen"], "last-resort" in receipt["degraded"]) == ("a", True), "it was tried"
 

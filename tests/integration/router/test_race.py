@@ -100,6 +100,27 @@ def test_both_answer_at_the_same_time_and_the_client_gets_one(engines: Engines) 
         assert router.router.proxy.races["slower"] == 6
 
 
+@pytest.mark.parametrize(
+    ("loser", "how"),
+    [(0, {"mode": "cut", "delay_s": 2 * AFTER_S}), (1, {"mode": "fail"})],
+    ids=["first-cut", "second-500"],
+)
+def test_the_other_one_goes_on_when_one_fails(
+    engines: Engines, loser: int, how: dict[str, Any]
+) -> None:
+    with racing(engines) as router:
+        pair = first_and_second(router)
+        for name in pair:
+            engines[name].script("ok", mark=name, delay_s=6 * AFTER_S)
+        engines[pair[loser]].script(**how)
+        status, headers, answer = router.ask(BODY)
+        winner = pair[1 - loser]
+        assert (status, marks(answer), headers["x-kvstore-worker"]) == (200, [winner], winner)
+        assert router.router.proxy.races == {"begun": 1, "failed": 1}
+        until(lambda: router.failure_count(pair[loser]) == 1)  # after the answer
+        assert router.failure_count(winner) == 0
+
+
 def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
     for each in engines.values():
         each.script("stuck")

@@ -23,7 +23,7 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=8,
 )
-NAMES = st.sampled_from(["model2", "x", *STRIPPED, "cache_salt"]) | st.text()
+NAMES = st.sampled_from(["model2", "x", *STRIPPED, "cache_salt"]) | st.text(max_size=8)
 BODIES = st.dictionaries(NAMES, PLAIN)
 
 

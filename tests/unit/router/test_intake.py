@@ -199,6 +199,7 @@ def test_media_forms_and_hints_are_seen() -> None:
         ("/v1/chat/completions", {"n": 1, "store": False, "vllm_xargs": None}, True),
         ("/v1/completions", {"stream": False}, False),
         ("/v1/completions", {"n": 2}, False),
+        ("/v1/completions", {"best_of": 3}, False),
         ("/v1/completions", {"store": True}, False),
         ("/v1/completions", {"vllm_xargs": {"a": 1}}, False),
         ("/v1/responses", {}, False),

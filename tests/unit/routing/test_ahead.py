@@ -144,14 +144,6 @@ def test_the_receipt_has_the_answer() -> None:
     )
 
 
-def test_an_answer_after_the_end_changes_nothing() -> None:
-    core = held_core()
-    [prepare] = prepares(core, request("r"), answer(dram(0, 10, file=100)))
-    core.step(RequestEnded("r", Ending.ABORTED), S)
-    core.step(PrepareAnswered(prepare.number, trouble="gone"), S)
-    core.check()
-
-
 # ── hot prefixes ─────────────────────────────────────────────────────────────────────────────────
 
 

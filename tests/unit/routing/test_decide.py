@@ -316,19 +316,11 @@ def test_a_replay_under_another_policy_decides_otherwise() -> None:
     assert replay(receipt, fast).chosen == "w1", "no prefix is worth a queue"
 
 
-def test_round_robin_takes_turns_and_sessions_stay() -> None:
+def test_round_robin_takes_turns() -> None:
     core = core_of(*(spec(n) for n in range(4)), policy=RoutingPolicy(policy="round-robin"))
     turns = [routed(arrive(core, request(f"r{n}"))).worker for n in range(8)]
     assert len(set(turns[:4])) == 4
     assert turns[:4] == turns[4:]
-    core = core_of(*(spec(n) for n in range(4)), policy=RoutingPolicy(policy="session"))
-    sides = set()
-    for n in range(10):
-        its = request(f"s{n}", 160, session="one")
-        sides.add(routed(arrive(core, its)).worker)
-        core.step(RequestEnded(its.request_id, Ending.DONE), S)
-        arrive(core, request(f"other{n}", 160, session=f"{n}"))
-    assert len(sides) == 1
 
 
 def test_a_session_leaves_a_worker_with_more_than_its_share() -> None:

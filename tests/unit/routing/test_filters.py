@@ -22,7 +22,6 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import parse
 from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest
 from tests.unit.routing.fleets import (
-    MS,
     S,
     answer,
     arrive,
@@ -288,10 +287,3 @@ def test_a_red_worker_keeps_its_prefixes_where_there_is_no_index() -> None:
         core.step(RequestEnded(f"r{n}", Ending.DONE), (30 + n) * S)
     blind = routed(arrive(core, request("b", prefix="x"), answer(hbm(0, 256)), 36 * S)).receipt
     assert blind.features["hbm"] == [0, 0]
-
-
-def test_a_late_step_changes_nothing_of_a_worker_that_is_gone() -> None:
-    core = core_of(spec(0))
-    assert core.step(Judged("gone", is_parity_red=True), S + MS) == []
-    assert core.step(Scraped("gone", LoadSample(waiting=1, running=1), S), S + MS) == []
-    core.check()

@@ -222,14 +222,6 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
     assert "late" not in routed(arrive(core, request("x"))).receipt.terms
 
 
-def test_lateness_of_a_probe_that_never_ends_does_not_make_a_worker_down() -> None:
-    core = core_of(spec(0))
-    for late_s in range(1, 100):
-        core.step(Probed("w0", LATE, late_s=float(late_s)), late_s * S)
-    assert goes_to(core, "r", 100 * S) == "w0"
-    assert core.fleet.workers[0].health.is_up
-
-
 def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
     core = RouterCore(RoutingPolicy(), seed=1)
     core.step(Joined(spec(0)), 0)
