@@ -12,7 +12,7 @@ from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.trail import Trail
 from kvstore.engine.witness import PushReport
-from kvstore.obs.reasons import of_pushes, of_range, request_as_dict
+from kvstore.obs.reasons import of_pushes, of_range, story_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseRelease, Story
@@ -82,7 +82,7 @@ def test_a_request_says_what_was_pushed_what_was_computed_and_why(pair: PushPair
         "2 of 3 blocks from node p, 1 were here: granted 0.0 ms, first 0.0 ms, last 5.0 ms,"
         " sealed 5.0 ms, ended 7.0 ms; no more: aborted"
     )
-    assert request_as_dict(row)["pushes"][0]["reason"] == "aborted"  # type: ignore[index]
+    assert story_as_dict(row, None)["pushes"][0]["reason"] == "aborted"
     pair.d.hear(pair.decode.scheduler, LeaseRelease([1]))
 
 
