@@ -253,8 +253,8 @@ def _check_files(state: State, files: Files) -> None:
     reading = words_of(files._reads)
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
-    files._turns.check()
-    assert len(reading) or not files._turns, "blocks are queued, and nothing is read"
+    files._queue.check()
+    assert len(reading) or not files._queue, "blocks are queued, and nothing is read"
 
 
 def _check_fetches(state: State, fetches: Fetches, grants: Grants) -> None:

@@ -6,7 +6,7 @@
 | `jobs`     | transfers under way, how much may be in motion  | –                        |
 | `stores`   | credits out, seals in                           | Seal, Drop → Grant       |
 | `files`    | promotions from disk, places on disk            | keys → ReadFile, LeaseMore |
-| `turns`    | the queue for the disk                          | –                        |
+| `read_queue` | the queue for the disk                          | –                        |
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
 | `servings` | blocks that other nodes read here               | Serve → ServeAnswer      |

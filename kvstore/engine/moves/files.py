@@ -6,12 +6,12 @@
 
 Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
 however late. 2: a block that was read counts only if it is still wanted: its row is there and not
-in dram. 3: at most a quarter of the arena is in motion each way. 4: while turns are queued, a read
-is under way, at whose end the next one begins.
+in dram. 3: at most a quarter of the arena is in motion each way. 4: while reads are queued, one is
+under way, at whose end the next one begins.
 
 Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
-order of reads (`turns`), their I/O, deadlines and checksums (`kvstore.tiers.file`), where blocks
-are (`residency`), how long a promotion takes (`pace`).
+order of reads (`read_queue`), their I/O, deadlines and checksums (`kvstore.tiers.file`), where
+blocks are (`residency`), how long a promotion takes (`pace`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.intake import Copies, Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
-from kvstore.engine.moves.turns import Turn, Turns
+from kvstore.engine.moves.read_queue import QueuedRead, ReadQueue
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import has_repeats, leading
@@ -55,7 +55,7 @@ READ_BYTES = 8 * MIB
 READ_AHEAD_NS = NS_PER_S // 2
 """The disk is asked for no more at once than it reads in about this time: the rest stays queued,
 where others may pass it and what is no longer waited for costs nothing. Blocks that nobody waits
-for take half of it, and only while no turn is queued."""
+for take half of it, and only while nothing is queued."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Most blocks, times shards, of one call of `promote`; later ones are read when they are asked
 for."""
@@ -98,7 +98,7 @@ class Files:
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Number of the job that reads each row, 0 for none; row -1 reads as none."""
-        self._turns = Turns(rows, self._is_awaited)
+        self._queue = ReadQueue(rows, self._is_awaited)
         self._has_ended = False
         """Whether a read ended, or was late, since `advance`."""
         self._asked_for = np.zeros(rows, dtype=bool)
@@ -141,11 +141,11 @@ class Files:
         self._asked_for[rows] = True
         places = np.flatnonzero(self._is_away(rows).any(axis=0))
         if not len(places):
-            self._turns.leave(name)
+            self._queue.leave(name)
             return count
-        self._turns.enter(name, asker, keys[places], rows[:, places])
+        self._queue.enter(name, asker, keys[places], rows[:, places])
         self._serve()
-        self._turns.leave(NOBODY)
+        self._queue.leave(NOBODY)
         return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows))
 
     def there(self, rows: Rows) -> NDArray[np.bool_]:
@@ -168,45 +168,45 @@ class Files:
 
     def advance(self) -> None:
         """Begin the next reads, if one ended since this was last called: once a step."""
-        self._turns.settle()
+        self._queue.settle()
         if self._has_ended:
             self._serve()
         self._has_ended = False
 
     def _serve(self) -> None:
         """Begin to read what is queued, as far as there is room."""
-        while (turn := self._turns.first) is not None and (room := self._room(turn)):
-            if not self._begin(turn, room):  # the rest is not coming
-                self._arrivals.settle_keys(turn.keys)
-                self._turns.drop(turn, len(turn.keys))
+        while (queued := self._queue.first) is not None and (room := self._room(queued)):
+            if not self._begin(queued, room):  # the rest is not coming
+                self._arrivals.settle_keys(queued.keys)
+                self._queue.drop(queued, len(queued.keys))
 
-    def _room(self, turn: Turn) -> int:
-        """How many more blocks of a turn may be under way."""
+    def _room(self, queued: QueuedRead) -> int:
+        """How many more blocks of a queued read may be under way."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
-        if turn.name == NOBODY:
-            ahead_bytes = ahead_bytes // 2 if len(self._turns) == 1 else 0
+        if queued.name == NOBODY:
+            ahead_bytes = ahead_bytes // 2 if len(self._queue) == 1 else 0
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
-        room = (ahead_bytes - begun_bytes) // turn.slots_bytes
-        return min(max(room, 0 if begun_bytes else 1), self._reads.room(turn.slots_bytes))
+        room = (ahead_bytes - begun_bytes) // queued.slots_bytes
+        return min(max(room, 0 if begun_bytes else 1), self._reads.room(queued.slots_bytes))
 
-    def _begin(self, turn: Turn, room: int) -> bool:
-        """Begin to read the first piece of a turn, at most `room` blocks, in all shards: a block is
-        there with the last one of them. False: dram has no room."""
-        count = min(room, max(1, READ_BYTES // max(turn.asker.slot_sizes)))
-        keys = turn.keys[:count]
-        rows = self._state.residency.find_all(turn.asker.scopes, keys)
+    def _begin(self, queued: QueuedRead, room: int) -> bool:
+        """Begin to read the first piece of what is queued, at most `room` blocks, in all shards: a
+        block is there with the last one of them. False: dram has no room."""
+        count = min(room, max(1, READ_BYTES // max(queued.asker.slot_sizes)))
+        keys = queued.keys[:count]
+        rows = self._state.residency.find_all(queued.asker.scopes, keys)
         for column, away in enumerate(self._is_away(rows)):
             wanted = np.flatnonzero(away)
             if not len(wanted):
                 continue
-            its = turn.asker.column(column)
+            its = queued.asker.column(column)
             fits = self._intake.room_for(its, len(wanted))
             if fits:
                 self._read(its, keys[wanted[:fits]], rows[column, wanted[:fits]])
             if fits < len(wanted):
                 return False
-        self._turns.drop(turn, len(keys))
+        self._queue.drop(queued, len(keys))
         return True
 
     def _read(self, asker: Asker, keys: Keys, rows: Rows) -> None:
@@ -260,7 +260,7 @@ class Files:
         """Estimated time in ms until those of these keys that are being read, or that the watch of
         this name has queued, have come."""
         rows = self._state.residency.find_all(asker.scopes, keys)
-        job, queued_bytes = int(self._reading[rows].max()), self._turns.bytes_until(name)
+        job, queued_bytes = int(self._reading[rows].max()), self._queue.bytes_until(name)
         return self.pace.estimate_ms(job, self._state.now_ns, queued_bytes=queued_bytes)
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
@@ -270,7 +270,7 @@ class Files:
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Flags of the rows that are being read, or queued (`arrivals.Source`)."""
         residency = self._state.residency
-        coming: NDArray[np.bool_] = self._turns.has(rows) & (residency.file[rows] != 0)
+        coming: NDArray[np.bool_] = self._queue.has(rows) & (residency.file[rows] != 0)
         coming |= self._reading[rows] != 0
         return coming
 

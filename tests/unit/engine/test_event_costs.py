@@ -23,7 +23,7 @@ from kvstore.engine.events import (
     Received,
     Tick,
 )
-from kvstore.engine.moves import turns as turns_module
+from kvstore.engine.moves import read_queue as queue_module
 from kvstore.engine.moves.landing import LandingSlab
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.types import PAGE_BYTES, ConnectionId
@@ -181,7 +181,7 @@ def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
     node.step(known(*range(2 * MANY + 4)))
     for number in range(waiting):
         peer.lease(number + 10, 2 * number, 2 * number + 1)
-    assert len(node.engine._files._turns) == waiting
+    assert len(node.engine._files._queue) == waiting
     return node, peer
 
 
@@ -194,7 +194,7 @@ DISK: dict[str, Callable[[DiskNode, Peer], Event]] = {
 
 
 @pytest.mark.parametrize("name", DISK)
-def test_no_event_of_the_disk_looks_at_all_turns(name: str) -> None:
+def test_no_event_of_the_disk_looks_at_all_that_is_queued(name: str) -> None:
     found = []
     for waiting in (FEW, MANY):
         node, peer = _disk_crowd(waiting)
@@ -204,8 +204,8 @@ def test_no_event_of_the_disk_looks_at_all_turns(name: str) -> None:
     assert many < few + MANY
 
 
-def test_an_ask_adds_up_a_bounded_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "TURNS_COUNTED", FEW)
+def test_an_ask_adds_up_a_bounded_number_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "READS_COUNTED", FEW)
     found = []
     for waiting in (FEW, MANY):
         node, peer = _disk_crowd(waiting)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.engine.memory.quotas import OTHERS
-from kvstore.engine.moves.turns import STALE_MAX, TURNS_COUNTED, Turns
+from kvstore.engine.moves.read_queue import READS_COUNTED, STALE_MAX, ReadQueue
 from kvstore.engine.sessions.askers import Asker
 from kvstore.types import SLOT_BYTES_MIN, Shard, SpaceId
 from tests.steps import verify_machine
@@ -32,31 +32,31 @@ NAMES = st.integers(1, 6).map(lambda number: (1, number))
 BLOCKS = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12, unique=True)
 
 
-def enter(turns: Turns, number: int, *blocks: int) -> None:
+def enter(queue: ReadQueue, number: int, *blocks: int) -> None:
     keys = np.array([block.to_bytes(32, "little") for block in blocks], dtype="V32")
-    turns.enter((1, number), ASKER, keys, np.array([blocks]))
+    queue.enter((1, number), ASKER, keys, np.array([blocks]))
 
 
-class TurnsMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Beside lists of what each name waits for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.awaited: set[tuple[int, int]] = set()
-        self.turns = Turns(ROWS, self.awaited.__contains__)
+        self.queue = ReadQueue(ROWS, self.awaited.__contains__)
         self.blocks: dict[tuple[int, int], list[int]] = {}
         self.young: set[tuple[int, int]] = set()
 
     @rule(name=NAMES, blocks=BLOCKS, stays=st.booleans())
     def is_asked_for(self, name: tuple[int, int], blocks: list[int], stays: bool) -> None:
-        enter(self.turns, name[1], *blocks)
+        enter(self.queue, name[1], *blocks)
         self.blocks[name] = blocks
         self.young.add(name)
         (self.awaited.add if stays else self.awaited.discard)(name)
 
     @rule()
     def step_ends(self) -> None:
-        self.turns.settle()
+        self.queue.settle()
         self.young.clear()
 
     @rule(name=NAMES)
@@ -65,26 +65,26 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def leaves(self, name: tuple[int, int]) -> None:
-        self.turns.leave(name)
+        self.queue.leave(name)
         self.blocks.pop(name, None)
 
     @rule(count=st.integers(1, 12))
     def first_is_read(self, count: int) -> None:
         waiting = {n: b for n, b in self.blocks.items() if n in self.awaited | self.young}
-        first = self.turns.first
+        first = self.queue.first
         if first is None:
             assert not waiting
             return
         assert first.rows[0].tolist() == waiting[first.name]
-        self.turns.drop(first, count)
+        self.queue.drop(first, count)
         self.blocks[first.name] = self.blocks[first.name][count:]
         if not self.blocks[first.name]:
             del self.blocks[first.name]
 
     @invariant()
     def what_is_queued_is_known(self) -> None:
-        self.turns.check()
-        has = self.turns.has(np.arange(-1, ROWS))
+        self.queue.check()
+        has = self.queue.has(np.arange(-1, ROWS))
         queued = {b for blocks in self.blocks.values() for b in blocks}
         waiting = {b for n in self.awaited | self.young for b in self.blocks.get(n, ())}
         found = set(np.flatnonzero(has[1:]).tolist())
@@ -95,41 +95,41 @@ class TurnsMachine(RuleBasedStateMachine):
     def an_estimate_is_of_its_own_blocks_at_least_and_of_all_at_most(self) -> None:
         total = sum(len(blocks) for blocks in self.blocks.values())
         for name, blocks in self.blocks.items():
-            bytes_until = self.turns.bytes_until(name)
+            bytes_until = self.queue.bytes_until(name)
             assert len(blocks) * SIZE <= bytes_until <= total * SIZE or bytes_until == 0
 
 
 def test_any_order_of_asks_reads_and_ends() -> None:
-    verify_machine(TurnsMachine, examples=150, steps=40)
+    verify_machine(QueueMachine, examples=150, steps=40)
 
 
 def test_the_shortest_rest_is_first_and_of_equals_the_one_that_came_first() -> None:
-    turns = Turns(ROWS, lambda _: True)
-    enter(turns, 1, *range(8))
-    enter(turns, 2, *range(10, 13))
-    enter(turns, 3, *range(20, 23))
+    queue = ReadQueue(ROWS, lambda _: True)
+    enter(queue, 1, *range(8))
+    enter(queue, 2, *range(10, 13))
+    enter(queue, 3, *range(20, 23))
     order = []
-    while (first := turns.first) is not None:
+    while (first := queue.first) is not None:
         order.append(first.name[1])
-        turns.drop(first, 2)
+        queue.drop(first, 2)
     assert order == [2, 2, 3, 3, 1, 1, 1, 1]
 
 
 def test_shared_blocks_count_once_in_an_estimate() -> None:
-    turns = Turns(ROWS, lambda _: True)
+    queue = ReadQueue(ROWS, lambda _: True)
     shared = range(10)
     for number in range(1, 5):
-        enter(turns, number, *shared, 10 + number)
-    assert [turns.bytes_until((1, n)) // SIZE for n in range(1, 5)] == [11, 12, 13, 14]
-    enter(turns, 2, *shared, 12)  # asked for again, as when a lease grew
-    assert turns.bytes_until((1, 4)) // SIZE == 14
+        enter(queue, number, *shared, 10 + number)
+    assert [queue.bytes_until((1, n)) // SIZE for n in range(1, 5)] == [11, 12, 13, 14]
+    enter(queue, 2, *shared, 12)  # asked for again, as when a lease grew
+    assert queue.bytes_until((1, 4)) // SIZE == 14
 
 
 @pytest.mark.parametrize("is_awaited", [False, True])
-def test_a_flood_of_turns_takes_no_more_than_there_are(is_awaited: bool) -> None:
-    turns = Turns(ROWS, lambda _: is_awaited)
-    for number in range(3 * TURNS_COUNTED):
-        enter(turns, number % 50, number % ROWS, (number + 1) % ROWS)
-        turns.settle()
-    assert len(turns._order) <= 2 * len(turns) + STALE_MAX + 1
-    assert len(turns) == 50
+def test_a_flood_of_reads_takes_no_more_than_there_are(is_awaited: bool) -> None:
+    queue = ReadQueue(ROWS, lambda _: is_awaited)
+    for number in range(3 * READS_COUNTED):
+        enter(queue, number % 50, number % ROWS, (number + 1) % ROWS)
+        queue.settle()
+    assert len(queue._order) <= 2 * len(queue) + STALE_MAX + 1
+    assert len(queue) == 50
