@@ -53,9 +53,3 @@ def test_nothing_is_heard_after_a_hangup_in_the_same_batch() -> None:
     assert node.engine.nodes()[0].connections == 0
     assert node.admitted == [9]
     assert node.released == [9]
-
-
-def test_hints_of_keys_that_repeat_are_harmless() -> None:
-    _, peer = attached(Node())
-    peer.store(1, 2)
-    assert peer.hint(1, 1, 2, 3, 1) == [True, True, True, False, True]

@@ -3,17 +3,14 @@ so every test and machine of this folder that moves a block is one of the change
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
-from kvstore.engine.memory.residency import Residency
 from kvstore.types import Tier
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, attached, keys
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, keys
 
 
 def all_held(node: Node) -> list[Changed]:
@@ -72,27 +69,3 @@ def test_slices_add_up_to_what_was_told(
         two.store(*sorted(stored)[:2])
         node.write_all()
         assert as_set(all_held(node)) == node.told
-
-
-@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.FILE])
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_change_that_is_not_told_is_seen(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch, *, stored: bool
-) -> None:
-    tell = Residency._tell
-
-    def broken(self: Residency, its_tier: Tier, rows: Any, *, stored: bool) -> None:
-        if (its_tier, stored) != left_out:
-            tell(self, its_tier, rows, stored=stored)
-
-    left_out = tier, stored
-    monkeypatch.setattr(Residency, "_tell", broken)
-    node, peer = attached(DiskNode())
-
-    def live() -> None:
-        peer.store(1)
-        node.write_all()
-        node.step(Clear(None, None))
-
-    with pytest.raises(AssertionError, match="another story"):
-        live()

@@ -47,17 +47,6 @@ def keys(count: int, seed: int) -> np.ndarray:
     return np.frombuffer(np.random.default_rng(seed).bytes(32 * count), "<u8").reshape(count, 4)
 
 
-def test_capacity_is_in_bytes() -> None:
-    """Two lookups in turn fit into dram with blocks of half the size; of whole ones the starts."""
-    for slot_bytes, expected in ((SLOT_BYTES_MIN, 0.18), (SLOT_BYTES_MIN // 2, 0.9)):
-        curve, who = Curve("lru", 120 * SLOT_BYTES_MIN), asker(slot_bytes=slot_bytes)
-        for number in range(20):
-            curve.see(BlockEvent.ASKED, who, keys(100, number % 2))
-            curve.tick(number + 1)
-        row = curve.report(21)[1]
-        assert row.hit_ratio == pytest.approx(expected, abs=0.05), slot_bytes
-
-
 def test_nothing_behind_a_missing_block_counts() -> None:
     curve, who, chain = Curve("lru", 5000 * SLOT_BYTES_MIN), asker(), keys(100, 1)
     for number in range(50):

@@ -9,16 +9,27 @@ from msgspec.structs import astuple
 
 from kvstore.engine.events import Clear, FileGone, FileKnown, FileLate, FileReclaim
 from kvstore.engine.why import explain, findings, trail
-from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.explain import RequestReport, fits
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.proto.rows import decode_rows, encode_rows
+from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import TOKENS, WHOLE, Node, Peer, attached, keys, space
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    TOKENS,
+    WHOLE,
+    Node,
+    Peer,
+    attached,
+    keys,
+    space,
+)
 
 Row = tuple[int, int, str, Reason]
 """First block, blocks, tier, reason."""
@@ -58,6 +69,20 @@ def texts(node: Node) -> list[str]:
     """As an operator reads them."""
     (latest,) = node.engine.explain.requests("", limit=1)
     return [of_range(row, latest) for row in node.engine.explain.ranges(latest.number)]
+
+
+def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
+    node, peer = attached(Node())
+    peer.store(1, 2)
+    peer.lease(1, 1, 2, 3, 4, 5)
+    row = told(node, peer, blocks=6, loaded=2, load_ns=1_500_000, queued_ns=2_000_000)
+    assert (row.prompt_tokens, row.loaded_tokens, row.load_us) == (6 * TOKENS + 3, 32, 1500)
+    assert (row.tenant, row.block_tokens, row.queued_us) == ("t", TOKENS, 2000)
+    assert rows(node) == [
+        (0, 2, "dram", Reason.NONE),
+        (2, 3, "", Reason.NEVER_STORED),
+        (5, 1, "", Reason.BEYOND_THE_QUESTION),
+    ]
 
 
 def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
@@ -124,9 +149,19 @@ def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: Reaso
     ("outcome", "reason", "held"),
     [
         ("deadline", Reason.DEADLINE, True),
-        ("group not stored", Reason.GROUP_NOT_STORED, True),
+        ("cost gate", Reason.COST_GATE, True),
+        ("load failed", Reason.LOAD_FAILED, True),
+        ("shadow check", Reason.SHADOW_CHECK, True),
         ("node unreachable", Reason.NODE_UNREACHABLE, False),
+        ("breaker open", Reason.BREAKER_OPEN, False),
+        ("no full block", Reason.NO_FULL_BLOCK, False),
         ("not stored", Reason.NOT_STORED, False),
+        ("group not stored", Reason.GROUP_NOT_STORED, True),
+        ("pinned share used up", Reason.PINNED_SHARE_USED_UP, False),
+        ("adapter", Reason.ADAPTER, False),
+        ("image uuid", Reason.IMAGE_UUID, False),
+        ("images off", Reason.IMAGES_OFF, False),
+        ("not asked", Reason.NOT_ASKED, False),
         ("of a later version", Reason.OTHER_VERSION, False),
     ],
 )
@@ -189,19 +224,6 @@ def test_on_disk_and_not_waited_for(waited_ns: int, reason: Reason) -> None:
     assert len(node.reads) == 1
     node.step(FileLate(node.reads[0].job))
     node.read_all()
-
-
-def test_some_came_before_its_patience_ended() -> None:
-    node, peer = on_disk(1, slots=64)
-    node.step(known(2, at=50))
-    peer.hint(1)
-    peer.lease(1, 1, 2)
-    first, second = node.reads
-    node.answer(first)
-    told(node, peer, blocks=2, loaded=1, promotion_ns=5_000_000)
-    assert rows(node) == [(0, 1, "file", Reason.NONE), (1, 1, "file", Reason.PROMOTION_DEADLINE)]
-    assert "5.0 ms" in texts(node)[1]
-    node.answer(second)
 
 
 def test_on_disk_without_room_in_dram() -> None:
@@ -279,6 +301,18 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
     assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)], "a tick made room"
 
 
+def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail, "LOOKS_PER_TICK", 2)
+    node, peer = attached(Node())
+    for lease in (1, 2, 3):
+        peer.lease(lease, 1, 2)
+    left = []
+    for _ in range(4):
+        left.append(len(node.state.trail._pending))
+        node.tick()
+    assert left == [3, 2, 1, 0]
+
+
 def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "RANGES_MAX", 3)
     node, peer = attached(Node())
@@ -313,3 +347,59 @@ def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
     for part in parts:
         assert decode_rows(type(part), encode_rows([part])) == [part]
         assert all(n < 2 * explain.COUNT_MAX for n in astuple(part) if isinstance(n, int))
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("cmpl-4f1a-0-1f2e3d4c", True),
+        ("cmpl-4f", True),
+        ("4f1a", True),
+        ("", True),
+        ("4f", False),
+        ("1a-0", False),
+        ("cmpl-4f1a-1", False),
+    ],
+)
+def test_a_request_is_found_by_the_id_its_client_has(asked: str, found: bool) -> None:
+    assert fits("cmpl-4f1a-0-1f2e3d4c", asked) == found
+
+
+# ── by prefix ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefix_now() -> None:
+    node, peer = on_disk(1)
+    peer.store(2)
+    node.write_nothing()
+    found = node.engine.explain.prefix("t", SPACE, keys(1, 2, 3))
+    assert [(r.first_block, r.blocks, r.tier, r.reason) for r in found] == [
+        (0, 1, "file", Reason.NONE),
+        (1, 1, "dram", Reason.NONE),
+        (2, 1, "", Reason.NEVER_STORED),
+    ]
+    assert [r.tier for r in node.engine.explain.prefix("t", SPACE, keys(2, 1))] == ["dram", "file"]
+    assert node.engine.explain.prefix("u", SPACE, keys(1)) == []
+    assert node.engine.explain.prefix("t", SpaceId(bytes(32)), keys(1)) == []
+
+
+def test_a_prefix_that_is_not_there_in_all_shards() -> None:
+    node, peer = attached(Node(), shards=HALVES)
+    peer.store(1)
+    peer.seal(2, rank=0)
+    found = node.engine.explain.prefix("t", SPACE, keys(1, 2))
+    assert [(r.blocks, r.tier, r.reason) for r in found] == [
+        (1, "dram", Reason.NONE),
+        (1, "", Reason.NOT_ALL_SHARDS),
+    ]
+
+
+def test_how_keys_are_made_is_known_of_attached_spaces() -> None:
+    node = Node()
+    Peer(node)
+    (row,) = node.engine.explain.hashings()
+    assert (row.space, row.tenant) == (SPACE.hex(), "t")
+    assert (row.block_tokens, row.hash_algorithm) == (TOKENS, SMALL.hash_algorithm)

@@ -87,15 +87,6 @@ def test_each_group_has_credits_and_blocks_of_its_own() -> None:
     assert spaces == {0, 2}
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_a_copy_of_each_group_is_forgotten_that_failed_its_checksum(group: int) -> None:
-    node, peer = attached(Node(slots=64), more=BOTH)
-    for each in (0, 1):
-        node.hear(peer.ranks[0], sealed(peer, 1, group=each))
-    peer.distrust(*pairs(peer.lease(1, 1, group=group)))
-    assert [peer.hint(1, group=each) for each in (0, 1)] == [[group != 0], [group != 1]]
-
-
 def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
     node, peer = attached(Node(slots=64), more=BOTH)
     before = node.granted()

@@ -129,14 +129,3 @@ def test_a_seal_wakes_who_waits_and_what_comes_later_is_for_nobody(way: Way) -> 
     assert way.node.count(way.peer.scheduler, LeaseMore) == 1
     assert way.node.engine.tiers()[0].slots_sealed == 1
     way.check_slots()
-
-
-def test_only_the_first_of_those_that_wait_wakes_them() -> None:
-    node, peer = attached(slots=64)
-    other = Peer(node, "f")
-    peer.lease(1, 1, 2, 3)
-    node.locate(("far", 3))
-    other.seal(2, 3)
-    assert not node.count(peer.scheduler, LeaseMore), "the first one is on its way"
-    other.seal(1)
-    assert len(pairs(node.last(peer.scheduler, LeaseMore))) == 3

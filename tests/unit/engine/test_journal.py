@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Exited, FileKnown
+from kvstore.engine.events import Exited
 from kvstore.engine.memory import adoption, journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Quiesce, Quiet, Verified
-from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.kit.engine_check import is_published
 from tests.sim.world.tape import tape
-from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     SMALL,
     WHOLE,
@@ -27,7 +25,6 @@ from tests.unit.engine.harness import (
     attached,
     checksum,
     key,
-    keys,
     pairs,
 )
 from tests.unit.engine.mortal import MortalNode
@@ -314,16 +311,6 @@ def test_quotas_count_what_was_kept() -> None:
     node.quotas = ["another"]
     reborn(node)
     assert node.state.slots.quotas.held.tolist() == [sum(held), 0]
-
-
-def test_a_block_on_disk_too_is_one_block() -> None:
-    node = MortalNode(file_bytes=1 << 30)
-    Peer(node).seal(1, 2)
-    reborn(node)
-    places = np.array([7, 8], dtype="<u8").tobytes()
-    sums = checksum(1) + checksum(9)
-    node.step(FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1, 2), places, sums))
-    assert node.blocks() == {key(1)[:4].hex(): "dram+file", key(2)[:4].hex(): "dram"}
 
 
 # ── who may write ────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from kvstore.engine.moves.offers import Offers
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Removed, Stored
 from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, attached, key
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, key
 
 
 def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,14 +21,6 @@ def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "_held", set)
     Peer(node).store(1, 2)
     assert node.engine.counters.stores_sealed == 2
-    assert not node.offered
-
-
-def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() -> None:
-    node, peer = attached(Node(slots=8), shards=HALVES)
-    peer.store(1)
-    assert {block[3] for block in node.offered} == {key(1)}
-    node.step(Clear(None, None))
     assert not node.offered
 
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from kvstore.engine.events import Exited
-from kvstore.types import ConnectionId, Shard
-from kvstore.wire.messages import Grant, Quiesce, Quiet, Seal, SessionClosed, SessionOpen
+from kvstore.types import ConnectionId
+from kvstore.wire.messages import Quiesce, Quiet, Seal, SessionClosed, SessionOpen
 from tests.unit.engine.harness import (
     LATENT,
     REPLICAS,
@@ -43,21 +43,6 @@ def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...])
         assert node.count(scheduler, SessionOpen) == 0
         node.hear(ranks[rank], Quiet(node.last(ranks[rank], Quiesce).session))
     assert node.last(scheduler, SessionOpen).shard_counts == (2,)
-
-
-@pytest.mark.parametrize(("shards", "slots"), [(LATENT, 1), (REPLICAS, 2)])
-def test_bytes_are_stored_once_whatever_the_number_of_replicas(
-    shards: tuple[Shard, ...], slots: int
-) -> None:
-    node, peer = attached(Node(), shards=shards)
-    peer.store(1, 2, 3)
-    assert node.engine.tiers()[0].slots_sealed == 3 * slots
-    reply = peer.lease(1, 1, 2, 3)
-    assert len(pairs(reply)) == 3 * slots
-    assert peer.hint(1, 2, 3, 4) == [True, True, True, False]
-    credits = node.last(peer.scheduler, Grant)
-    assert len(pairs(credits)) % slots == 0
-    assert node.granted() == len(peer.unused(0)) * slots
 
 
 def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvstore.engine.events import Clear, Scrubbed, Tick
 from kvstore.engine.trust import scrubs
 from kvstore.engine.trust.scrubs import NO_PASS, Sealed
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from tests.unit.engine.disk import SPACE, DiskNode
@@ -81,6 +82,8 @@ def test_a_bad_copy_is_dropped_and_counted() -> None:
     assert node.raised[two[0]] == two[1] + 1, "readers see it"
     row = node.engine.tiers()[0]
     assert (row.scrubbed_blocks, row.scrubbed_bytes, row.scrub_bad) == (1, 100, 1)
+    (gone,) = node.engine.explain.prefix("t", SPACE, key(2))
+    assert gone.reason is Reason.FAILED_SCRUB
     assert pairs(peer.lease(1, 1)) == [one]
 
 

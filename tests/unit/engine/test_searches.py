@@ -72,6 +72,16 @@ def test_an_index_that_does_not_answer_is_named() -> None:
     assert "the index is unreachable" in text(node)
 
 
+def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "LOCATES_MAX", 1)
+    node, peer = attached()
+    peer.hint(9)
+    peer.lease(1, 1)
+    assert end(node, peer, blocks=1) == [
+        (0, 1, "", Reason.NEVER_STORED, "", Reason.TOO_MANY_QUESTIONS)
+    ]
+
+
 def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     node, peer = attached()
     size = peer.rank_hello(0).groups[0].block_bytes

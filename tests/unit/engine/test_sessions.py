@@ -167,20 +167,6 @@ def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() ->
     assert {slot for slot, _ in peer.unused()} <= node.raised.keys()
 
 
-def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
-    node, peer = attached(Node())
-    before = set(peer.unused())
-    node.end(peer.ranks[0])
-    assert node.quarantined() == len(before)
-    old, peer.ranks[0] = peer.ranks[0], node.connect(peer.rank_hello(0))
-    assert node.quarantined() == 0
-    assert old in node.released
-    peer.be_quiet()
-    assert not before & set(peer.credits()), "generations were raised"
-    exited(node, old)
-    assert node.granted() == len(peer.credits()), "the old pidfd means nothing any more"
-
-
 @pytest.mark.parametrize(
     "change", [{"process": "another"}, {"rank": 1}, {"nonce": "x"}, {"tenant": "u"}]
 )
@@ -194,6 +180,22 @@ def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any])
     assert node.quarantined() == waiting
     exited(node, old)
     assert node.quarantined() == 0
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: bool) -> None:
+    node, peer = attached(Node())
+    rank = peer.ranks[0]
+    if ended_first:
+        node.end(rank)
+        exited(node, rank)
+    else:
+        exited(node, rank)
+        assert rank in node.hangups
+        node.end(rank)
+    assert (node.granted(), node.quarantined()) == (0, 0)
+    assert rank in node.released
+    assert node.count(peer.scheduler, SessionClosed) == 1
 
 
 def test_a_scheduler_that_leaves_lets_the_ranks_give_their_credits_back() -> None:

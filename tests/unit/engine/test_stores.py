@@ -117,13 +117,6 @@ def test_a_seal_that_names_something_twice_ends_the_connection(twice: str) -> No
     assert node.blocks() == {}
 
 
-def test_an_empty_seal_is_nothing() -> None:
-    node, peer = attached(Node())
-    peer.seal()
-    nothing_published(node, stale=0)
-    assert peer.ranks[0] not in node.hangups
-
-
 # ── drops and bad copies ─────────────────────────────────────────────────────────────────────────
 
 

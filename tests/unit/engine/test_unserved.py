@@ -9,6 +9,7 @@ from kvstore.engine.sessions.unserved import (
     FORMS_NS_MAX,
     REFUSED_COUNT_MAX,
     REFUSED_NS_MAX,
+    UnservedReport,
 )
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Refused, SessionClosed, Unserved
@@ -25,6 +26,15 @@ def node() -> Node:
 
 def reasons(node: Node) -> list[str]:
     return [row.reason for row in node.engine.unserved()]
+
+
+def test_an_engine_says_itself_why(node: Node) -> None:
+    peer = Hellos("a")
+    scheduler = node.connect(peer.scheduler_hello())
+    node.hear(scheduler, Unserved(CUDA))
+    assert node.engine.unserved() == [UnservedReport("a (a)", "t", CUDA)]
+    node.end(scheduler)
+    assert node.engine.unserved() == [], "it is gone"
 
 
 def test_what_a_scheduler_said_is_known_while_its_ranks_are_there(node: Node) -> None:

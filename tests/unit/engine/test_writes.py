@@ -64,15 +64,6 @@ def test_what_comes_back_after_it_went_is_written_at_once() -> None:
     assert writing(node) == [keys(1)]
 
 
-def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
-    node, peer = attached(DiskNode(slots=32, credit_share=0.5))
-    peer.seal(*range(10))
-    assert writing(node) == [keys(*range(8))], "a quarter of the arena"
-    node.write_nothing()
-    peer.hint(*range(7, 10))
-    assert writing(node) == [keys(7, 8, 9)]
-
-
 def test_a_hint_that_names_a_key_twice_writes_nothing() -> None:
     node, peer = attached(DiskNode(**SECOND_SIGHT))
     peer.seal(1, 2)

@@ -9,7 +9,9 @@ import pytest
 from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Trust, Verdict
 from kvstore.index.index import Holder, Index, Match
 from kvstore.index.places import Place
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.wire.feed import Left
+from kvstore.wire.load import Load
 from tests.kit.index_check import check
 from tests.unit.index.words import (
     NODE,
@@ -150,3 +152,11 @@ def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
     assert len(places.slots) == 1
     places.slots = dict(places.slots.items())
     check(index)
+
+
+def test_what_a_node_does_travels_in_answers_whole() -> None:
+    fields = list(Load.__struct_fields__)
+    busy = Load(**{name: 2**40 + number for number, name in enumerate(fields)})
+    message = pb.Node(load=forms.load_message(busy))
+    assert forms.load_of(pb.Node.FromString(message.SerializeToString())) == busy
+    assert [field.name for field in pb.Load.DESCRIPTOR.fields] == fields
