@@ -16,6 +16,7 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
 )
+from kvstore.engine.moves.pace import ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -151,6 +152,20 @@ def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
             node.arrive()
         node.tick(1000)
     assert 2 <= asked <= 5, "about one fetch in as many seconds as a sample is remembered"
+
+
+def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:
+    node, peer = attached()
+    node.engine._fetches._peer("far").pace = ReadPace(10**9)
+    first, second = range(1, 4), range(11, 14)
+    begun = [peer.lease(number, *its).promoting_ms for number, its in ((1, first), (2, second))]
+    assert begun[0] < begun[1]
+    assert peer.lease(3, *first).promoting_ms == begun[0], "the second comes after it"
+    node.locate(("far", 3))
+    node.locate(("far", 3))
+    again = [peer.lease(4, *first), peer.lease(5, *second)]
+    assert [reply.promoting_from for reply in again] == ["far", "far"]
+    assert again[0].promoting_ms < again[1].promoting_ms
 
 
 def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from kvstore.engine.events import Admit, Received
 from kvstore.engine.moves import hbm
+from kvstore.engine.moves.hbm import WINDOW_NS
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler, LeaseRelease, Welcome
 from tests.unit.engine.harness import HALVES, Peer, attached
 from tests.unit.engine.slab import GPU, SlabNode
@@ -47,6 +49,16 @@ def test_a_block_that_is_leased_again_is_copied_and_shown(node: SlabNode, peer: 
     assert node.pages == dict(zip(order.slots.tolist(), order.targets.tolist(), strict=True))
     leased(peer, 4, 1, 2)
     assert (node.copying, node.engine.counters.hbm_blocks_leased) == ([], 2)
+
+
+def test_a_block_that_is_leased_again_too_late_is_not(node: SlabNode, peer: Peer) -> None:
+    leased(peer, 1, 1)
+    node.tick(WINDOW_NS / NS_PER_MS + 1)
+    leased(peer, 2, 1)
+    assert not node.copying
+    node.tick(WINDOW_NS / NS_PER_MS)
+    leased(peer, 3, 1)
+    assert len(node.copying) == 1
 
 
 def welcome(node: SlabNode, number: int, hello: HelloRank | HelloScheduler) -> Welcome:

@@ -19,6 +19,7 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
 from kvstore.engine.moves.pushes import LOOK_NS
+from kvstore.engine.moves.transfers import SEALS_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
@@ -90,6 +91,19 @@ def test_the_end_of_a_prefill_is_told_at_once(reason: str) -> None:
     pair.pump()
     assert [(end.blocks, end.reason) for end in pair.ends] == [(1, reason)]
     assert more(pair).promoting == 0
+    pair.at_rest()
+
+
+def test_seals_may_follow_the_end_for_a_moment() -> None:
+    pair = opened()
+    pair.expect(1, 2)
+    pair.close()
+    pair.store(1)
+    pair.pump()
+    assert not pair.ends
+    pair.pump(after_ms=SEALS_NS / NS_PER_MS)
+    assert [end.blocks for end in pair.ends] == [1]
+    assert "not all of its blocks" in pair.ends[0].reason
     pair.at_rest()
 
 

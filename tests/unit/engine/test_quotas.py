@@ -79,6 +79,19 @@ def test_slabs_of_another_slot_size_are_kept_and_claimed(
         assert held(node, "") == min(greedy_slots, modest_slots)
 
 
+def test_a_claim_is_one_against_others() -> None:
+    """A group of two slot sizes below its share takes a slab of others, not its own coldest."""
+    node = Node(slots=32, quotas=quotas(team=20))
+    small = Peer(node, "small", tenant="team")
+    fill(small, 0, 6)  # its first slab is full, and the coldest of all
+    greedy = Peer(node, "greedy", tenant="u")
+    fill(greedy, 100, 80)
+    large = Peer(node, "large", tenant="team", space=LARGE)
+    fill(large, 0, 1)
+    assert small.hint(*range(6)) == [True] * 6
+    assert large.hint(0) == [True]
+
+
 def test_credits_stay_below_a_small_share() -> None:
     node = Node(slots=32, credit_share=1.0, quotas=quotas(tiny=8))
     tiny = Peer(node, "tiny")

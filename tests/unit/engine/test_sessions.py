@@ -182,6 +182,18 @@ def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any])
     assert node.quarantined() == 0
 
 
+def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:
+    node, peer = attached(Node())
+    old = peer.ranks[0]
+    peer.ranks[0] = node.connect(peer.rank_hello(0))
+    assert "attached again" in node.hangups[old]
+    assert node.quarantined() == 0, "the same process says that it writes no more"
+    assert node.last(peer.scheduler, SessionClosed).session == peer.session
+    peer.be_quiet()
+    node.end(old)
+    assert node.count(peer.scheduler, SessionClosed) == 1, "its end was known"
+
+
 @pytest.mark.parametrize("ended_first", [True, False])
 def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: bool) -> None:
     node, peer = attached(Node())
