@@ -84,11 +84,25 @@ def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
     assert "other version" in notice
 
 
+def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
+    node.attach(credits=3)
+    assert len(node.core.attachment.credits[0]) == 3
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    assert not node.core.attachment.credits[0]
+    assert node.core.take_outbox() == []
+
+
 def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> None:
     node.attach()
     for _ in range(CREDITS_MAX // 1000 + 2):
         node.grant(1000)
     assert len(node.core.attachment.credits[0]) == CREDITS_MAX
+
+
+def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
+    node.attach(credits=3)
+    node.give(m.SessionOpen(session=2, shard_counts=(2,)))
+    assert not node.core.attachment.credits[0]
 
 
 def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:

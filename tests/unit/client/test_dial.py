@@ -7,6 +7,8 @@ import pytest
 from kvstore.client.core.dial import (
     GONE_TIMES,
     GREETING_NS_MAX,
+    RETRY_NS_MAX,
+    RETRY_NS_MIN,
     Dial,
     DialState,
 )
@@ -21,6 +23,27 @@ def welcomed(now_ns: int = START_NS, node_now_ns: int = START_NS) -> Dial:
     dial.connected(now_ns)
     dial.welcomed(now_ns, node_now_ns)
     return dial
+
+
+def waits(dial: Dial, tries: int) -> list[int]:
+    """From each try that fails to the next."""
+    now_ns, found = START_NS, []
+    for _ in range(tries):
+        dial.ended(now_ns)
+        wait_ns = next(n for n in range(0, 10**11, RETRY_NS_MIN) if dial.is_due(now_ns + n))
+        assert not dial.is_due(now_ns + wait_ns - 1)
+        now_ns += wait_ns
+        found.append(wait_ns)
+    return found
+
+
+def test_tries_become_rarer_up_to_a_limit_and_begin_anew_once_served() -> None:
+    dial = Dial(LIMIT_MS)
+    found = waits(dial, 8)
+    assert found[:3] == [RETRY_NS_MIN, 2 * RETRY_NS_MIN, 4 * RETRY_NS_MIN]
+    assert found[-1] == RETRY_NS_MAX
+    dial.served()
+    assert waits(dial, 1) == [RETRY_NS_MIN]
 
 
 def test_a_greeting_without_an_answer_ends() -> None:

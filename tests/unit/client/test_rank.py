@@ -24,7 +24,10 @@ from kvstore.wire.messages import (
     Quiet,
     Refused,
     SessionOpen,
+    Verified,
     Welcome,
+    generations_array,
+    slots_array,
 )
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, ShardColumn, fingerprint
@@ -138,6 +141,22 @@ def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
         Distrust(int(bad.slot).to_bytes(4, "little"), int(bad.generation).to_bytes(8, "little"))
     ]
     assert core.take_outbox() == (distrust if outcome == Mismatch() else [])
+
+
+def test_what_was_verified_is_told_block_by_block() -> None:
+    core = serving()
+    sums = [bytes(16), bytes(16), SUM, SUM, bytes(16), bytes(16), SUM, SUM]  # shard minor
+    core.submit(plan(load(5, 0, 4, checksums=b"".join(sums))))
+    copies = run(core)
+    assert [copy.checksum for copy in copies if isinstance(copy, LoadBlock)] == [
+        *(None, SUM, None, SUM)
+    ]
+    (said,) = core.take_outbox()
+    assert isinstance(said, Verified)
+    assert slots_array(said.slots).tolist() == [copies[1].slot, copies[3].slot]
+    assert generations_array(said.generations).tolist() == [
+        *(copies[1].generation, copies[3].generation)
+    ]
 
 
 def test_loads_need_no_socket_stores_do() -> None:

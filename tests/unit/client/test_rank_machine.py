@@ -173,6 +173,7 @@ class RankMachine(CountedMachine):
         match message:
             case Quiet(session):
                 assert session == self.node_session
+                assert not self.copies, "it is quiet while a copy runs"
                 self.quiet, self.role = session, self.asked
             case Seal() | Drop():
                 assert message.session == self.quiet, "a session that is over"

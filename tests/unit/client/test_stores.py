@@ -159,6 +159,18 @@ def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
     assert not node.core.attachment.credits[0]
 
 
+def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
+    keys = node.holding(2, 0, credits=10)
+    begin(node, "r1", keys)
+    step(node, "r1", computed=2 * BLOCK_TOKENS)
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(2000)
+    node.attach(credits=5, incarnation=8)
+    node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
+    job = stored(node, "r2", computed=2 * BLOCK_TOKENS)
+    assert job.session == node.session
+
+
 def reattach(node: ScriptedNode, *, emptied: bool) -> None:
     """The engine's cache was reset; the node opens a session in the new space."""
     node.core.new_weights("w1", node.now_ns, emptied=emptied)

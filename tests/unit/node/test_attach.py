@@ -228,6 +228,21 @@ def test_what_does_not_fit_waits_and_keeps_its_order(
     assert all_events(attach) == [], "the loop does not spin on a socket that can be written"
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_peer_that_does_not_read_overflows_at_a_bound(
+    make_attach: MakeAttach, connect: Connect, size: int
+) -> None:
+    attach = make_attach()
+    _, number = attached(attach, connect)
+    sent = 0
+    while attach.send(number, bytes(size)) is Sent.DONE:
+        sent += 1
+        assert sent < 10_000
+    connection = attach._connections[number]
+    assert len(connection.outbox) <= attach_module.OUTBOX_COUNT_MAX
+    assert connection.outbox_bytes <= attach_module.OUTBOX_BYTES_MAX
+
+
 def test_descriptors_arrive_with_their_datagram(make_attach: MakeAttach, connect: Connect) -> None:
     attach = make_attach()
     peer, number = attached(attach, connect)

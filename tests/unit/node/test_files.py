@@ -27,12 +27,13 @@ from kvstore.tier_events import (
     ReclaimFile,
     RecoveryDone,
     Resumed,
+    Scrubbed,
     Suspended,
     VoidFile,
     WriteFile,
 )
 from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
-from kvstore.types import Shard
+from kvstore.types import Shard, Tier
 from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
 
@@ -189,6 +190,19 @@ def test_the_end_of_recovery_tells_how_much_is_known(
         end.tell_table(left_out_blocks=left_out, crowded_blocks=left_out)
     assert caplog.messages[-1] == expected
     assert len(caplog.messages) == 1 + bool(left_out)
+
+
+def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
+    tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = FileGone(SCOPE, KEYS[:32], PLACES[:8], damaged=True)
+    bad = Scrubbed(Tier.FILE, 3, 300, KEYS[:32])
+    ended = Scrubbed(Tier.FILE, 2, 200, pass_ended=True)
+    tier.say(gone, bad, ended)
+    assert list(end.read(0)) == [gone]
+    assert list(end.read(0)) == [bad, ended]
+    assert "a pass over 5 blocks" in caplog.text
+    assert "dropped 1 (first: 6b6b6b6b)" in caplog.text
 
 
 def test_the_first_measurement_of_an_engine_is_kept_at_once(tier: ScriptedTier) -> None:
