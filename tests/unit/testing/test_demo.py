@@ -20,7 +20,7 @@ from kvstore.demo.completions import Completion
 from kvstore.demo.engine import HitCounts
 from kvstore.demo.flags import PLAN
 from kvstore.demo.pd import PdAct
-from kvstore.demo.play import ClusterAct, RestartsAct
+from kvstore.demo.play import RestartsAct
 from kvstore.demo.stage import Replay, Stage
 
 
@@ -117,19 +117,6 @@ def test_progress_table_and_last_line_show_one_kind_of_number(
         " node restarted 4.0 ×; 12 s of prefill saved. Next: "
     )
     assert "kvstore up (to ask it yourself), demo --cluster, --pd, --router" in said
-
-
-def of_two_nodes(moved: int, answer: int = 7) -> list[Replay]:
-    runs = [run("alone", 0), run("a", 100), run("b", 800, answer)]
-    runs[-1].moved = moved
-    return runs
-
-
-def test_two_nodes_of_which_none_serves_the_other_fail_the_demo() -> None:
-    with pytest.raises(DemoError, match="No prompt token came from the other node"):
-        verdict(*of_two_nodes(0), act=ClusterAct())
-    with pytest.raises(DemoError, match=r"1 answers of the run 'b' differ"):
-        verdict(*of_two_nodes(700, answer=8), act=ClusterAct())
 
 
 def test_prefill_and_decode_are_compared_and_drawn(tmp_path: Path) -> None:

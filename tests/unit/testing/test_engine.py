@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.demo.engine import EngineError, VllmServer, launch
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import EngineError, VllmServer
 from tests.kit.engines import EngineConfig, EngineServer
 
 
@@ -76,17 +75,6 @@ USAGE = {
 }
 
 
-def test_tokens_and_usage_are_read(engine: EngineServer, answering: AnsweringServer) -> None:
-    answering.text = events(chunk(), chunk(5), chunk(6, 7), USAGE)
-    got = engine.complete((1, 2, 3), max_tokens=3, extra={"cache_salt": "s"})
-    assert got.tokens == (5, 6, 7)
-    assert (got.prompt_tokens, got.cached_tokens) == (9, 8)
-    assert 0 < got.ttft_s <= got.duration_s
-    sent = json.loads(answering.bodies[0])
-    assert sent["prompt"] == [1, 2, 3]
-    assert (sent["temperature"], sent["cache_salt"], sent["model"]) == (0, "s", SERVED_NAME)
-
-
 @pytest.mark.parametrize(
     ("status", "text", "message"),
     [
@@ -115,28 +103,6 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
     with pytest.raises(EngineError, match=r"ended while starting: ValueError: --this is wrong"):
         VllmServer.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
     assert len(os.listdir("/proc/self/fd")) == open_files
-
-
-def test_a_server_that_is_slow_is_waited_for_until_the_user_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "import os, signal; print('0 %\\rpid', os.getpid(), end='\\r', flush=True); signal.pause()"
-    )
-    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
-    config, log = EngineConfig(model=tmp_path), tmp_path / "log"
-    with VllmServer(config, launch(config, log), log) as engine:
-
-        def interrupt() -> None:
-            if engine.last_line().startswith("pid"):
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            engine.await_ready(waiting=interrupt)
-        pid = int(engine.last_line().split()[1])
-        os.kill(pid, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def test_what_its_ranks_leave_in_shared_memory_is_removed_and_nothing_else(

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.demo.models import RECIPE_FILE, Recipe, read_recipe
 from tests.kit.models import build_model
 from tests.kit.sensitivity import measure_sensitivity
 
@@ -30,28 +29,10 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_damaged_recipe_counts_as_none(tmp_path: Path) -> None:
-    (tmp_path / RECIPE_FILE).write_text('{"size": "huge"}')
-    assert read_recipe(tmp_path) is None
-    assert read_recipe(tmp_path / RECIPE_FILE / "below") is None
-
-
 @needs_torch
 def test_equal_recipes_give_equal_bytes(tiny: Path, tmp_path: Path) -> None:
     build_model(tmp_path / "again", size="tiny")
     assert weights(tmp_path / "again") == weights(tiny)
-
-
-@needs_torch
-def test_other_weights_replace_the_model_in_the_same_directory(tmp_path: Path) -> None:
-    target = tmp_path / "m"
-    build_model(target, size="tiny", weights_seed=1)
-    first, config = weights(target), (target / "config.json").read_bytes()
-    build_model(target, size="tiny", weights_seed=2)
-    assert weights(target) != first
-    assert (target / "config.json").read_bytes() == config
-    assert read_recipe(target) == Recipe(size="tiny", weights_seed=2)
-    assert [p.name for p in tmp_path.iterdir()] == ["m"], "the builder's own folders stayed"
 
 
 @needs_torch
@@ -63,21 +44,6 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="disk full"):
         build_model(tmp_path / "m", size="tiny")
     assert list(tmp_path.iterdir()) == []
-
-
-@needs_torch
-def test_text_becomes_one_token_per_byte_and_comes_back(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny))
-    text = "<|user|>Grüße, 東京!  two spaces\n<|end|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert len(ids) == len(text.encode()) - len("<|user|>") - len("<|end|>") + 2
-    assert tokenizer.decode(ids) == text
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert chat == "<|user|>hi<|end|><|assistant|>"
 
 
 @needs_torch
