@@ -110,10 +110,7 @@ class Preparations:
             self.counts[reason, result] += 1
             self.blocks[reason, "file"] += said.reading
             self.blocks[reason, "node"] += said.sought
-            answer = PrepareAnswered(
-                command.number, said.dram, said.reading, said.sought, said.refused
-            )
-            self._answered(answer)
+            self._answered(PrepareAnswered(command.number, said))
 
     async def _say(self, command: Prepare) -> tuple[str, PrepareReply]:
         worker = self._workers.get(command.worker)

@@ -332,7 +332,7 @@ class RouterCore:
         if placed is None:
             return []
         self.legs.raced(opened, placed, now_ns)
-        return [its.Raced(event.request_id, placed.worker, opened.side.body_model)]
+        return [its.Raced(event.request_id, placed.worker)]
 
     def _race_over(self, opened: OpenRequest, event: its.RaceOver, now_ns: int) -> None:
         if opened.race is not None:

@@ -26,6 +26,7 @@ from kvstore.routing.values import (
     WorkerSpec,
 )
 from kvstore.routing.workers.rows import StateChange
+from kvstore.wire.peers import PrepareReply
 
 
 class Leg(enum.StrEnum):
@@ -140,18 +141,10 @@ class Shared(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareAnswered(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a Prepare, which always gets one: numbers of leading blocks by their place at the
-    node.
-    """
+    """Answer to a Prepare, which always gets one."""
 
     number: int
-    dram: int = 0
-    reading: int = 0
-    """Blocks on their way from disk."""
-    sought: int = 0
-    """Blocks asked of other nodes."""
-    trouble: str = ""
-    """Reason if nothing was begun; else empty."""
+    its: PrepareReply
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
@@ -241,12 +234,7 @@ RouteEvent = (
     | Scraped
     | Shared
     | Arrived
-    | PrefillDone
-    | FirstToken
-    | Late
-    | RaceOver
-    | LegFailed
-    | RequestEnded
+    | RequestEvent
     | PrepareAnswered
     | RouteTick
 )
@@ -325,7 +313,6 @@ class Raced(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     worker: str
-    model: str
 
 
 class AbandonWorker(msgspec.Struct, frozen=True, tag=True):

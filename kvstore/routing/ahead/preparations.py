@@ -117,18 +117,18 @@ class Ahead:
         """Take in the answer to a Prepare, or its failure. Returns the request's id and the entry
         for its receipt.
         """
-        command, node = self._open.pop(event.number)
-        if event.trouble and command.reason is PrepareReason.HOT:
+        (command, node), its = self._open.pop(event.number), event.its
+        if its.refused and command.reason is PrepareReason.HOT:
             self._rests = {each: at for each, at in self._rests.items() if at > now_ns}
             self._rests[node] = now_ns + REST_NS
         return command.request_id, Preparation(
             worker=command.worker,
             reason=command.reason.value,
             blocks=len(command.keys) // KEY_BYTES,
-            dram=event.dram,
-            reading=event.reading,
-            sought=event.sought,
-            trouble=event.trouble,
+            dram=its.dram,
+            reading=its.reading,
+            sought=its.sought,
+            trouble=its.refused,
         )
 
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────

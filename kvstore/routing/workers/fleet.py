@@ -103,14 +103,13 @@ class Fleet:
         state.role = role
         self._changed()
 
-    def leave(self, worker: str) -> list[str]:
-        """Forget a worker. Returns the flights that were there, which are ended."""
+    def leave(self, worker: str) -> None:
+        """Forget a worker, and end the flights that are there."""
         row = self.row_of.pop(worker, None)
         if row is None:
-            return []
+            return
         self.doubtful.discard(worker)
-        lost = [name for name, flight in self.flights.items() if flight.worker == worker]
-        for name in lost:
+        for name in [name for name, flight in self.flights.items() if flight.worker == worker]:
             self.ended(name, 0)
         last = len(self.workers) - 1
         if row != last:
@@ -119,7 +118,6 @@ class Fleet:
             self.row_of[self.workers[row].spec.worker] = row
         self.workers.pop()
         self._changed()
-        return lost
 
     def _changed(self) -> None:
         self._crews.clear()

@@ -277,7 +277,7 @@ def test_a_router_shows_its_certificate_and_is_answered(two: Two) -> None:
         engine.release(engine.lease_stored(keys))
         saying = say(tls, Listing(n1=two.address), commands(1, keys))
         [answer], trouble = asyncio.run(saying)
-    assert (answer.dram, answer.trouble, trouble) == (COUNT, "", "")
+    assert (answer.its.dram, answer.its.refused, trouble) == (COUNT, "", "")
 
 
 def test_a_node_under_the_name_of_another_is_not_told(two: Two) -> None:
@@ -288,7 +288,7 @@ def test_a_node_under_the_name_of_another_is_not_told(two: Two) -> None:
     assert found is not None
     saying = say(tls, Listing(n1=found.address), commands(4, make_keys(1)))
     answers, trouble = asyncio.run(saying)
-    assert all(answer.trouble for answer in answers)
+    assert all(answer.its.refused for answer in answers)
     assert "nothing is brought ahead at node n1" in trouble
     assert metric(two.n2, "kvstore_prepares_total") == 0
 
@@ -309,7 +309,7 @@ def test_a_node_that_talks_nonsense_is_left_alone(nonsense: bytes) -> None:
         await server.start()
         listing = Listing(n1=f"127.0.0.1:{port}")
         answers, trouble = await say(None, listing, commands(FAILURES_MAX + 1, make_keys(1)))
-        assert all("malformed message" in answer.trouble for answer in answers)
+        assert all("malformed message" in answer.its.refused for answer in answers)
         assert "nothing is brought ahead at node n1: malformed message" in trouble
         await server.stop(0)
 
@@ -336,7 +336,7 @@ def test_a_node_that_is_silent_costs_three_deadlines_and_then_nothing() -> None:
         )
         assert DEADLINE_S * FAILURES_MAX <= time.monotonic() - begin_s < DEADLINE_S * 6
         assert len(answers) == 20
-        assert all(answer.trouble for answer in answers)
+        assert all(answer.its.refused for answer in answers)
         assert trouble == "nothing is brought ahead at node n1: no answer in time"
         await server.stop(0)
 

@@ -65,7 +65,7 @@ class Site:
         for number in range(count):
             self.ahead.begin(Prepare(number, "r", "a", bytes(32), PrepareReason.WAITS))
         await asyncio.sleep(2 * ANSWER_S)
-        return [each.trouble for each in sorted(self.answers, key=lambda each: each.number)]
+        return [each.its.refused for each in sorted(self.answers, key=lambda each: each.number)]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, test: Callable[[Site], Coroutine[Any, Any, None]]) -> None:

@@ -36,6 +36,7 @@ from kvstore.routing.values import (
 )
 from kvstore.routing.workers.rows import FleetColumn
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from kvstore.wire.peers import PrepareReply
 from tests.unit.routing.fleets import (
     S,
     answer,
@@ -135,7 +136,7 @@ def test_a_request_that_is_held_again_was_prepared_before() -> None:
 def test_the_receipt_has_the_answer() -> None:
     core = held_core()
     [prepare] = prepares(core, request("r"), answer(dram(0, 10, file=100)))
-    core.step(PrepareAnswered(prepare.number, 10, 80, 5), S)
+    core.step(PrepareAnswered(prepare.number, PrepareReply(10, 80, 5)), S)
     core.step(Shared("other", ()), S)
     core.step(RequestEnded("r", Ending.DONE), S)
     [receipt] = [draft.receipt() for draft in core.take_drafts()]
@@ -213,7 +214,7 @@ def test_a_worker_that_gets_no_requests_gets_no_copy(event: Judged | Probed) -> 
 def test_a_node_that_refused_is_left_alone_for_a_while() -> None:
     core = hot_core()
     [copy] = copies(core, 5)
-    core.step(PrepareAnswered(copy.number, trouble="memory is short"), S)
+    core.step(PrepareAnswered(copy.number, PrepareReply(refused="memory is short")), S)
     [other] = copies(core, 5, prefix="other")
     assert other.worker == "w1"
 
@@ -266,7 +267,7 @@ def pinned(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
 def touched(core: RouterCore, now_ns: int) -> list[Prepare]:
     found = [each for each in core.step(RouteTick(), now_ns) if isinstance(each, Prepare)]
     for each in found:
-        core.step(PrepareAnswered(each.number), now_ns)
+        core.step(PrepareAnswered(each.number, PrepareReply()), now_ns)
     core.check()
     return found
 

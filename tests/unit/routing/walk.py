@@ -42,6 +42,7 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerRole,
 )
+from kvstore.wire.peers import PrepareReply
 from tests.unit.routing.fleets import MS, S, keys, request, spec
 from tests.unit.routing.oracle import (
     HELD_MAX,
@@ -383,7 +384,7 @@ class Walk(Oracle):
         while self.prepares and self.random.random() < 0.8:
             number = self.prepares.pop().number
             trouble = self.random.choice(["", "", "short"])
-            self.step(PrepareAnswered(number, 1, 2, 3, trouble))
+            self.step(PrepareAnswered(number, PrepareReply(1, 2, 3, trouble)))
 
     def adopt(self, *, is_draining: bool = True) -> None:
         self.step(RouteTick())  # time passes
