@@ -116,7 +116,7 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         # Start-up objects live for ever: no collection needs to look at them again.
         gc.freeze()
         serving = node.serving()
-        handover.serving(serving)
+        handover.send_message(serving)
         if handover.begin.life == 0:
             logs.say(__name__, node.ready_line())
         else:

@@ -23,11 +23,10 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.engine.events import PeerGone, Serve, ServingReturned
+from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import RefusedCall
 from kvstore.net.tls import peer_identities
-from kvstore.peers.exchange import Exchange
 from kvstore.peers.pusher import Pusher
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
@@ -64,16 +63,16 @@ class BlockServer:
 
     def __init__(
         self,
-        exchange: Exchange,
+        post: Callable[[PeerEvent], None],
         *,
         who: wire.PeerHello,
         descriptor: Callable[[], bytes],
         demands_certificates: bool,
     ) -> None:
-        """`who`: this node. `descriptor`: returns that of the present transfer worker, empty while
-        there is none. `demands_certificates`: a peer must have the certificate of the node that it
-        says it is."""
-        self._exchange = exchange
+        """`post`: passes an event to the engine. `who`: this node. `descriptor`: returns that of
+        the present transfer worker, empty while there is none. `demands_certificates`: a peer must
+        have the certificate of the node that it says it is."""
+        self._pass_on = post
         self._who = who
         self._descriptor = descriptor
         self._demands_certificates = demands_certificates
@@ -128,7 +127,7 @@ class BlockServer:
             del self.sessions[session.number]
             if self.pusher is not None:
                 self.pusher.gone(session.number)
-            self._exchange.post(PeerGone(session.number))
+            self._pass_on(PeerGone(session.number))
 
     def transfer_worker_changed(self) -> None:
         """End all sessions: their descriptors of this node's memory are void."""
@@ -184,7 +183,7 @@ class BlockServer:
         session.unanswered += 1
         if session.unanswered > ASKS_MAX:
             raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
-        self._exchange.post(event)
+        self._pass_on(event)
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
         """Queue an answer for a peer; dropped if the peer is not connected any more."""

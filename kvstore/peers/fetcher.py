@@ -27,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexUnavailable, Members
-from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located, PeerEvent
 from kvstore.index.index import Answer
 from kvstore.net import aio
 from kvstore.obs.timings import Stopwatch, Timings
-from kvstore.peers.exchange import Exchange
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock, Pieces
@@ -113,6 +112,7 @@ class Fetcher:
 
     def __init__(
         self,
+        post: Callable[[PeerEvent], None],
         *,
         who: PeerHello,
         transfer_worker: TransferWorker,
@@ -122,16 +122,14 @@ class Fetcher:
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`who`: this node. `memory`: the arena. `dial`: see `PeerSession.open`. `jitter`: returns
-        a random number from 0 to 1."""
+        """`post`: passes an event to the engine. `who`: this node. `memory`: the arena. `dial`: see
+        `PeerSession.open`. `jitter`: returns a random number from 0 to 1."""
         self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
-        self.exchange: Exchange | None = None
-        """Takes answers for the engine; set before the first command."""
         self.index: IndexQueries | None = None
         """The index to query; set before `start`."""
-        self._who = who
+        self._post, self._who = post, who
         self._transfer_worker = transfer_worker
         self._memory = memory
         self._clock = clock
@@ -176,7 +174,6 @@ class Fetcher:
     # ── where blocks are ─────────────────────────────────────────────────────────────────────────
 
     async def _locate(self, command: Locate) -> None:
-        assert self.exchange is not None
         located = Located(command.locate, is_known=False)
         try:
             begin_ns = self._clock.now_ns()
@@ -198,7 +195,7 @@ class Fetcher:
         except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
             self._note("the index", str(error))
         finally:
-            self.exchange.post(located)
+            self._post(located)
 
     def _match(self, command: Locate, begin_ns: int) -> Answer:
         """Query the index. Runs on a thread. Raises IndexUnavailable.
@@ -264,7 +261,6 @@ class Fetcher:
     # ── their bytes ──────────────────────────────────────────────────────────────────────────────
 
     async def _fetch(self, command: Fetch) -> None:
-        assert self.exchange is not None
         count = len(command.keys) // KEY_BYTES
         fetched = Fetched(command.job, bytes(count), peer_failed=True)
         turns = self._turns.setdefault(command.node, _Turns())
@@ -283,7 +279,7 @@ class Fetcher:
                 trouble=(self._transfer_worker.trouble or str(error))[:TROUBLE_MAX],
             )
         finally:
-            self.exchange.post(fetched)
+            self._post(fetched)
 
     async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
         """Carry out one fetch in its turn. Raises SessionLost."""

@@ -110,16 +110,17 @@ class Peering:
         """Where peers reach this node."""
 
     async def _listen(self, peers: PeerConfig) -> str:
+        self.exchange = Exchange(self._loop.loop, self._handle)
         self.fetcher = Fetcher(
+            self.exchange.post,
             who=self._who,
             transfer_worker=self.transfer_worker,
             memory=self._memory,
             clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )
-        self.exchange = self.fetcher.exchange = Exchange(self._loop.loop, self._handle)
         self.block_server = BlockServer(
-            self.exchange,
+            self.exchange.post,
             who=self._who,
             descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=self._tls is not None,

@@ -110,7 +110,7 @@ class Handover:
         """Ranks of earlier processes, with their pidfds."""
         self.code = LoadedCode()
         prepared = control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, self.code.version)
-        self._say(prepared)
+        self.send_message(prepared)
         while True:
             message, fd = self._hear()
             match message:
@@ -121,7 +121,7 @@ class Handover:
                 case control.BeginServing():
                     self.begin = message
                     self.listener_fd = fd
-                    self._say(control.Begun())
+                    self.send_message(control.Begun())
                     return
                 case _:
                     raise AssertionError(f"{message} before Begin")
@@ -148,23 +148,20 @@ class Handover:
     def drop(self) -> None:
         """Let memory of earlier processes go, here and in the supervisor: it is of no use."""
         self.forget()
-        self._say(control.DropKept())
+        self.send_message(control.DropKept())
 
     def share_page(self, fd: int) -> None:
         """Void the old generation page, and have this one held. Raises SupervisorGone."""
-        self._say(control.GenerationPage(), fd)
+        self.send_message(control.GenerationPage(), fd)
         answer, _ = self._hear()
         assert isinstance(answer, control.PageTaken), answer
 
     def keep(self, name: str, fd: int) -> None:
         """Have a descriptor held for the next process."""
-        self._say(control.Keep(name), fd)
+        self.send_message(control.Keep(name), fd)
 
-    def serving(self, serving: control.Serving) -> None:
-        """Report that engines can attach."""
-        self._say(serving)
-
-    def _say(self, message: control.Control, fd: int | None = None) -> None:
+    def send_message(self, message: control.Control, fd: int | None = None) -> None:
+        """Send a message, and a descriptor with it. Raises SupervisorGone."""
         try:
             control.send(self._socket, message, fd)
         except OSError:

@@ -23,7 +23,6 @@ from kvstore.breaker import Breaker
 from kvstore.client.index import aio_channel
 from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
-from kvstore.index.feed import Trust
 from kvstore.index.index import Answer
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
@@ -34,12 +33,6 @@ TIMEOUT_S_PER_KEY: Final = 2e-6
 FAILURES_MAX: Final = 3
 COOLDOWN_MS: Final = 250
 RETRY_S: Final = 1.0
-_TRUST: Final = {
-    Trust.EXACT: PrefixTrust.EXACT,
-    Trust.CATCHING_UP: PrefixTrust.CATCHING_UP,
-    Trust.STALE: PrefixTrust.STALE,
-}
-
 _log = logging.getLogger(__name__)
 
 
@@ -153,10 +146,11 @@ class IndexCalls:
             await each.close()
 
 
-def prefix_answer(answer: Answer, epoch: int, peers: frozenset[str]) -> PrefixAnswer:
-    """The index's answer in the form that the core takes."""
+def prefix_answer(answers: Sequence[Answer], epoch: int, peers: frozenset[str]) -> PrefixAnswer:
+    """The index's answers about one prompt, a place of its blocks each, in the form that the core
+    takes."""
     return PrefixAnswer(
-        trust=_TRUST[answer.trust],
+        trust=PrefixTrust[max(each.trust for each in answers).name],
         matches=tuple(
             PrefixMatch(
                 node=each.holder.node,
@@ -165,8 +159,9 @@ def prefix_answer(answer: Answer, epoch: int, peers: frozenset[str]) -> PrefixAn
                 hbm_blocks=each.hbm_blocks,
                 dram_blocks=each.dram_blocks,
                 file_blocks=each.file_blocks,
-                trust=_TRUST[each.trust],
+                trust=PrefixTrust[each.trust.name],
             )
+            for answer in answers
             for each in answer.matches
         ),
         peers=peers,

@@ -150,16 +150,10 @@ class KeyPrefixes:
         answers = await asyncio.gather(
             *(self._index.match(tenant, space, keys) for tenant, space in scope.places)
         )
-        epoch, peers = self._index.epoch, self._index.peers
-        found = [prefix_answer(each, epoch, peers) for each in answers if each is not None]
+        found = [each for each in answers if each is not None]
         answer = None
         if found and len(found) == len(answers):
-            answer = PrefixAnswer(
-                trust=max((each.trust for each in found), key=_ORDER.index),
-                matches=tuple(match for each in found for match in each.matches),
-                peers=peers,
-                epoch=epoch,
-            )
+            answer = prefix_answer(found, self._index.epoch, self._index.peers)
         return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer, scope.load_only)
 
 

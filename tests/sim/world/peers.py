@@ -142,6 +142,7 @@ class SimPeers:
         self.transfer_worker = SimTransferWorker(self, cluster.net, cluster.transfer_workers)
         who = PeerHello(self.name, Incarnation(incarnation))
         self.fetcher = Fetcher(
+            self.post,
             who=who,
             transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory.bytes, np.uint8),
@@ -150,10 +151,9 @@ class SimPeers:
             dial=self._dial_peer,
             jitter=lambda: 0.5,
         )
-        self.fetcher.exchange = self  # type: ignore[assignment]
         self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)
         self.block_server = BlockServer(
-            self,  # type: ignore[arg-type]
+            self.post,
             who=who,
             descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=False,

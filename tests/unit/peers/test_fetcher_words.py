@@ -43,6 +43,7 @@ def test_fetchers_do_not_ask_who_is_there_in_step() -> None:
 
     jitters = iter([0.0, 0.25, 0.75, 0.5])
     fetcher = Fetcher(
+        cast("Any", None),
         who=PeerHello("n1", Incarnation(1)),
         transfer_worker=cast("Any", None),
         memory=cast("Any", None),

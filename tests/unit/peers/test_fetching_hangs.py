@@ -52,8 +52,7 @@ def ask(two: Two, count: int) -> list[Located]:
     """Questions that node a's engine knows nothing of; returns where their answers will be."""
     located: list[Located] = []
     fetcher, first = two.a.fetcher, 1 << 40
-    assert fetcher.exchange is not None
-    post = fetcher.exchange.post
+    post = fetcher._post
 
     def posted(event: PeerEvent) -> None:
         if isinstance(event, Located) and event.locate >= first:
@@ -61,7 +60,7 @@ def ask(two: Two, count: int) -> list[Located]:
         else:
             post(event)
 
-    fetcher.exchange.post = posted  # type: ignore[method-assign]
+    fetcher._post = posted
     for number in range(count):
         fetcher.locate(Locate(first + number, "t", SPACE, keys(100 + number), 0))
     return located

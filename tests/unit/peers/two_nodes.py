@@ -22,6 +22,7 @@ from kvstore.engine.events import (
     Land,
     Locate,
     PeerCommand,
+    PeerEvent,
     RecycleTransferWorker,
     RevokePush,
     Staged,
@@ -156,6 +157,7 @@ class Together(Node):
         self.transfer_worker = MemoryTransferWorker(self.memory)
         who = PeerHello(name, Incarnation(abs(hash(name)) + 1))
         self.fetcher = Fetcher(
+            self._post,
             who=who,
             transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory, np.uint8),
@@ -166,13 +168,17 @@ class Together(Node):
         self._who = who
         self._index = index
 
+    def _post(self, event: PeerEvent) -> None:
+        assert self.exchange is not None
+        self.exchange.post(event)
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
-        self.exchange = self.fetcher.exchange = Exchange(loop, self.handle)
+        self.exchange = Exchange(loop, self.handle)
         self.block_server = BlockServer(
-            self.exchange,
+            self.exchange.post,
             who=self._who,
             descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=False,
