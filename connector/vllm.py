@@ -15,7 +15,7 @@ import secrets
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -65,6 +65,8 @@ TWICE = (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+_FOR_THE_CORE: Final = {*ConnectorConfig.__struct_fields__} & {*SchedulerConfig.__struct_fields__}
+"""Keys of the connector's configuration that the core has under the same name."""
 
 
 @dataclass
@@ -443,7 +445,6 @@ def _core_config(
         engine_id=transfer.engine_id,
         nonce=vllm_config.instance_id or "0",
         process=secrets.token_hex(8),
-        tenant=config.tenant,
         rank_count=vllm_config.parallel_config.world_size,
         block_tokens=groups.block_sizes[0],
         group_tokens=groups.block_sizes,
@@ -454,13 +455,6 @@ def _core_config(
         data_rank=data_rank,
         events=events,
         events_replay=events_replay,
-        address=config.address,
         role=ROLES.get(transfer.kv_role or "", ""),
-        lookup_deadline_ms=config.lookup_deadline_ms,
-        heartbeat_timeout_ms=config.heartbeat_timeout_ms,
-        min_load_tokens=config.min_load_tokens,
-        store=config.store,
-        push_deadline_ms=config.push_deadline_ms,
-        verify_every=config.verify_every,
-        shadow_every=config.shadow_every,
+        **{name: getattr(config, name) for name in _FOR_THE_CORE},
     )
