@@ -238,8 +238,7 @@ def part_of(
         heads: KV heads in each of its layers that own memory, in order.
         drafts: layers of the draft model.
 
-    Raises:
-        NotServed: its part is not known.
+    Raises NotServed.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     names, ranks = list(heads), parallel.tensor_parallel_size

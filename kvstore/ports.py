@@ -36,7 +36,6 @@ class Clock(Protocol):
 
     def now_ns(self) -> int:
         """Nanoseconds since an arbitrary start; never goes back."""
-        ...
 
 
 @runtime_checkable
@@ -50,33 +49,26 @@ class Memory(Protocol):
     @property
     def capacity_bytes(self) -> int:
         """Bytes that exist; fixed for the life of the tier."""
-        ...
 
     @property
     def ready_bytes(self) -> int:
         """Bytes from the start whose pages have arrived; grows up to the capacity."""
-        ...
 
     def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Publish new generations. On return every reader sees them; old copies are void."""
-        ...
 
     def generation(self, slot: SlotId) -> Generation:
         """The published generation of a slot."""
-        ...
 
     def beat(self, now_ns: int) -> None:
         """Publish that the driver was alive at `now_ns`."""
-        ...
 
     def read(self, slot: SlotId, into: memoryview) -> None:
         """Copy the bytes of a slot, as many as there is room for; whatever engines do to the memory
         meanwhile, it does not fail."""
-        ...
 
     def close(self) -> None:
         """Give the memory back. Mappings of other processes stay."""
-        ...
 
 
 class FileStore(Protocol):
@@ -92,50 +84,40 @@ class FileStore(Protocol):
     @property
     def path(self) -> Path:
         """Directory of the store."""
-        ...
 
     @property
     def note(self) -> bytes:
         """The note that `keep_note` kept before this start; empty: none."""
-        ...
 
     @property
     def taken_bytes(self) -> int:
         """Bytes in use, of the capacity."""
-        ...
 
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
         """States of the breakers for reads and for writes."""
-        ...
 
     def fileno(self) -> int:
         """Readable while `take_events` has something."""
-        ...
 
     def take_events(self) -> Iterator[FileTierEvent]:
         """Events in order, up to and with the first that names many blocks. Each is taken when it
         is asked for; those that are not stay."""
-        ...
 
     def submit(self, command: FileCommand) -> bool:
         """Take an order. False: a WriteFile or ReadFile is refused, and nothing was taken: the
         queue is full, the disk suspended, or the store closed."""
-        ...
 
     def wait_for_voids(self, timeout_s: float) -> bool:
         """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
         are. The one call that waits, and the one that may come from any thread."""
-        ...
 
     def keep_note(self, note: bytes) -> None:
         """Keep a few pages for the next start. Only the last one counts; may be lost."""
-        ...
 
     def close(self) -> None:
         """Orderly end: queued writes are written, reads that have not begun fail, and the wait for
         a disk that hangs is bounded. The last events can still be taken. Idempotent."""
-        ...
 
 
 class Pieces(NamedTuple):
@@ -231,7 +213,6 @@ class Transport(Protocol):
 
     def describe(self) -> bytes:
         """Descriptor that a peer needs to read and write here; for a trusted channel only."""
-        ...
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Transfers with `peer`, which must not be connected, are possible from now on.
@@ -239,7 +220,6 @@ class Transport(Protocol):
         Raises:
             TransportError: the descriptor is of another peer or back end, or makes no sense.
         """
-        ...
 
     def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         """Begin a transfer of at least one piece. Callers choose numbers that are not under way,
@@ -249,25 +229,20 @@ class Transport(Protocol):
             TransportError: the peer is not connected or takes no writes, or a piece lies outside of
                 an arena or the landing memory; nothing was begun.
         """
-        ...
 
     def poll(self) -> list[Outcome]:
         """Do the work that is due. Returns the transfers that ended since the last call."""
-        ...
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do; -1: there is no such descriptor, and `poll`
         must be called again and again while transfers are under way."""
-        ...
 
     def forget(self, peer: str) -> None:
         """Transfers with this peer end soon, as FAILED or UNKNOWN, if the back end can see to it.
         Others go on. The peer may be connected again, also as another process."""
-        ...
 
     def close(self) -> None:
         """Give all back. Transfers under way get no outcome: as good as UNKNOWN. Idempotent."""
-        ...
 
 
 class CopyWay(enum.Enum):
@@ -333,57 +308,45 @@ class CopyEngine(Protocol):
     @property
     def copies_max(self) -> int:
         """Copies that may be under way at once."""
-        ...
 
     @property
     def trouble(self) -> str:
         """Reason why it is slow or drops stores, with the way to mend it; empty: none."""
-        ...
 
     @property
     def pinned_bytes(self) -> int:
         """Memory of slots that is pinned; 0 where copies need none."""
-        ...
 
     @property
     def gpu(self) -> str:
         """GPU of the caches, as every process of the machine calls it; empty: none."""
-        ...
 
     def block_bytes(self, group: int) -> int:
         """Size of a block of a KV cache group."""
-        ...
 
     def attach(self, memory: NDArray[np.uint8], ready_bytes: Callable[[], int]) -> None:
         """Slots are in this memory from now on; no copy is under way. Only bytes below
         `ready_bytes`, which grows, are touched."""
-        ...
 
     def pin_ahead(self, end: int) -> None:
         """Pin a bit more of the memory of slots below `end`, while nothing is copied."""
-        ...
 
     def map_slab(self, slab: Slab | None) -> str:
         """Loads may come from this memory on the same GPU from now on; None: from none. No copy is
         under way. Returns why that cannot be, or nothing."""
-        ...
 
     def mark(self) -> int:
         """A number above 0 that stands for all work which the engine has given its device so far
         (`BlockCopy.after`); 0 if the device has done it all."""
-        ...
 
     def begin(self, copy: BlockCopy) -> None:
         """Begin a copy, of which there are fewer than `copies_max` under way."""
-        ...
 
     def ended(self) -> list[CopyEnd]:
         """Copies that ended since the last call."""
-        ...
 
     def close(self) -> None:
         """Give all back. Copies under way get no end. Idempotent."""
-        ...
 
 
 class IndexStore(Protocol):
@@ -398,33 +361,25 @@ class IndexStore(Protocol):
     @property
     def trouble(self) -> str:
         """Why the store is not healthy; empty while it is."""
-        ...
 
     @property
     def failure_count(self) -> int:
         """How often the store was unreachable, since the start."""
-        ...
 
     async def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply a message of a node, or the end of its stream."""
-        ...
 
     async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         """Prefix length of `keys` (32 bytes each) at each location."""
-        ...
 
     def members(self, now_ms: int) -> list[Member]:
         """Nodes that are not forgotten, by name."""
-        ...
 
     async def tick(self, now_ms: int) -> None:
         """Regular work, a bounded piece at a time; ten times a second or so."""
-        ...
 
     def statistics(self) -> Statistics:
         """Sizes and counts."""
-        ...
 
     async def close(self) -> None:
         """Close connections."""
-        ...

@@ -34,28 +34,22 @@ class PlaceSlots(Protocol):
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
         """Name that this keeper uses for a (tenant, space)."""
-        ...
 
     def open(self, place: Place, *, is_hidden: bool) -> int | None:
         """A new, empty slot; hidden: in no answer until `show`. None: there is no room for one."""
-        ...
 
     def show(self, slot: int) -> None:
         """Include a hidden slot in answers from now on."""
-        ...
 
     def void(self, slot: int) -> None:
         """Forget all that this slot holds, and the slot."""
-        ...
 
     def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
         """Record that the slot holds these blocks in this tier. `keys`: 32 bytes each."""
-        ...
 
     def removed(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
         """Record that the slot does not hold these blocks in this tier any more; no error if it did
         not."""
-        ...
 
 
 class Places:

@@ -13,6 +13,7 @@ Covers: the interceptor. Does not cover: connections (`limits`), limits of one c
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import resource
 from collections.abc import Awaitable, Callable
@@ -89,7 +90,7 @@ async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
     return request
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class Guard(grpc.aio.ServerInterceptor, abc.ABC):
     """Intercepts all calls of one server, by handlers that begin before a call's message is there:
     on the wire a single message is a stream of one."""
 
@@ -108,9 +109,9 @@ class Guard(grpc.aio.ServerInterceptor):
             self._handlers[method] = self._guarded(handler)
         return self._handlers[method]
 
+    @abc.abstractmethod
     def _guarded(self, handler: Any) -> Any:
         """The handler to serve a method by, in place of the server's own."""
-        raise NotImplementedError
 
 
 class Calls(Guard):

@@ -58,11 +58,9 @@ class HitRules(Protocol):
 
     def longest(self, present: Sequence[Mask], *, tokens_max: int) -> HitPlan:
         """The longest hit of at most `tokens_max` tokens, given the blocks of each group."""
-        ...
 
     def are_needed(self, group: int, first_block: int, end_block: int) -> Sequence[bool] | None:
         """Flags of the blocks that a later hit can need; None: all."""
-        ...
 
 
 class DerivedKeys(Sequence[bytes]):

@@ -46,7 +46,6 @@ class Source(Protocol):
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Flags [S][n] of the keys that are on their way or may be; `rows` are the rows of these
         keys."""
-        ...
 
 
 class Wait(msgspec.Struct):

@@ -28,7 +28,6 @@ class Moving(Protocol):
     @property
     def size_bytes(self) -> int:
         """Size of the slots that the transfer reads or writes."""
-        ...
 
 
 J = TypeVar("J", bound=Moving)

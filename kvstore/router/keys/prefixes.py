@@ -70,7 +70,6 @@ class Prefixes(Protocol):
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
     ) -> Prefix:
         """Facts about a request's prompt. Never raises for what a client sent."""
-        ...
 
 
 class BytePrefixes:

@@ -287,7 +287,7 @@ class SimFiles:
 
     @property
     def used_bytes(self) -> int:
-        return self._end.tier.used_bytes
+        return self._end.tier.taken_bytes
 
     def carry_out(self, command: FileCommand) -> list[FileEvent]:
         if isinstance(command, ReadFile):

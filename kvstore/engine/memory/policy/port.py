@@ -59,29 +59,22 @@ class Policy(Protocol):
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         """Add blocks to the order: they were just put into these slots, which were empty."""
-        ...
 
     def resume(self, words: Words, prints: Prints) -> None:
         """Add blocks that an earlier process put into these slots; their stamps are in place."""
-        ...
 
     def use(self, words: Words, stamps: Stamps) -> None:
         """A request uses these blocks: once per request and block."""
-        ...
 
     def touch(self, words: Words, stamps: Stamps) -> None:
         """Make blocks newer, because the same request asks again: this is no new use."""
-        ...
 
     def forget(self, words: Words) -> None:
         """Remove these slots from the order, because they are emptied. Some may hold no block."""
-        ...
 
     def pop(self, count: int, may_go: MayGo) -> Words:
         """Up to `count` victims, in order. They are held no more; their stamps are negative until
         `forget`."""
-        ...
 
     def oldest_stamp(self) -> int | None:
         """Least stamp of all held slots, leased or not; None without any."""
-        ...

@@ -90,9 +90,9 @@ class SegmentFile(NamedTuple):
     disk: Disk
     fd: int
     head: SegmentHead
-    """What page 0 said."""
+    """Content of page 0."""
     size_bytes: int
-    """As far as the file goes."""
+    """Length of the file."""
 
     def contents(self, *, first_page: int = 1, search: bool = True) -> Contents:
         """The content: by the footer, if there is one that can be trusted, else record by record as
@@ -148,7 +148,7 @@ class SegmentFile(NamedTuple):
         return found
 
     def parsed(self, raw: bytes | memoryview, page: int) -> BlockPage | Void | None:
-        """What a page of this segment says; None: it says nothing, or is of another place."""
+        """Content of a page of this segment; None: none, or that of another place."""
         place = place_of(self.head.number, page)
         return parse_page(raw, segment_id=self.head.segment_id, place=place)
 
