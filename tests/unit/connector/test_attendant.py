@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.errors import AttachError
 from kvstore.units import NS_PER_MS, NS_PER_S
-from tests.unit.connector.test_scheduler_side import FullSocket, clock, make_side, step
+from tests.unit.connector.test_scheduler_side import FullSocket, MakeSide, clock, make_side, step
 
 __all__ = ["clock", "make_side"]
 
@@ -52,9 +51,7 @@ class Owner:
 
 
 @pytest.fixture
-def lost(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
-) -> tuple[SchedulerSide, Node]:
+def lost(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> tuple[SchedulerSide, Node]:
     """An engine that was attached, and whose node has just ended."""
     link, node = FullSocket(room=100), Node()
     side = make_side(link)
@@ -88,18 +85,6 @@ def test_an_idle_scheduler_attaches_again(
     assert is_open(side), "before any request"
 
 
-def test_steps_leave_nothing_to_look_at(
-    lost: tuple[SchedulerSide, Node], clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side, _ = lost
-    step(side)
-    looks: list[int] = []
-    monkeypatch.setattr(side, "poll", lambda: looks.append(clock.now_ns))
-    clock.now_ns += 99 * NS_PER_MS
-    side.attend()
-    assert not looks, "the engine has just looked"
-
-
 def test_nothing_is_done_after_a_shutdown(
     lost: tuple[SchedulerSide, Node], clock: SimpleNamespace
 ) -> None:
@@ -115,14 +100,6 @@ def start(owner: Owner) -> Attendant:
     made = Attendant(weakref.WeakMethod(owner.attend), tick_s=0)
     made.start()
     return made
-
-
-def test_the_thread_looks_until_it_is_stopped() -> None:
-    owner = Owner(looks=3)
-    attendant = start(owner)
-    assert owner.enough.wait(WAIT_S)
-    attendant.stop()
-    assert not attendant._thread.is_alive()
 
 
 def test_the_thread_ends_with_its_owner() -> None:

@@ -21,18 +21,12 @@ from kvstore.kernels.reference import checksum
 from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import ScriptedNode as Question
-from tests.unit.connector.scripted_node import ScriptedNode, node_at
+from tests.unit.connector.scripted_node import ScriptedNode
 from tests.unit.connector.test_copier import BLOCK, BLOCKS, SLOT_PAGES, Rank, key
 
 DEFAULT = ConnectorConfig(socket="/run/node.sock").verify_every
 SLOTS = [block * SLOT_PAGES for block in range(BLOCKS)]
 KEYS = [key(block) for block in range(BLOCKS)]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[ScriptedNode]:
-    with node_at(tmp_path / "node.sock") as node:
-        yield node
 
 
 @pytest.fixture

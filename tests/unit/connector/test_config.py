@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.connector.config import ConnectorConfig, parse_config
-
-
-def test_nothing_is_needed_where_the_node_has_its_defaults() -> None:
-    assert parse_config({}) == ConnectorConfig(socket=DEFAULT_SOCKET)
+from kvstore.connector.config import parse_config
 
 
 @pytest.mark.parametrize(

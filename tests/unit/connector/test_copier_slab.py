@@ -192,16 +192,6 @@ def test_a_slab_that_cannot_be_mapped_is_not_used(
     assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
 
 
-def test_a_place_outside_of_the_slab_is_not_used(
-    node: ScriptedNode, rank: Rank, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert node.hbm is not None
-    node.hbm._places[SLOT // P] = 1 << 32 | 8 * P
-    node.open_session(5)
-    assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
-    assert "dram alone" not in caplog.text, "it was read, and had other bytes"
-
-
 def test_a_load_under_way_when_the_node_ends_is_made_from_dram(
     node: ScriptedNode, rank: Rank, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,13 +35,6 @@ def test_what_the_engine_listens_on_is_reached_on_this_machine(
     assert event_endpoints(config(endpoint, replay_endpoint=replay), rank) == expected
 
 
-def test_without_events_there_is_nothing_to_read(caplog: pytest.LogCaptureFixture) -> None:
-    assert event_endpoints(None, 0) == ("", "")
-    assert event_endpoints(config(enable_kv_cache_events=False), 0) == ("", "")
-    assert event_endpoints(config(publisher="null"), 0) == ("", "")
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("endpoint", "rank"),
     [("tcp://127.0.0.1:5557", 0), ("tcp://*:0", 0), ("ipc:///run/e.kv", 1)],

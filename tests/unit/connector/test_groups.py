@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.client.core.hits import HitPlan
 from kvstore.connector.groups import EngineGroups, served_groups
 from tests.kit.own_cache import OwnCache
 
@@ -69,12 +70,27 @@ def engine(shape: str, blocks: int = 1000) -> tuple[Any, Any]:
     return config, cache
 
 
+def hit_as_in_the_engine(
+    groups: EngineGroups, own: OwnCache, present: dict[int, np.ndarray], tokens_max: int
+) -> HitPlan:
+    """The longest hit over these blocks: as long and from the same blocks as in the own cache."""
+    assert groups.rules is not None
+    served = [present[number] for number in groups.served]
+    plan = groups.rules.longest(served, tokens_max=tokens_max)
+    tokens, firsts = own.hit(present, tokens_max)
+    assert plan.tokens == tokens
+    for at, number in enumerate(groups.served):
+        end = tokens // groups.block_sizes[at]
+        assert plan.first_blocks[at] == min(firsts[number], end)
+        assert served[at][plan.first_blocks[at] : end].all()
+    return plan
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_hit_is_as_long_as_in_the_engines_own_cache(shape: str) -> None:
     config, cache = engine(shape)
     groups = EngineGroups(config, cache)
     own, source = OwnCache(config, cache, tokens=40 * KEY), random.Random(20261123)
-    assert groups.rules is not None
     lengths = set()
     for _ in range(300):
         density = source.choice((0.5, 0.9, 0.97, 1.0))
@@ -87,18 +103,11 @@ def test_a_hit_is_as_long_as_in_the_engines_own_cache(shape: str) -> None:
                 flags = [at * size < length * KEY for at in range(len(flags))]
             present[number] = np.array(flags)
         tokens_max = source.choice((0, 5, KEY, 10 * KEY - 1, 39 * KEY, 40 * KEY - 1, 40 * KEY))
-        served = [present[number] for number in groups.served]
-        plan = groups.rules.longest(served, tokens_max=tokens_max)
-        tokens, firsts = own.hit(present, tokens_max)
-        assert plan.tokens == tokens
-        lengths.add(tokens)
-        for at, number in enumerate(groups.served):
-            end = tokens // groups.block_sizes[at]
-            assert plan.first_blocks[at] == min(firsts[number], end)
-            assert served[at][plan.first_blocks[at] : end].all()
-        if tokens < tokens_max // own.alignment * own.alignment:
-            run = int(np.argmin([*served[0], False])) * groups.block_sizes[0]
-            limits_it = run // own.alignment * own.alignment == tokens
+        plan = hit_as_in_the_engine(groups, own, present, tokens_max)
+        lengths.add(plan.tokens)
+        if plan.tokens < tokens_max // own.alignment * own.alignment:
+            run = int(np.argmin([*present[groups.served[0]], False])) * groups.block_sizes[0]
+            limits_it = run // own.alignment * own.alignment == plan.tokens
             assert (plan.lacking_group == 0) == limits_it, (plan, run)
     assert len(lengths) > 4, lengths
 
@@ -149,11 +158,3 @@ def test_states_are_stored_where_the_engine_hands_them_over_and_nowhere_else() -
     assert states == [[0, 0, 7, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
     assert groups.stored_tables(table, ()) == (table[3], *[[0] * 4] * 3)
     assert groups.tables(table) == (table[3], table[0], table[1], table[2])
-
-
-def test_one_group_needs_no_rules() -> None:
-    config, cache = engine("window")
-    del cache.kv_cache_groups[0]
-    groups = EngineGroups(config, cache)
-    assert (groups.rules, groups.served, groups.block_sizes) == (None, (0,), (KEY,))
-    assert groups.key_tokens == KEY

@@ -7,31 +7,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.prompts import why_left_out
-from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.engine.why.reasons import reason_of
 from kvstore.obs.reasons import TEXTS
 from kvstore.wire import messages as m
 from tests.unit.connector.real_requests import real_request
-from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, stories
+from tests.unit.connector.test_scheduler_side import (
+    BLOCK_TOKENS,
+    FullSocket,
+    MakeSide,
+    clock,
+    make_side,
+    stories,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-CONFIG = ConnectorConfig(socket="/nowhere")
-CORE = SchedulerConfig(
-    engine_id="e", nonce="n", process="p", tenant="t", rank_count=1, block_tokens=BLOCK_TOKENS
-)
+__all__ = ["clock", "make_side"]
+
 CAT, DOG = (np.full((8, 8, 3), shade, np.uint8) for shade in (1, 2))
-
-
-@pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> FullSocket:
-    found = FullSocket(room=100)
-    monkeypatch.setattr("kvstore.connector.scheduler_side.Link.connect", lambda *_: found)
-    return found
 
 
 def identifier(image: Any, uuid: str | None, *, algorithm: Any = "blake3", **inputs: Any) -> str:
@@ -57,16 +52,9 @@ def request(number: int, *identifiers: str) -> Request:
     return real_request(f"r{number}", [1] * 8 * BLOCK_TOKENS, mm_features=features)
 
 
-def test_two_images_with_one_uuid_have_one_key() -> None:
-    """What vllm does: the reason for all of this."""
-    names = [identifier(image, "mine") for image in (CAT, DOG)]
-    assert names == ["mine", "mine"]
-    cat, dog = (request(number, name) for number, name in enumerate(names))
-    assert cat.block_hashes == dog.block_hashes
-
-
-def test_an_image_that_its_client_named_is_left_out(link: FullSocket) -> None:
-    side = SchedulerSide(CONFIG, CORE)
+def test_an_image_that_its_client_named_is_left_out(make_side: MakeSide) -> None:
+    link = FullSocket(room=100)
+    side = make_side(link)
     hashed, named = identifier(CAT, None), identifier(CAT, "mine")
     asked = [request(0), request(1, hashed), request(2, named), request(3, hashed, named)]
     for one in asked:
@@ -110,8 +98,11 @@ def test_a_uuid_that_looks_like_a_hash_is_not_told_apart_but_with_images_off_all
     assert why_left_out(request(0), "none") == ""
 
 
-def test_a_session_that_gets_an_image_later_is_left_out_from_there_on(link: FullSocket) -> None:
-    side = SchedulerSide(CONFIG, CORE)
+def test_a_session_that_gets_an_image_later_is_left_out_from_there_on(
+    make_side: MakeSide,
+) -> None:
+    link = FullSocket(room=100)
+    side = make_side(link)
     session = request(0)
     side.on_new_request(session)
     session.mm_features.extend(request(1, "mine").mm_features)

@@ -15,11 +15,15 @@ from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.adapters import AdapterKeys
 from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.groups import EngineGroups
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
 from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 
 BLOCK_TOKENS = 16
+
+
+MakeSide = Callable[..., SchedulerSide]
 
 
 class FullSocket:
@@ -63,24 +67,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def make_side(
-    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[FullSocket], SchedulerSide]:
-    def make(link: FullSocket) -> SchedulerSide:
+def make_side(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> MakeSide:
+    def make(link: FullSocket, groups: EngineGroups | None = None, **changes: Any) -> SchedulerSide:
         monkeypatch.setattr(
             "kvstore.connector.scheduler_side.Link.connect", lambda path, hello: link
         )
-        return SchedulerSide(
-            ConnectorConfig(socket="/nowhere"),
-            SchedulerConfig(
-                engine_id="e",
-                nonce="n",
-                process="p",
-                tenant="t",
-                rank_count=1,
-                block_tokens=BLOCK_TOKENS,
-            ),
-        )
+        its: dict[str, Any] = {"engine_id": "e", "nonce": "n", "process": "p", "tenant": "t"}
+        its |= {"rank_count": 1, "block_tokens": BLOCK_TOKENS, **changes}
+        return SchedulerSide(ConnectorConfig(socket="/nowhere"), SchedulerConfig(**its), groups)
 
     return make
 
@@ -123,7 +117,7 @@ def step(side: SchedulerSide) -> None:
 
 
 def test_a_backlog_is_asked_about_over_several_steps(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=10**6)
     side = make_side(link)
@@ -142,7 +136,7 @@ def test_a_backlog_is_asked_about_over_several_steps(
 
 
 def test_a_full_socket_is_waited_for_and_only_then_given_up(
-    make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
+    make_side: MakeSide, clock: SimpleNamespace
 ) -> None:
     link = FullSocket(room=1)
     side = make_side(link)
@@ -171,7 +165,7 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     "other", ["none", "computes", "is in flight", "has ended", "self", "lockstep"]
 )
 def test_steps_of_others_do_not_wait_for_blocks_from_disk(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
     monkeypatch: pytest.MonkeyPatch,
     other: str,
 ) -> None:
@@ -229,7 +223,7 @@ def store(side: SchedulerSide, one: Any, blocks: list[int]) -> None:
 
 
 def test_blocks_that_a_step_only_reads_are_not_fenced(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=100)
     link.inbox.append(grant(4))
@@ -251,7 +245,7 @@ def test_blocks_that_a_step_only_reads_are_not_fenced(
 
 
 def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FullSocket(room=100)
     link.inbox.append(grant(2))
@@ -277,7 +271,7 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
 
 
 def test_a_plan_that_cannot_be_told_of_is_not_lost(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FullSocket(room=100)
     side, one = make_side(link), request(1, 2)
@@ -300,7 +294,7 @@ def test_a_plan_that_cannot_be_told_of_is_not_lost(
 
 @pytest.mark.parametrize(("free", "emptied"), [(99, True), (98, False), (None, False)])
 def test_a_reset_tells_whether_the_engine_still_holds_blocks(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
     monkeypatch: pytest.MonkeyPatch,
     free: int | None,
     emptied: bool,
@@ -318,7 +312,7 @@ def test_a_reset_tells_whether_the_engine_still_holds_blocks(
 
 
 def test_what_was_not_sent_before_a_reset_is_not_sent_after_it(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=1)
     side = make_side(link)
@@ -334,18 +328,19 @@ def stories(link: FullSocket) -> list[tuple[str, str]]:
     return [(s.request, s.outcome) for s in link.sent if isinstance(s, m.Story)]
 
 
-def test_every_end_is_told_and_an_adapters_at_its_beginning(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = FullSocket(room=100)
-    side = make_side(link)
-    plain, adapted = request(1, 8), request(2, 8)
-    adapted.lora_request = object()
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: "gone")
-    for one in (plain, adapted):
-        side.on_new_request(one)
-        side.request_finished(one)
-    assert stories(link) == [("r1", "not asked"), ("r2", "adapter")]
+class Looks:
+    """What a look at a request's adapter finds, in place of its files."""
+
+    def __init__(self, side: SchedulerSide, found: bytes | str | None) -> None:
+        self.found = found
+        side._adapters.look = lambda adapter, now_ns: self.found  # type: ignore[method-assign]
+
+
+def adapted(number: int) -> Any:
+    """A request with an adapter."""
+    one = request(number, 8)
+    one.lora_request = object()
+    return one
 
 
 def hinted(link: FullSocket) -> list[bytes]:
@@ -353,17 +348,15 @@ def hinted(link: FullSocket) -> list[bytes]:
 
 
 def test_a_request_waits_for_the_digest_of_its_adapter(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=100)
-    side, one = make_side(link), request(1, 8)
-    one.lora_request = object()
-    digest: list[bytes | None] = [None]
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: digest[0])
+    side, one = make_side(link), adapted(1)
+    looks = Looks(side, None)
     side.on_new_request(one)
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
     assert link.sent == []
-    digest[0] = b"d" * 32
+    looks.found = b"d" * 32
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
     keys = b"".join(AdapterKeys(one, b"d" * 32))
     assert hinted(link) == [keys]
@@ -376,13 +369,10 @@ def test_a_request_waits_for_the_digest_of_its_adapter(
 
 @pytest.mark.parametrize("found", [b"d" * 32, "its files changed", None])
 def test_a_router_is_told_the_digest_of_an_adapter_or_why_not(
-    make_side: Callable[[FullSocket], SchedulerSide],
-    monkeypatch: pytest.MonkeyPatch,
-    found: bytes | str | None,
+    make_side: MakeSide, found: bytes | str | None
 ) -> None:
-    side, one, plain = make_side(FullSocket(room=100)), request(1, 8), request(2, 8)
-    one.lora_request = object()
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: found)
+    side, one, plain = make_side(FullSocket(room=100)), adapted(1), request(2, 8)
+    Looks(side, found)
     for each in (one, plain):
         each.kv_transfer_params = ADAPTER_QUESTION
         side.on_new_request(each)
@@ -390,27 +380,25 @@ def test_a_router_is_told_the_digest_of_an_adapter_or_why_not(
     answer = adapter_digest(side.request_finished(one))
     reason = "its files changed" if found else "its files are being read"
     assert answer == (found if isinstance(found, bytes) else reason)
-    again = request(3, 8)
-    again.lora_request, again.kv_transfer_params = object(), {"kvstore": {"adapter": "yes"}}
+    again = adapted(3)
+    again.kv_transfer_params = {"kvstore": {"adapter": "yes"}}
     side.on_new_request(again)
     assert side.request_finished(again) is None, "parameters come from anybody"
 
 
 def test_a_request_whose_adapter_takes_too_long_is_computed(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=100)
     side = make_side(link)
-    found: list[str | None] = [None]
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: found[0])
-    late, gone = request(1, 8), request(2, 8)
-    late.lora_request = gone.lora_request = object()
+    looks = Looks(side, None)
+    late, gone = adapted(1), adapted(2)
     for one in (late, gone):
         side.on_new_request(one)
     side.request_finished(gone)
     assert stories(link) == [("r2", "adapter")]
     assert side.get_num_new_matched_tokens(late, 0) == (None, False)
-    found[0] = "slow"
+    looks.found = "slow"
     assert side.get_num_new_matched_tokens(late, 0) == (0, False)
     side.request_finished(late)
     assert stories(link) == [("r2", "adapter"), ("r1", "adapter")]
@@ -418,38 +406,21 @@ def test_a_request_whose_adapter_takes_too_long_is_computed(
 
 
 def test_nothing_is_stored_or_loaded_once_an_adapters_files_changed(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+    make_side: MakeSide,
 ) -> None:
-    link = FullSocket(room=100)
-    side, one = make_side(link), request(1, 8)
-    one.lora_request = object()
-    digest: list[bytes | str] = [b"d" * 32]
-    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: digest[0])
+    side, one = make_side(FullSocket(room=100)), adapted(1)
+    looks = Looks(side, b"d" * 32)
     side.on_new_request(one)
     assert side._is_left_out(one) is False
-    digest[0] = "changed"
+    looks.found = "changed"
     assert side.get_num_new_matched_tokens(one, 0) == (0, False)
     one.num_computed_tokens = 0
     state = SimpleNamespace(get_block_ids=lambda name: pytest.fail("its blocks are looked at"))
     side.build_plan(output(scheduled={"r1": 8 * BLOCK_TOKENS}, state=state))
 
 
-def test_what_a_step_computes_of_a_prompt_is_left_no_more(
-    make_side: Callable[[FullSocket], SchedulerSide],
-) -> None:
-    side, one = make_side(FullSocket(room=100)), request(1, 8)
-    side.on_new_request(one)
-    entry = side._core.requests["r1"]
-    side._core.lookups.queue(entry, 8 * BLOCK_TOKENS)
-    side.build_plan(output(scheduled={"r1": 3 * BLOCK_TOKENS}))
-    assert entry.left_tokens == 5 * BLOCK_TOKENS
-    one.num_computed_tokens = 3 * BLOCK_TOKENS
-    side.build_plan(output(scheduled={"r1": 5 * BLOCK_TOKENS}))
-    assert side._core.costs.left_tokens == {True: 0, False: 0}
-
-
 def test_the_first_token_is_there_once_the_step_that_computed_it_is_over(
-    make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
+    make_side: MakeSide, clock: SimpleNamespace
 ) -> None:
     link = FullSocket(room=100)
     side, one = make_side(link), request(1, 1)
@@ -466,7 +437,7 @@ def test_the_first_token_is_there_once_the_step_that_computed_it_is_over(
 
 
 def test_a_story_is_not_added_to_a_backlog(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: MakeSide,
 ) -> None:
     link = FullSocket(room=2)  # their hints
     side = make_side(link)
@@ -482,9 +453,7 @@ def test_a_story_is_not_added_to_a_backlog(
 
 
 @pytest.mark.parametrize("is_left_out", [False, True])
-def test_a_story_names_the_trace_of_its_request(
-    make_side: Callable[[FullSocket], SchedulerSide], is_left_out: bool
-) -> None:
+def test_a_story_names_the_trace_of_its_request(make_side: MakeSide, is_left_out: bool) -> None:
     link = FullSocket(room=100)
     side, one, other = make_side(link), request(1, 8), request(2, 8)
     header = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -498,20 +467,3 @@ def test_a_story_names_the_trace_of_its_request(
     told = [message for message in link.sent if isinstance(message, m.Story)]
     assert [story.traceparent for story in told] == [header, ""]
     assert {story.outcome for story in told} == {"image uuid" if is_left_out else "not asked"}
-
-
-def test_a_story_is_told_behind_what_goes_with_it(
-    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = FullSocket(room=100)
-    side, one = make_side(link), request(1, 8)
-    side.on_new_request(one)
-    finished = side._core.finished
-
-    def with_a_lease(*words: Any) -> m.Story | None:
-        side._core.attachment.outbox.append(m.LeaseRelease([7]))
-        return finished(*words)
-
-    monkeypatch.setattr(side._core, "finished", with_a_lease)
-    side.request_finished(one)
-    assert [type(s) for s in link.sent[-2:]] == [m.LeaseRelease, m.Story]

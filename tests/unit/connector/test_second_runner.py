@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
+from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Drop, Seal, slots_array
@@ -49,16 +49,6 @@ def step(side: WorkerSide, plan: StepPlan) -> set[str]:
     return side.get_finished()
 
 
-def reported(side: WorkerSide) -> RankReport:
-    """What the first step reports that has something to say."""
-    for _ in range(int(WAIT_S / 0.005)):
-        step(side, StepPlan())
-        if (report := side.build_worker_meta()) is not None:
-            return report
-        side._handoff.wait_for_load(0.005)  # type: ignore[union-attr]
-    raise AssertionError("nothing was reported")
-
-
 def ended(side: WorkerSide) -> None:
     """Wait for the copies, without a step."""
     assert side._handoff is not None
@@ -78,15 +68,6 @@ def test_a_block_that_was_zeroed_before_it_was_named_is_not_sealed(
     step(side, StepPlan(fence_blocks=(1,)))
     assert len(slots_array(node.receive(Seal).slots)) == 1
     assert len(slots_array(node.receive(Drop).slots)) == 1
-
-
-def test_stores_of_an_engine_without_work_are_sealed(node: ScriptedNode, side: WorkerSide) -> None:
-    """Steps without tokens name blocks, too: none."""
-    node.open_session(5)
-    step(side, StepPlan(stores=(job(StoreJob, (1, 2), job=1),)))
-    ended(side)
-    assert reported(side).store_jobs_done == (1,)
-    assert len(slots_array(node.receive(Seal).slots)) == 2
 
 
 def test_loads_begin_before_the_forward_and_once(

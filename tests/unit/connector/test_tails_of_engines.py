@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector import scheduler_side
 from kvstore.connector.checks import _check_groups
-from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.groups import EngineGroups
-from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushExpect
 from tests.unit.connector.test_groups import KEY, engine, spec
 from tests.unit.connector.test_scheduler_side import (
     FullSocket,
+    MakeSide,
     clock,
     make_side,
     output,
@@ -43,10 +39,17 @@ def attached() -> FullSocket:
     return link
 
 
+def decoding(number: int, blocks: int, *, rest: int) -> Any:
+    """A decode request of so many blocks and `rest` tokens."""
+    found, tokens = request(number, blocks), blocks * KEY + rest
+    found.num_prompt_tokens = found.num_tokens = tokens
+    found.prompt_token_ids, found.prompt_embeds, found.max_tokens = list(range(tokens)), None, 16
+    found.kv_transfer_params = DECODE
+    return found
+
+
 @pytest.mark.parametrize("kinds", ["full", "full and a ring"])
-def test_beside_scratch_of_a_request_a_prompt_has_no_tail(
-    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kinds: str
-) -> None:
+def test_beside_scratch_of_a_request_a_prompt_has_no_tail(make_side: MakeSide, kinds: str) -> None:
     """A ring holds the keys of the tokens that are still being compressed: a hit that ends among
     them needs them, and they are in no block of ours."""
     from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec
@@ -63,51 +66,21 @@ def test_beside_scratch_of_a_request_a_prompt_has_no_tail(
     groups = EngineGroups(config, cache)
     assert groups.rules is None
     link = attached()
-    monkeypatch.setattr("kvstore.connector.scheduler_side.Link.connect", lambda path, hello: link)
-    core = SchedulerConfig(
-        engine_id="e",
-        nonce="n",
-        process="p",
-        tenant="t",
-        rank_count=1,
-        block_tokens=KEY,
-        group_tokens=groups.block_sizes,
-        group_names=groups.names,
-        key_tokens=groups.key_tokens,
-    )
-    side = SchedulerSide(ConnectorConfig(socket="/nowhere"), core, groups)
-    keys = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
-    tokens = 3 * KEY + 5
-    its_request = SimpleNamespace(
-        request_id="r",
-        block_hashes=keys,
-        num_prompt_tokens=tokens,
-        prompt_token_ids=list(range(tokens)),
-        prompt_embeds=None,
-        max_tokens=16,
-        num_tokens=tokens,
-        num_computed_tokens=0,
-        lora_request=None,
-        mm_features=[],
-        skip_reading_prefix_cache=False,
-        kv_transfer_params=DECODE,
-        trace_headers=None,
-    )
+    names = {"group_tokens": groups.block_sizes, "group_names": groups.names}
+    side = make_side(link, groups, key_tokens=groups.key_tokens, **names)
+    its_request = decoding(1, 3, rest=5)
     side.on_new_request(its_request)
     (expected,) = [word.keys for word in link.sent if isinstance(word, PushExpect)]
     assert len(expected) // 32 == (4 if kinds == "full" else 3)
-    assert expected.startswith(b"".join(keys))
+    assert expected.startswith(b"".join(its_request.block_hashes))
 
 
 def test_a_wait_for_a_push_delays_nothing_that_this_step_computes(
-    make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
+    make_side: MakeSide, clock: SimpleNamespace
 ) -> None:
     side = make_side(attached())
-    computed, waits = request(1, 16), request(2, 16)
+    computed, waits = request(1, 16), decoding(2, 16, rest=1)
     computed.skip_reading_prefix_cache = True
-    waits.num_prompt_tokens += 1
-    waits.prompt_token_ids, waits.prompt_embeds, waits.max_tokens = list(range(257)), None, 16
-    waits.kv_transfer_params = DECODE
     side.on_new_request(waits)
     assert side.get_num_new_matched_tokens(waits, 0) == (None, False)
     side.build_plan(output())

@@ -7,28 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.pushes import WATCH_SHARE
-from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
-from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.messages import PushCancel, PushClose, PushExpect, PushOpen
 from tests.unit.connector.real_requests import real_request
-from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, output
+from tests.unit.connector.test_scheduler_side import (
+    BLOCK_TOKENS,
+    FullSocket,
+    MakeSide,
+    clock,
+    make_side,
+    output,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-CORE = SchedulerConfig(
-    engine_id="engine-p",
-    nonce="n",
-    process="p",
-    tenant="t",
-    rank_count=1,
-    block_tokens=BLOCK_TOKENS,
-    min_load_tokens=BLOCK_TOKENS,
-)
+__all__ = ["clock", "make_side"]
+
 DECODE = {"do_remote_prefill": True, "kvstore": {"node": "node-p", "transfer": "t1"}}
 PREFILL = {"do_remote_decode": True, "kvstore": {"transfer": "t1"}}
 WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
@@ -37,13 +34,10 @@ WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
 class Fixture:
     """A scheduler's half, attached to a node that serves pushes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, make_side: MakeSide) -> None:
         self.link = FullSocket(room=10**6)
         self.link.inbox[1] = m.SessionOpen(1, (1,), node="node-1")
-        monkeypatch.setattr(
-            "kvstore.connector.scheduler_side.Link.connect", lambda path, hello: self.link
-        )
-        self.side = SchedulerSide(ConnectorConfig(socket="/nowhere"), CORE)
+        self.side = make_side(self.link, engine_id="engine-p", min_load_tokens=BLOCK_TOKENS)
 
     def arrive(self, params: Any, images: Any = ()) -> Request:
         found = real_request(
@@ -68,8 +62,8 @@ class Fixture:
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Fixture:
-    return Fixture(monkeypatch)
+def on(make_side: MakeSide) -> Fixture:
+    return Fixture(make_side)
 
 
 def test_an_answer_of_prefill_names_this_node(on: Fixture) -> None:
@@ -88,9 +82,8 @@ def test_an_answer_of_prefill_names_this_node(on: Fixture) -> None:
     assert on.words() == [PushOpen("t1/0"), PushClose("t1/0")]
 
 
-@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
-def test_a_prefill_that_ended_early_has_no_answer(on: Fixture, status: str) -> None:
-    assert on.end(on.arrive(PREFILL), status) is None
+def test_a_prefill_that_ended_early_has_no_answer(on: Fixture) -> None:
+    assert on.end(on.arrive(PREFILL), "FINISHED_ERROR") is None
     _, closed = on.words()
     assert isinstance(closed, PushClose)
     assert closed.reason
@@ -133,19 +126,6 @@ def test_an_engine_that_only_waits_for_a_push_makes_few_steps(
     watched.clear()
     assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
     assert watched == [], "a step of others is late for nobody"
-
-
-def test_a_decode_request_waits_for_the_end_of_its_push(on: Fixture) -> None:
-    request = on.arrive(DECODE)
-    (word,) = on.words()
-    assert isinstance(word, PushExpect)
-    assert (word.transfer, word.node, len(word.keys)) == ("t1/0", "node-p", 4 * 32)
-    assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert not any(isinstance(sent, m.LeaseAsk) for sent in on.link.sent)
-    on.link.inbox.append(PushEnd("t1/0", blocks=4))
-    on.side.get_num_new_matched_tokens(request, 0)
-    assert any(isinstance(sent, m.LeaseAsk) for sent in on.link.sent)
-    assert on.end(request) is None  # its blocks go nowhere
 
 
 @pytest.mark.parametrize(

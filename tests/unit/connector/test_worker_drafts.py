@@ -38,11 +38,6 @@ def test_an_unknown_draft_method_is_refused_and_none_of_its_files_is_read(tmp_pa
     assert "extract_hidden_states" in side.unserved
 
 
-def test_drafts_without_a_model_are_served() -> None:
-    speculative = SimpleNamespace(method="ngram", use_eagle_block_drop=lambda: False)
-    assert described(speculative=speculative) == described()
-
-
 @pytest.mark.parametrize(
     ("method", "name"),
     [

@@ -16,7 +16,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.mapping import describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Seal
-from tests.unit.connector.scripted_node import ScriptedNode, node_at
+from tests.unit.connector.scripted_node import ScriptedNode
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     BLOCKS,
@@ -34,12 +34,6 @@ from tests.unit.connector.test_worker_side import (
 )
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[ScriptedNode]:
-    with node_at(tmp_path / "node.sock") as node:
-        yield node
 
 
 @pytest.fixture

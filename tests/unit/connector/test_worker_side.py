@@ -17,14 +17,12 @@ from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.connector import devices, worker_side
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.kv_formats import FORMATS
-from kvstore.connector.mapping import RankModel, describe, layers_in_order
+from kvstore.connector.mapping import RankModel, describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.host import HostCopies
 from kvstore.ports import BlockCopy
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.simulated_device import SimulatedDevice
@@ -155,25 +153,6 @@ def drafting(
 
 
 # ── mapping ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_layers_are_ordered_by_number_and_shared_ones_left_out() -> None:
-    caches = kv_caches()
-    caches["model.layers.99.self_attn.attn"] = caches["model.layers.3.self_attn.attn"]
-    names = layers_in_order(caches)
-    assert names == NAMES
-
-
-def test_space_and_shard_fit_the_cache() -> None:
-    import vllm
-
-    found = described()
-    assert shard_bytes(found.space, found.shard) == BLOCK
-    assert found.space.head_bytes == (TOKENS * CONTENT * 4,)
-    assert (found.space.layer_count, found.space.kv_head_count) == (LAYERS, HEADS)
-    version = vllm.__version__
-    assert found.space.kv_format == FORMATS.get(version, f"vllm {version}")
-    assert found.space.isa.startswith("vec/")
 
 
 def test_the_models_path_is_not_in_the_space_and_its_configuration_is() -> None:
@@ -392,10 +371,6 @@ def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) ->
     plan = StepPlan(loads=(job(LoadJob, (2,), request="r", lease=1),), fence_blocks=(1,))
     assert step(side, plan, idle=True) == ({"r"}, {2})
     assert step(side, StepPlan(), idle=True) == (set(), set())
-
-
-def test_a_rank_that_is_served_has_nothing_to_say(side: WorkerSide) -> None:
-    assert side.unserved == ""
 
 
 @pytest.mark.parametrize("asks_for_meta", [True, False])
