@@ -69,13 +69,6 @@ def test_tests_that_were_skipped_on_a_gpu_are_missed() -> None:
     assert goals.missed("contract", found, is_rehearsal=True) == []
 
 
-def test_a_rehearsal_is_judged_by_its_bytes_alone() -> None:
-    slow = changed(COPIES, "shapes", goals.RUNS, "staged", "store_ratio", value=0.001)
-    assert goals.missed("copies", slow, is_rehearsal=True) == []
-    wrong = changed(slow, "crossing", "staged", "wrong_cycles", value=1)
-    assert len(goals.missed("copies", wrong, is_rehearsal=True)) == 1
-
-
 # ── the record ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import subprocess
@@ -117,14 +116,3 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_runs(
     said = capsys.readouterr().err
     assert "cannot be written" in said
     assert option in said
-
-
-def test_a_python_without_numpy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert run.main(["--rehearse", "--log", str(tmp_path / "log")]) == run.NOTHING_MEASURED
-    assert "has no numpy" in capsys.readouterr().err
-    begins = "import sys; sys.modules['numpy'] = None; import bench.gpu.run, bench.gpu.vllm.run"
-    there = {**os.environ, "PYTHONPATH": str(record.ROOT)}
-    subprocess.run([sys.executable, "-c", begins], env=there, check=True)

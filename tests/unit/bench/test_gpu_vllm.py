@@ -125,19 +125,6 @@ def test_an_edit_that_finds_another_vllm_is_refused(tmp_path: Path) -> None:
         pack.edit(tmp_path)
 
 
-def test_a_run_and_a_rehearsal_and_no_result_share_no_file() -> None:
-    kinds = [
-        (device, code, is_complete)
-        for device in ("cuda", "cpu", "virtual")
-        for code in (OK, NOTHING)
-        for is_complete in (True, False)
-    ]
-    names = {run.place(None, d, c, is_complete=i).name for d, c, i in kinds}
-    assert len(names) == len(kinds)
-    assert run.place(None, "cuda", WRONG, is_complete=True).name == "gpu_vllm.json"
-    assert run.place(Path("x"), "cuda", NOTHING, is_complete=False) == Path("x")
-
-
 def test_a_run_that_is_stopped_ends_its_engine_and_begins_no_other(tmp_path: Path) -> None:
     stop = Stop()
     options = SimpleNamespace(device="cpu", seconds=30.0)

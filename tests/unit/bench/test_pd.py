@@ -12,7 +12,7 @@ import pytest
 
 from bench import record
 from bench.cluster.figures import at_most
-from bench.pd.sweep import Limits, Shape, limits, load
+from bench.pd.sweep import Limits, Shape, load
 from bench.scenarios import pd as scenario
 from kvstore.demo.completions import Completion, CompletionClient
 
@@ -40,11 +40,6 @@ class Steady(CompletionClient):
 
 def prompts() -> Iterator[tuple[int, ...]]:
     return itertools.repeat((1,) * 4000)
-
-
-def test_limits_are_multiples_of_what_an_engine_takes_alone() -> None:
-    bound = limits(Steady(0.001, 0.01), prompts(), Shape(100, 10))
-    assert bound == pytest.approx(Limits(0.3, 0.02))
 
 
 @pytest.mark.parametrize(("slow", "within"), [(1.0, 1.0), (2.5, 0.0)])

@@ -13,7 +13,7 @@ import pytest
 from rich.progress import Progress
 
 from bench import disk
-from bench.hits import IDLE_TIMEOUT_S, Hit, rest_until_idle
+from bench.hits import Hit
 from bench.peers import timing
 from bench.peers.sides import Name, Side
 from bench.scenarios.single import HIT_TOKENS
@@ -85,34 +85,6 @@ def test_a_side_without_any_complete_hit_has_figures() -> None:
     assert found["kvstore_over_lmcache"]["complete_on_both"] is None
     assert found["kvstore_over_lmcache"]["ratio"] == 750.0 / 55.0
     json.dumps(found)
-
-
-class Machine:
-    """Its processors work for so many hundredths of a second between two looks, in this order, and
-    go on as in the last one."""
-
-    def __init__(self, *work: int) -> None:
-        self._work = [*work]
-        self.now_s, self.busy = 100.0, 0
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.busy += self._work.pop(0) if len(self._work) > 1 else self._work[0]
-
-    def rest(self) -> bool:
-        """Whether it came to rest."""
-        return rest_until_idle(
-            busy_ticks=lambda: self.busy, clock=lambda: self.now_s, wait=self.wait
-        )
-
-
-def test_it_is_said_whether_the_machine_came_to_rest() -> None:
-    calm, busy, at_last = Machine(0), Machine(2), Machine(*[9] * 60, 1)
-    assert calm.rest()
-    assert at_last.rest()
-    assert not busy.rest()
-    assert (calm.now_s, at_last.now_s) < (101.0, 100.0 + IDLE_TIMEOUT_S)
-    assert busy.now_s == pytest.approx(100.0 + IDLE_TIMEOUT_S, abs=0.1)
 
 
 class FakeSide:
