@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import PeerGone
-from kvstore.engine.memory.pins import Processes
+from kvstore.engine.memory.pins import Pins, Processes
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
@@ -195,3 +195,17 @@ def test_a_share_of_less_than_a_block_is_one_block() -> None:
     assert len(other.unused()) == 1
     other.seal(1)
     assert pinned(node) == len(other.unused()) == 1
+
+
+@pytest.mark.parametrize("kind", ["engine", "node"])
+def test_accounts_end_with_those_who_pin(kind: str) -> None:
+    node, peer = attached(PeerNode())
+    peer.seal(1)
+    if kind == "node":
+        node.serve(1, 1)
+        node.step(PeerGone(1))
+    pins: Pins = node.state.slots.pins
+    assert {name[0] for name in pins.accounts} == {"engine"}
+    node.end(peer.scheduler)
+    node.end(*peer.ranks)
+    assert len(pins.accounts) == 2, "its credits are in quarantine"
