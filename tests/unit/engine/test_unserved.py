@@ -100,6 +100,13 @@ def test_no_more_refusals_are_remembered_than_a_page_needs(node: Node) -> None:
     assert rows[-1].engine == str(REFUSED_COUNT_MAX + 4)
 
 
+def test_ranks_that_cannot_be_joined_are_a_refusal(node: Node) -> None:
+    peer = Hellos("a", shards=(HALVES[0],))
+    node.connect(peer.scheduler_hello())
+    node.connect(peer.rank_hello(0))
+    assert reasons(node) == ["refused: its ranks do not cover all layers and heads exactly once"]
+
+
 def test_a_full_node_is_said_until_there_is_room() -> None:
     node = Node(slots=32, connection_count_max=2)
     first = Peer(node, "a")

@@ -122,6 +122,18 @@ def test_a_block_of_another_key_or_tenant_is_noticed() -> None:
     assert others.verify(KEY, move.slots, move.checksums) is None
 
 
+def test_equal_shards_are_one_run_each() -> None:
+    half = LAYERS * HEADS // 2 * EVEN[0]
+    made = assembly(scopes(ranks(2)), scopes(ranks(2)))
+    assert [array.tolist() for array in made.runs] == [
+        [0, 1],
+        [0, 1],
+        [0] * 2,
+        [0] * 2,
+        [half] * 2,
+    ]
+
+
 @pytest.mark.parametrize(
     ("there", "here"),
     [
