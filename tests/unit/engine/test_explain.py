@@ -115,6 +115,16 @@ def test_evicted_when_and_for_whom() -> None:
     )
 
 
+def test_what_left_after_the_question_is_not_its_reason() -> None:
+    node, peer = attached(Node())
+    peer.lease(1, 1)
+    node.now_ns += 10_000_000
+    peer.store(1)
+    node.step(Clear(None, None))
+    told(node, peer, blocks=1)
+    assert rows(node) == [(0, 1, "", Reason.FORGOTTEN)]
+
+
 @pytest.mark.parametrize("reason", [Reason.CLEARED, Reason.FAILED_CHECK])
 def test_what_left_was_cleared_or_failed_a_check(reason: Reason) -> None:
     node, peer = attached(Node())

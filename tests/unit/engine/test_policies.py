@@ -11,7 +11,8 @@ from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.engine.memory.policy.port import Mask, Words
 from kvstore.errors import ConfigError
 from tests.steps import verify_machine
-from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached
+from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached, key
 from tests.unit.engine.test_machine import Machine
 
 CREDITS = 4
@@ -51,6 +52,17 @@ def test_what_comes_back_soon_after_it_went_counts_as_used_again(
     _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy=policy))
     seal_all(peer, (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)))
     assert all(peer.hint(number) == [stays] for number in range(10))
+
+
+def test_what_was_read_from_disk_counts_as_used_again() -> None:
+    node, peer = attached(DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
+    node.step(known(*range(8)))
+    peer.hint(*range(8))
+    node.read_all()
+    for number in range(1000, 1192):
+        peer.seal(number)
+        node.write_nothing()
+    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(8))
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:

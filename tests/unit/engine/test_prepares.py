@@ -54,6 +54,20 @@ def test_blocks_on_disk_are_in_dram_before_an_engine_asks() -> None:
     assert counts(node.prepare(1, 2, 3)) == (3, 0, 0, "")
 
 
+def test_what_another_node_holds_is_sought_and_an_engine_waits_for_the_same_fetch() -> None:
+    node, peer = attached(AheadNode())
+    node.step(known(1))
+    assert counts(node.prepare(1, 2, 3)) == (0, 1, 2, "")
+    assert node.locates[0].keys == keys(2, 3)
+    node.locate(("far", 2))
+    assert node.fetches[0].shards == (WHOLE,)
+    node.read_all()
+    assert peer.lease(1, 1, 2, 3).promoting == 2
+    assert len(node.fetches) == 1
+    node.arrive()
+    assert len(peer.lease(2, 1, 2, 3).slots) // 4 == 3
+
+
 def test_nothing_is_pinned_and_what_was_touched_leaves_last() -> None:
     node, peer = attached(AheadNode(slots=8, credit_blocks_max=1))
     peer.store(1)
