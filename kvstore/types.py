@@ -79,3 +79,20 @@ class Shard(msgspec.Struct, frozen=True, order=True):
     layer_end: _Edge
     head_begin: _Edge
     head_end: _Edge
+
+
+class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Source of the KV events of one data-parallel rank of one engine."""
+
+    engine: str
+    rank: int
+    tenant: str
+    space: SpaceId
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    """Endpoint of replays; empty: none."""
+    hash_seed: str = ""
+    block_tokens: int = 0
+    """Tokens of a block; 0: any number."""
+    names_are_keys: bool = False
+    """The engine's event hashes are whole, and are keys of this space."""

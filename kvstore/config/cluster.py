@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.tls import Tls, TlsFiles
 from kvstore.config.defaults import DEFAULT_ENTRIES
-from kvstore.config.engine_sources import EngineSource, parse_sources
+from kvstore.config.engine_sources import parse_sources
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import IndexSettings, NodeSettings, TlsSettings
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.stores.address import StoreConfig, store_config
+from kvstore.types import EngineSource
 from kvstore.wire.identity import is_name
 
 if TYPE_CHECKING:

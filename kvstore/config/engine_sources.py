@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvstore.config.values import address_of, joined
 from kvstore.errors import ConfigError
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, EngineSource, SpaceId
 
 ENGINE_COUNT_MAX: Final = 64
 RANK_MAX: Final = 65535
@@ -25,24 +24,6 @@ DEFAULT_SEED: Final = "vllm-none-hash"
 """Hash seed of an engine without PYTHONHASHSEED."""
 EXAMPLE: Final = "gpu0=ipc:///run/kvstore/gpu0.kv,space=3f9a…"
 _SETTINGS: Final = ("replay", "space", "tenant", "rank", "seed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSource:
-    """Source of the KV events of one data-parallel rank of one engine."""
-
-    engine: str
-    rank: int
-    endpoint: str
-    replay_endpoint: str
-    """Endpoint of replays; empty: none."""
-    tenant: str
-    space: SpaceId
-    hash_seed: str
-    block_tokens: int = 0
-    """Tokens of a block; 0: any number."""
-    names_are_keys: bool = False
-    """The engine's event hashes are whole, and are keys of this space."""
 
 
 def parse_sources(texts: Sequence[str], *, insecure: bool) -> tuple[EngineSource, ...]:

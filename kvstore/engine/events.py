@@ -28,7 +28,7 @@ from kvstore.tier_events import (
     VoidFile as VoidFile,
     WriteFile as WriteFile,
 )
-from kvstore.types import ConnectionId, Shard, SpaceId, Tier
+from kvstore.types import ConnectionId, EngineSource, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 from kvstore.wire.peers import (
@@ -316,16 +316,7 @@ class Follow(msgspec.Struct, frozen=True):
 
     connection: ConnectionId
     """Connection of the scheduler, until Unfollow."""
-    engine: str
-    rank: int
-    """Data-parallel rank."""
-    endpoint: str
-    replay_endpoint: str
-    """Endpoint for missed events; empty: the engine replays none."""
-    tenant: str
-    space: SpaceId
-    hash_seed: str
-    block_tokens: int
+    source: EngineSource
 
 
 class Unfollow(msgspec.Struct, frozen=True):

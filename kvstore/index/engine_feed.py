@@ -35,7 +35,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.types import BlockKey, SpaceId, Tier
+from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
 from kvstore.wire.engine_events import (
     OWN_MEDIA,
     EngineCleared,
@@ -64,15 +64,6 @@ OWN_GROUPS: Final = (None, 0)
 enough."""
 
 
-class FollowedMemory(msgspec.Struct, frozen=True):
-    """The engine, rank, tenant and space whose blocks a feed reports."""
-
-    engine: str
-    rank: int
-    tenant: str
-    space: SpaceId
-
-
 class EngineCounters:
     """Counts since the start, of all engines that share this object."""
 
@@ -99,13 +90,13 @@ class EngineFeed:
 
     def __init__(
         self,
-        place: FollowedMemory,
+        source: EngineSource,
         blocks: EngineBlocks,
         *,
         can_replay: bool,
         counters: EngineCounters | None = None,
     ) -> None:
-        self.place = place
+        self.source = source
         self.blocks = blocks
         self.counters = counters or EngineCounters()
         self.phase = Phase.UNREACHABLE
@@ -308,7 +299,7 @@ class EngineFeed:
             self.counters.voids += 1
         self.blocks.cleared()
         self._events.clear()
-        return [Left(self.place.engine, self.place.rank)] if was_told else []
+        return [Left(self.source.engine, self.source.rank)] if was_told else []
 
     def _told(self, changes: list[Change]) -> list[Change]:
         return [] if self.phase is Phase.JOINING else changes
@@ -332,7 +323,7 @@ class EngineFeed:
             case EngineCleared():
                 was_empty = not len(self.blocks)
                 self.blocks.cleared()
-                return [] if was_empty else [Left(self.place.engine, self.place.rank)]
+                return [] if was_empty else [Left(self.source.engine, self.source.rank)]
             case _ if event.medium not in OWN_MEDIA or event.group_idx not in OWN_GROUPS:
                 return []
             case EngineRemoved():
@@ -357,10 +348,10 @@ class EngineFeed:
         return [Stored(*self._scope(), b"".join(piece), *self._whose()) for piece in _pieces(keys)]
 
     def _scope(self) -> tuple[str, SpaceId, Tier]:
-        return self.place.tenant, self.place.space, Tier.HBM
+        return self.source.tenant, self.source.space, Tier.HBM
 
     def _whose(self) -> tuple[str, int]:
-        return self.place.engine, self.place.rank
+        return self.source.engine, self.source.rank
 
 
 def _what_else(event: EngineStored) -> tuple[bool, str]:

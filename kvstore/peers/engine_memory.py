@@ -29,20 +29,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvstore.config.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
+from kvstore.config.engine_sources import ENGINE_COUNT_MAX, check_endpoint
 from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.engine_feed import EngineCounters, EngineFeed, FollowedMemory, Phase
+from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase
 from kvstore.mailbox import Mailbox
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock
 from kvstore.proto.rows import MemoryReport
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, EngineSource, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
 from kvstore.wire.feed import Change, Left
@@ -86,14 +87,13 @@ class _Follower:
         one; connect again at that time."""
         self.source = source
         self.serial = serial
-        place = FollowedMemory(source.engine, source.rank, source.tenant, source.space)
         blocks = EngineBlocks(
             seed=source.hash_seed,
             block_tokens=source.block_tokens,
             names_are_keys=source.names_are_keys,
         )
         self.feed = EngineFeed(
-            place, blocks, can_replay=bool(source.replay_endpoint), counters=counters
+            source, blocks, can_replay=bool(source.replay_endpoint), counters=counters
         )
         self._context = context
         self._counters = counters
@@ -259,22 +259,14 @@ class EngineMemory:
         if isinstance(command, Unfollow):
             self._order(command.connection, None)
             return
-        replay = command.replay_endpoint
+        source = command.source
+        ends = (source.endpoint, source.replay_endpoint)
         try:
-            source = EngineSource(
-                engine=command.engine,
-                rank=command.rank,
-                endpoint=check_endpoint(command.endpoint, insecure=False),
-                replay_endpoint=check_endpoint(replay, insecure=False) if replay else "",
-                tenant=command.tenant,
-                space=command.space,
-                hash_seed=command.hash_seed,
-                block_tokens=command.block_tokens,
-                names_are_keys=True,
-            )
+            live, replay = (check_endpoint(end, insecure=False) if end else "" for end in ends)
         except ConfigError as error:
-            _log.warning("engine %s: %s", command.engine, error)
+            _log.warning("engine %s: %s", source.engine, error)
             return
+        source = msgspec.structs.replace(source, endpoint=live, replay_endpoint=replay)
         self._order(command.connection, source)
 
     def _order(self, number: int, source: EngineSource | None) -> None:

@@ -10,7 +10,7 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.sessions.askers import asker
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, objection
 from kvstore.engine.state import KnownSpace, State
-from kvstore.types import ConnectionId, SpaceId
+from kvstore.types import ConnectionId, EngineSource, SpaceId
 from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -241,8 +241,7 @@ class Sessions:
         self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
     ) -> None:
         if self._state.config.follows and hello.events:
-            follow = Follow(
-                connection=id,
+            source = EngineSource(
                 engine=hello.engine_id,
                 rank=hello.data_rank,
                 endpoint=hello.events,
@@ -251,8 +250,9 @@ class Sessions:
                 space=space_id,
                 hash_seed=space.hash_seed,
                 block_tokens=space.block_tokens,
+                names_are_keys=True,
             )
-            self._state.say(follow)
+            self._state.say(Follow(id, source))
 
     def ended(self, id: ConnectionId) -> None:
         connection = self._state.connections.get(id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import Command, Ended, Exited, Follow, Unfollow
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, EngineSource
 from kvstore.wire.messages import Quiesce, Quiet, SessionOpen
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, Hellos, Node
@@ -25,8 +25,7 @@ def test_an_engine_that_publishes_is_followed_from_its_session_to_the_end_of_its
     scheduler = node.connect(hello)
     session = node.last(ranks[0], Quiesce).session
     assert follows(node.hear(ranks[0], Quiet(session))) == []
-    said = Follow(
-        connection=ConnectionId(scheduler),
+    source = EngineSource(
         engine=shape.name,
         rank=3,
         endpoint="ipc:///e",
@@ -35,7 +34,9 @@ def test_an_engine_that_publishes_is_followed_from_its_session_to_the_end_of_its
         space=fingerprint(shape.space, weights_epoch=shape.epoch),
         hash_seed=shape.space.hash_seed,
         block_tokens=shape.space.block_tokens,
+        names_are_keys=True,
     )
+    said = Follow(ConnectionId(scheduler), source)
     assert follows(node.hear(ranks[1], Quiet(session))) == [said]
     assert follows(node.step(Ended(ConnectionId(ranks[1])))) == [], "it computes without us"
     over = [Unfollow(ConnectionId(scheduler))]

@@ -13,8 +13,8 @@ from kvstore.errors import ProtocolError
 from kvstore.index import engine_blocks
 from kvstore.index.chain import block_keys, chained_keys
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.engine_feed import EngineFeed, FollowedMemory
-from kvstore.types import BlockKey, SpaceId
+from kvstore.index.engine_feed import EngineFeed
+from kvstore.types import BlockKey, EngineSource, SpaceId
 from kvstore.wire.engine_events import (
     PAYLOAD_BYTES_MAX,
     EngineCleared,
@@ -106,7 +106,7 @@ def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of()
     assert isinstance(event, EngineStored)
     assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
     assert event.block_hashes != LOW[:3], "its own names"
-    place = FollowedMemory(engine="e", rank=0, tenant="t", space=SpaceId(b"s" * 32))
+    place = EngineSource(engine="e", rank=0, tenant="t", space=SpaceId(b"s" * 32))
     feed = EngineFeed(place, blocks(), can_replay=False)
     feed.begin(0)
     assert feed.lookahead_tokens == 0

@@ -18,17 +18,16 @@ from kvstore.index.engine_feed import (
     REPLAY_MS,
     WAITING_BATCHES_MAX,
     EngineFeed,
-    FollowedMemory,
     Phase,
 )
-from kvstore.types import SpaceId, Tier
+from kvstore.types import EngineSource, SpaceId, Tier
 from kvstore.wire.feed import Change, Left, Removed, Stored
 
 SIZE, SEED = 4, "vllm-none-hash"
 TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]
 KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 SPACE = SpaceId(b"s" * 32)
-PLACE = FollowedMemory("e", 2, "t", SPACE)
+PLACE = EngineSource(engine="e", rank=2, tenant="t", space=SPACE)
 LEFT = Left("e", 2)
 
 

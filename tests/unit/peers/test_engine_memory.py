@@ -10,15 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.config.engine_sources import (
     ENGINE_COUNT_MAX,
-    EngineSource,
     check_endpoint,
     parse_sources,
 )
@@ -30,7 +29,7 @@ from kvstore.node.node import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.proto.rows import MemoryReport
-from kvstore.types import ConnectionId, SpaceId, Tier
+from kvstore.types import ConnectionId, EngineSource, SpaceId, Tier
 from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
 from kvstore.wire.feed import Change, Left, Stored
 from tests.integration.node.conftest import eventually
@@ -85,22 +84,13 @@ def source(endpoint: str, **changes: Any) -> EngineSource:
         space=SPACE,
         hash_seed=SEED,
     )
-    return replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 def follow(connection: int, endpoint: str, **changes: Any) -> Follow:
-    told: dict[str, Any] = {
-        "connection": ConnectionId(connection),
-        "engine": "e",
-        "rank": 0,
-        "endpoint": endpoint,
-        "replay_endpoint": "",
-        "tenant": "default",
-        "space": SPACE,
-        "hash_seed": SEED,
-        "block_tokens": BLOCK_TOKENS,
-    }
-    return Follow(**(told | changes))
+    told = source(endpoint, replay_endpoint="", block_tokens=BLOCK_TOKENS, names_are_keys=True)
+    its = msgspec.structs.replace(told, **changes)
+    return Follow(ConnectionId(connection), its)
 
 
 @contextlib.contextmanager

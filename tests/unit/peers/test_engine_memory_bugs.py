@@ -43,7 +43,7 @@ def test_a_bug_costs_the_engine_that_it_is_about(
 
     def buggy(its: EngineFeed, now_ms: int) -> Any:
         nonlocal bugs
-        if is_there and its.place.engine == "e" and len(its.blocks):
+        if is_there and its.source.engine == "e" and len(its.blocks):
             bugs += 1
             raise KeyError("a name")
         return tick(its, now_ms)
