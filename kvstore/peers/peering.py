@@ -49,7 +49,7 @@ from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
 from kvstore.peers.preparer import Preparer
 from kvstore.peers.pusher import Pusher
 from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
-from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
+from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
@@ -57,6 +57,7 @@ from kvstore.units import NS_PER_US
 from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
 from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
+from kvstore.wire.transfer_worker import Begin
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
@@ -91,16 +92,17 @@ class Peering:
             ConfigError: the address cannot be listened on.
         """
         self._loop, self._tls = loop, cluster.tls
-        name = str(Identity("node", cluster.node))
         transport = peers.transport
-        settings = TransferWorkerSettings(
+        begin = Begin(
             transport.name,
-            name,
+            str(Identity("node", cluster.node)),
+            arena_bytes,
             _options(cluster, peers),
-            landing=(arena_bytes - peers.landing_bytes, peers.landing_bytes),
             paced=transport.is_paced,
+            landing_begin=arena_bytes - peers.landing_bytes,
+            landing_bytes=peers.landing_bytes,
         )
-        self.transfer_worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
+        self.transfer_worker = TransferWorker(arena_fd, hold_fd, begin, clock)
         self._who, self._memory = who, memory
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""

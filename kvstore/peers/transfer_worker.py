@@ -1,7 +1,7 @@
 """The node's end of its transfer worker: starts, watches and kills it; a transfer is something to
 be awaited.
 
-    worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
+    worker = TransferWorker(arena_fd, hold_fd, begin, clock)
     worker.start()          # on the asyncio loop, from a thread that lives as long as the node
     trouble = await worker.move("node-b", descriptor, pieces, timeout_s=…)
 
@@ -23,10 +23,8 @@ import logging
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
-
-import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.net.child import Child, spawn
@@ -44,23 +42,6 @@ PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
 _log = logging.getLogger(__name__)
 
 
-class TransferWorkerSettings(msgspec.Struct, frozen=True):
-    """Back end of a transfer worker, and its settings."""
-
-    backend: str
-    name: str
-    """Name of this node, under which peers connect."""
-    options: dict[str, str] = {}
-    """Options of the back end."""
-    environment: dict[str, str] = {}
-    """Variables added to the child's environment, such as UCX_*."""
-    landing: tuple[int, int] = (0, 0)
-    """(offset, bytes) of the part of the arena that peers may write to."""
-    paced: bool = False
-    """Whether reads are paced by windows. Not by default: on a busy host the transfer worker may
-    then read at an eighth of its speed."""
-
-
 class TransferWorkerChild(Child):
     """One transfer worker process and the socket to it."""
 
@@ -68,23 +49,15 @@ class TransferWorkerChild(Child):
         self,
         arena_fd: int,
         hold_fd: int,
-        arena_bytes: int,
-        settings: TransferWorkerSettings,
+        begin: wire.Begin,
         *,
+        environment: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """Start the process. Raises OSError if the machine has no room for it."""
-        super().__init__(spawn(program, settings.environment))
+        """Start the process. `environment`: added to ours. Raises OSError if the machine has no
+        room for it."""
+        super().__init__(spawn(program, environment))
         self._unsent: deque[bytes] = deque()
-        begin = wire.Begin(
-            backend=settings.backend,
-            name=settings.name,
-            arena_bytes=arena_bytes,
-            options=settings.options,
-            paced=settings.paced,
-            landing_begin=settings.landing[0],
-            landing_bytes=settings.landing[1],
-        )
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
         with contextlib.suppress(OSError):  # its pidfd tells the rest
             self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
@@ -125,12 +98,14 @@ class TransferWorker:
         self,
         arena_fd: int,
         hold_fd: int,
-        arena_bytes: int,
-        settings: TransferWorkerSettings,
+        begin: wire.Begin,
         clock: Clock,
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Nothing is started yet. Both descriptors (of `arena.Arena`) stay the caller's, and open
-        as long as this object is used."""
+        as long as this object is used. `begin`: back end and memory. `environment`: variables added
+        to the child's, such as UCX_*."""
         self.descriptor = b""
         """Descriptor that peers need to read here; empty while no transfer worker is ready."""
         self.trouble = "the transfer worker is starting"
@@ -143,9 +118,9 @@ class TransferWorker:
         """Number of times that a peer wanted to read here and found no room, over all children."""
         self._refused = 0
         """The same number for the present child."""
-        self._arena = arena_fd, hold_fd, arena_bytes
-        self._settings, self._clock = settings, clock
-        self._watch = Watch(arena_bytes=arena_bytes)
+        self._arena, self._begin = (arena_fd, hold_fd), begin
+        self._environment, self._clock = environment, clock
+        self._watch = Watch(arena_bytes=begin.arena_bytes)
         self._child: TransferWorkerChild | None = None
         self._killed = ""
         """Why the child is killed, or ends by itself; empty: it serves."""
@@ -179,7 +154,9 @@ class TransferWorker:
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            self._child = TransferWorkerChild(*self._arena, self._settings)
+            self._child = TransferWorkerChild(
+                *self._arena, self._begin, environment=self._environment
+            )
         except OSError:
             _, pause_ns = self._watch.died(now_ns)
             self._call_later(max(pause_ns, NS_PER_S), self.start)

@@ -74,6 +74,8 @@ class Begin(TransferWorkerMessage, frozen=True):
     options: Annotated[dict[Label, Sentence], msgspec.Meta(max_length=OPTIONS_MAX)]
     """Options of the back end, see `transport.backends`."""
     paced: bool = True
+    """Whether reads are paced by windows: on a busy host the transfer worker may then read at an
+    eighth of its speed."""
     landing_begin: U64 = 0
     landing_bytes: U64 = 0
     """The part of the arena that peers may write to; 0 bytes: none."""

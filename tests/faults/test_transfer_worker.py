@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,33 +26,48 @@ from kvstore.node.node import MonotonicClock
 from kvstore.peers.transfer_worker import (
     TransferWorker,
     TransferWorkerChild,
-    TransferWorkerSettings,
 )
 from kvstore.testing.process import Lab
 from kvstore.transport import guests, watch
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
-from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, decode_descriptor
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Begin, decode_descriptor
 from tests.kit.transport_checks import ALL, ARENA_BYTES
 from tests.kit.transport_parties import LIMIT_S, TransferWorkerParty
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TCP = TransferWorkerSettings(backend="tcp", name="a", options={"insecure": "yes"})
-NIXL = TransferWorkerSettings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
-UCX = TransferWorkerSettings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
+
+class Settings(NamedTuple):
+    """A back end, for a transfer worker of this name."""
+
+    backend: str
+    name: str
+    options: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
+
+
+TCP = Settings(backend="tcp", name="a", options={"insecure": "yes"})
+NIXL = Settings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
+UCX = Settings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
 
 
 class Node:
     """A transfer worker, its arena and its loop, and all that it logged. Its children end with the
     thread of the test."""
 
-    def __init__(self, opened: ExitStack, settings: TransferWorkerSettings) -> None:
+    def __init__(self, opened: ExitStack, settings: Settings) -> None:
         self.memory = memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
         opened.callback(memory.close)
         self.worker = TransferWorker(
-            memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, MonotonicClock()
+            memory.arena_fd,
+            memory.hold_fd,
+            Begin(
+                settings.backend, settings.name, ARENA_BYTES, dict(settings.options), paced=False
+            ),
+            MonotonicClock(),
+            environment=settings.environment,
         )
         self._loop = opened.enter_context(asyncio.Runner()).get_loop()
         opened.callback(self.worker.close)
@@ -94,15 +110,13 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def _node(opened: ExitStack, settings: TransferWorkerSettings) -> Node:
+def _node(opened: ExitStack, settings: Settings) -> Node:
     node = Node(opened, settings)
     node.is_up()
     return node
 
 
-def _peer(
-    opened: ExitStack, settings: TransferWorkerSettings, name: str = "b"
-) -> TransferWorkerParty:
+def _peer(opened: ExitStack, settings: Settings, name: str = "b") -> TransferWorkerParty:
     party = TransferWorkerParty(
         name,
         settings.backend,
@@ -134,7 +148,7 @@ def _resident_bytes(pid: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
-def test_a_transfer_brings_the_bytes(opened: ExitStack, settings: TransferWorkerSettings) -> None:
+def test_a_transfer_brings_the_bytes(opened: ExitStack, settings: Settings) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
     assert node.read(peer.descriptor()) == ""
     assert np.array_equal(node.memory.array, peer.arena)
@@ -183,7 +197,7 @@ def test_a_peer_that_stopped_costs_a_transfer_worker_where_they_cannot(opened: E
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
 def test_a_descriptor_that_is_too_long_costs_its_peer_only(
-    opened: ExitStack, settings: TransferWorkerSettings
+    opened: ExitStack, settings: Settings
 ) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
     assert node.read(bytes(DESCRIPTOR_BYTES_MAX + 1)) == "the descriptor of b is too long"
@@ -194,8 +208,7 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
 def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     settings = [
-        TransferWorkerSettings(backend="tcp", name=name, options=lab.options(name))
-        for name in ("a", "b")
+        Settings(backend="tcp", name=name, options=lab.options(name)) for name in ("a", "b")
     ]
     node, peer = _node(opened, settings[0]), _peer(opened, settings[1])
     place = msgspec.msgpack.decode(decode_descriptor(peer.descriptor()).details, type=Address)
@@ -216,7 +229,7 @@ def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
 def test_what_an_operator_must_mend_is_not_tried_again(
     opened: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = Node(opened, TransferWorkerSettings(backend="tcp", name="a"))
+    node = Node(opened, Settings(backend="tcp", name="a"))
     node.until(lambda: node.worker.restarts)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "insecure=yes" in said
@@ -227,7 +240,7 @@ def test_what_an_operator_must_mend_is_not_tried_again(
 def test_what_has_worked_is_tried_again(opened: ExitStack, tmp_path: Path) -> None:
     # Certificates that are being replaced while a transfer worker is started again.
     options = Lab(tmp_path).options("a")
-    node = _node(opened, TransferWorkerSettings(backend="tcp", name="a", options=options))
+    node = _node(opened, Settings(backend="tcp", name="a", options=options))
     key, aside = Path(options["key"]), tmp_path / "aside"
     key.rename(aside)
     node.worker.recycle("it is in the way")
@@ -267,9 +280,7 @@ def test_the_arena_is_mapped_before_anything_is_read(opened: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL, UCX], ids=["tcp", "nixl", "ucx"])
-def test_a_transfer_worker_without_work_rests(
-    opened: ExitStack, settings: TransferWorkerSettings
-) -> None:
+def test_a_transfer_worker_without_work_rests(opened: ExitStack, settings: Settings) -> None:
     party = _peer(opened, settings)
     party.ends_by_now()  # some beats: it has begun
     process, begun_s = psutil.Process(party.child.pid), time.monotonic()
@@ -297,11 +308,12 @@ def test_a_child_ends_with_its_node() -> None:
         import asyncio, os
         from kvstore.arena import Arena
         from kvstore.node.node import MonotonicClock
-        from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
+        from kvstore.peers.transfer_worker import TransferWorker
         from kvstore.types import Incarnation
+        from kvstore.wire.transfer_worker import Begin
         arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
-        settings = TransferWorkerSettings(backend="tcp", name="a", options={"insecure": "yes"})
-        worker = TransferWorker(arena.arena_fd, arena.hold_fd, 1 << 20, settings, MonotonicClock())
+        begin = Begin("tcp", "a", 1 << 20, {"insecure": "yes"})
+        worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, MonotonicClock())
         async def main():
             worker.start()
             print(worker.pid, flush=True)
@@ -349,7 +361,7 @@ _WRITER = """if True:
 @pytest.mark.parametrize("tls", ["tcp", "^cma"])
 def test_a_remote_write_changes_nothing(opened: ExitStack, tls: str) -> None:
     environment = {"UCX_TLS": tls}
-    peer = _peer(opened, TransferWorkerSettings("nixl", "b", environment=environment))
+    peer = _peer(opened, Settings("nixl", "b", environment=environment))
     before = peer.arena.copy()
     done = subprocess.run(
         [sys.executable, "-c", _WRITER, peer.descriptor().hex()],

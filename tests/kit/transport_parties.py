@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Arena
 from kvstore.errors import TransportError
-from kvstore.peers.transfer_worker import TransferWorkerChild, TransferWorkerSettings
+from kvstore.peers.transfer_worker import TransferWorkerChild
 from kvstore.ports import End, Landing, Pieces
 from kvstore.transport.pieces import joined, make_pieces
 from kvstore.types import Incarnation
@@ -106,16 +106,18 @@ class TransferWorkerParty:
     ) -> None:
         """Started, and known to its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
-        settings = TransferWorkerSettings(
-            backend=backend,
-            name=name,
-            options=dict(options or {}),
-            environment=dict(environment or {}),
+        offset, size_bytes = landing if has_landing else (0, 0)
+        begin = wire.Begin(
+            backend,
+            name,
+            arena_bytes,
+            dict(options or {}),
             paced=paced,
-            landing=landing if has_landing else (0, 0),
+            landing_begin=offset,
+            landing_bytes=size_bytes,
         )
         self.child = TransferWorkerChild(
-            self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings
+            self._arena.arena_fd, self._arena.hold_fd, begin, environment=environment
         )
         self._ends: dict[int, End] = {}
         self._beats = 0

@@ -19,7 +19,6 @@ from kvstore.peers import transfer_worker
 from kvstore.peers.transfer_worker import (
     TransferWorker,
     TransferWorkerChild,
-    TransferWorkerSettings,
 )
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire import transfer_worker as wire
@@ -37,14 +36,14 @@ from kvstore.wire.transfer_worker import (
 )
 
 LIMIT_S = 60.0
-SETTINGS = TransferWorkerSettings(backend="tcp", name="a")
+BEGIN = wire.Begin("tcp", "a", 1 << 20, {})
 PIECES = make_pieces([0], [0], [8])
 
 
 class ScriptedChild:
     """Says what a test lets it say, and ends when it is told to."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.socket, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pidfd, self._life = os.pipe()
         self.pid, self.has_unsent = 1, False
@@ -91,7 +90,7 @@ class Scripted(TransferWorker):
     """A transfer worker, and how often its descriptor has changed."""
 
     def __init__(self) -> None:
-        super().__init__(-1, -1, 1 << 20, SETTINGS, MonotonicClock())
+        super().__init__(-1, -1, BEGIN, MonotonicClock())
         self.told: list[bytes] = []
         self.changed = lambda: self.told.append(self.descriptor)
         self._started = asyncio.Event()
@@ -283,7 +282,7 @@ def test_messages_before_a_malformed_one_are_heard() -> None:
     heard: list[object] = []
     try:
         child = TransferWorkerChild(
-            arena, arena, 0, SETTINGS, program=("-I", "-S", "-c", _SPEAKER.format(data=said))
+            arena, arena, BEGIN, program=("-I", "-S", "-c", _SPEAKER.format(data=said))
         )
         select.select([child.pidfd], [], [])
         with pytest.raises(ProtocolError):
