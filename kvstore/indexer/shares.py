@@ -109,7 +109,7 @@ class Shares(Guard):
         """`refused`: called for each call that is refused, to count it."""
         self._refused = refused
         self._shares: dict[str, _Share] = {}
-        super().__init__()
+        super().__init__(self._guarded)
 
     def _guarded(self, handler: Any) -> Any:
         forms = (handler.request_deserializer, handler.response_serializer)

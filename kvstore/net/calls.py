@@ -13,7 +13,6 @@ Covers: the interceptor. Does not cover: connections (`limits`), limits of one c
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import resource
 from collections.abc import Awaitable, Callable
@@ -90,11 +89,13 @@ async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
     return request
 
 
-class Guard(grpc.aio.ServerInterceptor, abc.ABC):
+class Guard(grpc.aio.ServerInterceptor):
     """Intercepts all calls of one server, by handlers that begin before a call's message is there:
     on the wire a single message is a stream of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, guarded: Callable[[Any], Any]) -> None:
+        """`guarded`: makes the handler to serve a method by of the server's own."""
+        self._guarded_by = guarded
         self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
@@ -106,12 +107,8 @@ class Guard(grpc.aio.ServerInterceptor, abc.ABC):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._handlers[method] = self._guarded(handler)
+            self._handlers[method] = self._guarded_by(handler)
         return self._handlers[method]
-
-    @abc.abstractmethod
-    def _guarded(self, handler: Any) -> Any:
-        """The handler to serve a method by, in place of the server's own."""
 
 
 class Calls(Guard):
@@ -122,7 +119,7 @@ class Calls(Guard):
         self._pool, self._count_max = pool, count_max
         self._silent: dict[asyncio.Timeout, None] = {}
         self._count = 0
-        super().__init__()
+        super().__init__(self._guarded)
 
     def _guarded(self, handler: Any) -> Any:
         return grpc.stream_unary_rpc_method_handler(
