@@ -275,6 +275,10 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     assert "to make room for blocks e (e) read from disk, " in texts(node)[0]
 
 
+def test_no_two_reasons_have_one_code() -> None:
+    assert len(Reason.__members__) == len({reason.value for reason in Reason})
+
+
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
 
 
