@@ -167,6 +167,20 @@ def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() ->
     assert {slot for slot, _ in peer.unused()} <= node.raised.keys()
 
 
+def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
+    node, peer = attached(Node())
+    before = set(peer.unused())
+    node.end(peer.ranks[0])
+    assert node.quarantined() == len(before)
+    old, peer.ranks[0] = peer.ranks[0], node.connect(peer.rank_hello(0))
+    assert node.quarantined() == 0
+    assert old in node.released
+    peer.be_quiet()
+    assert not before & set(peer.credits()), "generations were raised"
+    exited(node, old)
+    assert node.granted() == len(peer.credits()), "the old pidfd means nothing any more"
+
+
 @pytest.mark.parametrize(
     "change", [{"process": "another"}, {"rank": 1}, {"nonce": "x"}, {"tenant": "u"}]
 )

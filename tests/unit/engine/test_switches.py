@@ -50,6 +50,16 @@ def in_words(commands: list[Command]) -> list[SwitchedOff]:
     return [command for command in commands if isinstance(command, SwitchedOff)]
 
 
+def test_what_agrees_is_counted() -> None:
+    node, peer = attached(Node())
+    peer.seal(1, 2)
+    peer.lease(7, 1, 2)
+    assert in_words(compared(peer, 7, blocks=2)) == []
+    assert off(node) == []
+    counters = node.engine.counters
+    assert (counters.shadow_blocks, counters.shadow_blocks_diverged) == (2, 0)
+
+
 def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
     node, peer = attached(Node())
     peer.seal(1, 2)

@@ -83,6 +83,11 @@ def test_a_prefix_that_is_none(prefix: bytes) -> None:
     assert parse_prefix(prefix) is None
 
 
+def test_the_longest_name_is_one() -> None:
+    scope = Scope("t" * 255, b"s" * 32, Shard(0, 4, 0, 2), PAYLOAD_BYTES_MAX)
+    assert parse_prefix(scope.prefix()) == scope
+
+
 VOID = void_page(Void("tenant", b"s" * 32, 9), segment_id=ID, place=5)
 
 
