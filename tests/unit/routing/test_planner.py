@@ -131,6 +131,18 @@ def test_a_need_that_does_not_last_changes_nothing() -> None:
     assert sum(core.planner.changes.values()) == 1
 
 
+def test_to_and_fro_gets_rarer() -> None:
+    core = planned(ANY, ANY, ANY, dwell_s=1, window_s=1, cooldown_s=5)
+    traffic = Traffic(core)
+    for _ in range(12):
+        traffic.go(6, prompts=True)
+        traffic.calm()
+        traffic.go(8, streams=True)
+        traffic.calm()
+    assert 4 <= sum(core.planner.changes.values()) <= 12
+    assert core.planner._pools["p"].doublings > 0
+
+
 def test_a_cool_down_is_at_most_eight_times_as_long() -> None:
     core = planned(ANY, ANY)
     with_prefiller = core.policy
