@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
@@ -33,7 +35,8 @@ def test_matches_are_what_was_sent(
     steps: list[tuple[str, str, int, str, int]], blocks: int
 ) -> None:
     tree = ApproximateTree(blocks_max=1000)
-    held: dict[tuple[str, str], set[int]] = {(p, w): set() for p in PROMPTS for w in WORKERS}
+    held: dict[tuple[str, str], dict[int, int]] = {(p, w): {} for p in PROMPTS for w in WORKERS}
+    """When each block was sent."""
     now_ns = 0
 
     def look(prompt: str, blocks: int) -> None:
@@ -42,20 +45,24 @@ def test_matches_are_what_was_sent(
         runs = {w: leading(held[prompt, w], blocks) for w in WORKERS}
         assert found == {worker: run for worker, run in runs.items() if run}
         young = tree.match(asked, now_ns, step=1, young_only=True)
-        assert all(count <= found[worker] for worker, count in young.items())
+        for worker in WORKERS:
+            sent = held[prompt, worker].items()
+            recent = {number for number, at_ns in sent if now_ns - at_ns <= 10 * S}
+            assert leading(recent, blocks) <= young.get(worker, 0) <= found.get(worker, 0)
 
     for what, prompt, count, worker, seconds in steps:
         now_ns += seconds * S
         sent = PROMPTS[prompt][: 32 * count]
         if what == "insert":
             tree.insert(sent, worker, now_ns, step=1)
-            held[prompt, worker] |= set(range(count))
+            held[prompt, worker] |= dict.fromkeys(range(count), now_ns)
         elif what == "withdraw":
             tree.withdraw(sent, worker, step=1, after_blocks=seconds)
-            held[prompt, worker] -= set(range(seconds, count))
+            for number in range(seconds, count):
+                held[prompt, worker].pop(number, None)
         elif what == "forget":
             tree.forget(worker)
-            held |= {(p, worker): set() for p in PROMPTS}
+            held |= {(p, worker): {} for p in PROMPTS}
         else:
             look(prompt, count)
     for prompt in PROMPTS:
@@ -63,7 +70,7 @@ def test_matches_are_what_was_sent(
     tree.check()
 
 
-def leading(held: set[int], most: int) -> int:
+def leading(held: Container[int], most: int) -> int:
     """Blocks from the start without a gap."""
     return next((n for n in range(most) if n not in held), most)
 
@@ -104,6 +111,36 @@ def test_long_chains_are_remembered_coarsely() -> None:
 
 def sent_to(tree: ApproximateTree, prompt: bytes, *, young: bool = False) -> dict[str, int]:
     return tree.match(prompt, S, step=1, young_only=young)
+
+
+def test_a_prefix_is_withdrawn_from_the_worker_that_has_it_now() -> None:
+    tree = ApproximateTree(blocks_max=100)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
+    tree.insert(keys("a", 4), "w1", 0, step=1)
+    tree.forget("w0")
+    tree.insert(keys("b", 4), "w2", 0, step=1)
+    tree.withdraw(keys("a", 4), "w2", step=1, after_blocks=0)
+    assert sent_to(tree, keys("a", 4)) == {"w1": 4}
+    tree.insert(keys("b", 4), "w1", 0, step=1)
+    tree.withdraw(keys("a", 4), "w1", step=1, after_blocks=0)
+    assert len(tree) == 4, "those that nobody has are gone"
+    tree.forget("w2")
+    tree.withdraw(keys("b", 4), "w1", step=1, after_blocks=0)
+    assert len(tree) == 0, "somebody who has left does not keep them"
+
+
+def test_what_is_new_is_of_the_one_who_has_the_bit_now() -> None:
+    tree = ApproximateTree(blocks_max=100)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
+    tree.forget("w0")
+    tree.insert(keys("b", 4), "w1", 0, step=1)
+    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
+    for name in ("x", "y"):  # the bit leaves a second time, after another one
+        tree.insert(keys("c", 1), name, 0, step=1)
+    tree.forget("y")
+    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
+    tree.forget("w1")
+    assert sent_to(tree, keys("b", 4)) == {}
 
 
 def test_a_worker_that_leaves_costs_no_look_at_what_is_remembered() -> None:
