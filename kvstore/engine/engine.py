@@ -205,7 +205,8 @@ class Engine:
     @property
     def is_behind(self) -> bool:
         """Whether another step is due at once, though no event came: work was left for it."""
-        return self._arrivals.has_news or self._awaited.is_behind or self._pushes.is_behind
+        parts = self._files, self._awaited, self._pushes
+        return self._arrivals.has_news or any(part.is_behind for part in parts)
 
     def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
         """Take events in order at time `now_ns`; returns commands, in order. The next event is
@@ -310,8 +311,6 @@ class Engine:
             case LeaseRelease(leases=leases):
                 state.credits_due |= state.slots.any_starved
                 state.leases.release(session, leases)
-                for lease in leases if session else ():  # of 0 are watches of what is pushed
-                    self._arrivals.unwatch((session, lease))
             case Measured():
                 if session:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)

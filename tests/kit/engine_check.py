@@ -254,7 +254,11 @@ def _check_files(state: State, files: Files) -> None:
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
     files._queue.check()
-    assert len(reading) or not files._queue, "blocks are queued, and nothing is read"
+    assert files.pace.begun_bytes or not files._queue or files.is_behind, "queued for ever"
+    watches = files._arrivals._watches
+    assert files._queue._reads.keys() <= watches.keys(), "queued for nobody"
+    leases = {(session, number) for session, number, _ in state.leases.items()}
+    assert {name for name in watches if name[0] > 0} <= leases, "a watch without its lease"
 
 
 def _check_fetches(state: State, fetches: Fetches, grants: Grants) -> None:

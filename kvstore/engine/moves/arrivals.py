@@ -2,9 +2,9 @@
 
     LeaseAsk ──▶ Wait ──blocks arrive──▶ LeaseMore … ──nothing more comes──▶ over
 
-Rules. 1: a wait ends with its lease, when all blocks came, or when no source brings the next one.
-2: a wait is looked at when the block that it needs next has come, from any source, or will not
-come. 3: the origin of a block is reported once, with the first lease of it.
+Rules. 1: a wait ends with its lease, however that ends, when all blocks came, or when no source
+brings the next one. 2: a wait is looked at when the block that it needs next has come, from any
+source, or will not come. 3: the origin of a block is reported once, with the first lease of it.
 Does not cover: bringing the blocks (`files`, `fetches`).
 """
 
@@ -35,6 +35,9 @@ way, as mostly, and 100 where it leases what came, as for many requests that sha
 
 Name = tuple[int, int]
 """Name of a watch: session and lease; negative sessions are those of other nodes."""
+NOBODY: Name = (0, 0)
+"""Name of blocks that no watch waits for."""
+Flags = NDArray[np.bool_]
 Look = Callable[[], Keys]
 """Called when the watched key has arrived or will not: handles the blocks that arrived and returns
 the keys that are still waited for, none when the wait is over."""
@@ -43,9 +46,9 @@ the keys that are still waited for, none when the wait is over."""
 class Source(Protocol):
     """A way by which blocks come to dram: the disk, another node, a push."""
 
-    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags [S][n] of the keys that are on their way or may be; `rows` are the rows of these
-        keys."""
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name) -> Flags:
+        """Flags [S][n] of the keys that are on their way or may be, for the watch of this name;
+        `rows` are the rows of these keys."""
 
 
 class Wait(msgspec.Struct):
@@ -54,7 +57,6 @@ class Wait(msgspec.Struct):
     connection: Connection
     lease: int
     held: Lease
-    """The lease itself: another one may have the same id by the time the blocks come."""
     asker: Asker
     keys: Keys
     """Keys that were asked for and are not leased yet, in chain order."""
@@ -85,6 +87,9 @@ class Arrivals:
         """Watches by the key that they need next."""
         self._to_look_at: dict[Name, None] = {}
         """Watches that `advance` looks at next, in order."""
+        self.over: Callable[[Name], None] = lambda _: None
+        """Called with the name of a watch that has ended: what is queued for it is not read."""
+        state.leases.ended = self.unwatch
 
     def add(self, source: Source) -> None:
         """Register a source of blocks."""
@@ -109,28 +114,29 @@ class Arrivals:
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
-        session = wait.connection.owner.open_session
-        self.watch((session, wait.lease), wait.keys, lambda: self._grow(session, wait))
+        name = wait.connection.owner.open_session, wait.lease
+        self.watch(name, wait.keys, lambda: self._grow(name, wait))
 
     def watch(self, name: Name, keys: Keys, look: Look) -> None:
         """Call `look` when the first of these keys has arrived or will not. One watch per name."""
-        self.unwatch(name)
+        self._take(name)
         next_key = keys[0].tobytes()
         self._watches[name] = _Watch(next_key, look)
         self._next.setdefault(next_key, {})[name] = None
 
     def unwatch(self, name: Name) -> None:
         """End the watch of this name, if there is one."""
+        if self._take(name) is not None:
+            self.over(name)
+
+    def _take(self, name: Name) -> _Watch | None:
         watch = self._watches.pop(name, None)
         if watch is not None:
             names = self._next[watch.next_key]
             del names[name]
             if not names:
                 del self._next[watch.next_key]
-
-    def is_watched(self, name: Name) -> bool:
-        """Whether there is a watch of this name."""
-        return name in self._watches
+        return watch
 
     def awaits(self, keys: Keys) -> bool:
         """Whether a watch needs one of these keys next."""
@@ -150,26 +156,22 @@ class Arrivals:
         """Look at the queued watches, at most LOOKS_PER_STEP: this bounds the time of a step."""
         for name in list(itertools.islice(self._to_look_at, LOOKS_PER_STEP)):
             del self._to_look_at[name]
-            watch = self._watches.get(name)
+            watch = self._take(name)
             if watch is not None:
-                self.unwatch(name)
                 rest = watch.look()
                 if len(rest):
                     self.watch(name, rest, watch.look)
+                else:
+                    self.over(name)
 
-    def _grow(self, session: int, wait: Wait) -> Keys:
-        """Extend the lease of `wait` by the blocks that arrived. Returns the keys that it waits for
-        from now on, none if the lease is gone or nothing more will come."""
-        is_held = self._state.leases.get(session, wait.lease) is wait.held
-        return wait.keys if is_held and self._advance(session, wait) else wait.keys[:0]
-
-    def _advance(self, session: int, wait: Wait) -> bool:
-        """Lease the blocks that arrived and send LeaseMore. False: no more will come."""
-        state, scopes = self._state, wait.asker.scopes
+    def _grow(self, name: Name, wait: Wait) -> Keys:
+        """Lease the blocks that arrived and send LeaseMore. Returns the keys that are waited for
+        from now on, none if no more will come."""
+        state, scopes, session = self._state, wait.asker.scopes, name[0]
         # While the first block is on its way by another job, the rest cannot be leased.
         first = wait.keys[:1]
-        if not leading_run(state, scopes, first).count and self.on_their_way(scopes, first):
-            return True
+        if not leading_run(state, scopes, first).count and self.on_their_way(scopes, first, name):
+            return wait.keys
         run = leading_run(state, scopes, wait.keys)
         count = state.leases.fitting(session, wait.held.account, run.words(), len(scopes))
         refused = run.count - count
@@ -177,10 +179,10 @@ class Arrivals:
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
-        has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1])
+        has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1], name)
         if not refused and not has_failed:
             wait.bring(rest)
-        wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest)
+        wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest, name)
         origins = self.take_origins(run)
         state.trail.grew(session, wait.lease, run, origins, refused)
         state.counters.pins_refused += refused
@@ -197,17 +199,17 @@ class Arrivals:
                 from_peer=count_of(origins, Origin.PEER),
             ),
         )
-        return promoting > 0
+        return rest if promoting else rest[:0]
 
     def on_their_way(
-        self, scopes: Sequence[int], keys: Keys, by: Iterable[Source] | None = None
+        self, scopes: Sequence[int], keys: Keys, name: Name, by: Iterable[Source] | None = None
     ) -> int:
-        """Number of leading keys that are in dram or on their way in every shard; 0 if none of them
-        is on its way. `by`: only these sources count; None: all."""
+        """Number of leading keys that are in dram or on their way in every shard, for the watch of
+        this name; 0 if none of them is on its way. `by`: only these sources count; None: all."""
         rows = self._state.residency.find_all(scopes, keys)
         coming = np.zeros(rows.shape, dtype=bool)
         for source in self._sources if by is None else by:
-            coming |= source.coming(scopes, keys, rows)
+            coming |= source.coming(scopes, keys, rows, name)
         count = leading((self._state.residency.words(rows) >= 0) | coming)
         return count if coming[:, :count].any() else 0
 

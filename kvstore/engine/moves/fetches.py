@@ -22,12 +22,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
-from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
 from kvstore.engine.moves.expected import flags_of
 from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs, pieces
@@ -189,9 +188,9 @@ class Fetches:
         groups = self._coming.items()
         return next(its[key] for these, its in groups if scope in these and key in its)
 
-    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name = NOBODY) -> Flags:
         """Flags [S][n] of the keys that are queried or on their way (`arrivals.Source`)."""
-        del rows
+        del rows, name
         return flags_of(self._coming, scopes, keys)
 
     def _expect(self, number: int, asker: Asker, keys: Keys) -> None:

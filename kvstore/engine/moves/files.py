@@ -35,7 +35,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
-from kvstore.engine.moves.arrivals import Arrivals, Name
+from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
 from kvstore.engine.moves.intake import Copies, Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
@@ -52,6 +52,11 @@ from kvstore.wire.record import Scope
 
 READ_BYTES = 8 * MIB
 """Most bytes of one read: a request takes the blocks that came in time, piece by piece."""
+LOOKED_AT = 512
+"""Most keys of a queued read that are looked up at once: more than those of one read."""
+BEGUN_PER_STEP = 64
+"""Most pieces of queued reads that are begun, or found to be here or gone, at once: this bounds the
+time of a step. The next one follows at once."""
 READ_AHEAD_NS = NS_PER_S // 2
 """The disk is asked for no more at once than it reads in about this time: the rest stays queued,
 where others may pass it and what is no longer waited for costs nothing. Blocks that nobody waits
@@ -59,8 +64,6 @@ for take half of it, and only while nothing is queued."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Most blocks, times shards, of one call of `promote`; later ones are read when they are asked
 for."""
-NOBODY: Name = (0, 0)
-"""Name of blocks that no watch waits for: what the disk has no time for now is not read."""
 REPEATED = -1
 """Result of `promote` when the keys name one twice."""
 KEEP_SHARE = 4
@@ -98,9 +101,11 @@ class Files:
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Number of the job that reads each row, 0 for none; row -1 reads as none."""
-        self._queue = ReadQueue(rows, self._is_awaited)
-        self._has_ended = False
-        """Whether a read ended, or was late, since `advance`."""
+        self._queue = ReadQueue(rows)
+        arrivals.over = self._queue.leave
+        self.is_behind = False
+        """Whether queued reads may begin at the next `advance`: a read ended, or was late, or not
+        all was looked at."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Flag of each row: whether a request named the block since its record was written."""
         self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
@@ -128,7 +133,7 @@ class Files:
         """Bring those of these keys, in chain order, that are on disk and not in dram. Returns how
         many leading ones are in dram or on their way, or REPEATED, with nothing begun.
         `held`: rows of the first shard that the same request has leased already; `name`: the watch
-        that waits for the blocks; for NOBODY none are queued."""
+        that waits for the blocks; for NOBODY what the disk has no time for now is not read."""
         state = self._state
         if not self.enabled:
             return 0
@@ -146,42 +151,44 @@ class Files:
         self._queue.enter(name, asker, keys[places], rows[:, places])
         self._serve()
         self._queue.leave(NOBODY)
-        return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows))
+        return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows, name))
 
-    def there(self, rows: Rows) -> NDArray[np.bool_]:
+    def there(self, rows: Rows) -> Flags:
         """Flags of the rows that are in dram, on their way, or on disk."""
         residency = self._state.residency
-        there: NDArray[np.bool_] = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
-        there |= (rows >= 0) & (residency.file[rows] != 0)
+        there: Flags = (residency.words(rows) >= 0) | (residency.file[rows] != 0)
+        there |= self._reading[rows] != 0
         return there
 
-    def _is_away(self, rows: Rows) -> NDArray[np.bool_]:
+    def _is_away(self, rows: Rows) -> Flags:
         """Flags of the rows that are on disk, not in dram and not being read."""
         residency = self._state.residency
-        away: NDArray[np.bool_] = (rows >= 0) & (residency.file[rows] != 0)
-        away &= (residency.words(rows) < 0) & (self._reading[rows] == 0)
+        away: Flags = (residency.file[rows] != 0) & (residency.words(rows) < 0)
+        away &= self._reading[rows] == 0
         return away
-
-    def _is_awaited(self, name: Name) -> bool:
-        is_over = name[0] > 0 and self._state.leases.get(*name) is None
-        return self._arrivals.is_watched(name) and not is_over
 
     def advance(self) -> None:
         """Begin the next reads, if one ended since this was last called: once a step."""
-        self._queue.settle()
-        if self._has_ended:
+        if self.is_behind:
             self._serve()
-        self._has_ended = False
 
     def _serve(self) -> None:
         """Begin to read what is queued, as far as there is room."""
-        while (queued := self._queue.first) is not None and (room := self._room(queued)):
-            if not self._begin(queued, room):  # the rest is not coming
+        self.is_behind = False
+        for _ in range(BEGUN_PER_STEP):
+            if (queued := self._queue.first) is None:
+                return
+            room = self._room(queued)
+            if not room and self.pace.begun_bytes:
+                return  # until one of these reads ends
+            if not room or not self._begin(queued, room):  # the rest is not coming
                 self._arrivals.settle_keys(queued.keys)
                 self._queue.drop(queued, len(queued.keys))
+        self.is_behind = True
 
     def _room(self, queued: QueuedRead) -> int:
-        """How many more blocks of a queued read may be under way."""
+        """How many more blocks of a queued read may be under way. 0 while none is: reads that are
+        late and never end have all the room."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
         if queued.name == NOBODY:
@@ -193,11 +200,16 @@ class Files:
     def _begin(self, queued: QueuedRead, room: int) -> bool:
         """Begin to read the first piece of what is queued, at most `room` blocks, in all shards: a
         block is there with the last one of them. False: dram has no room."""
-        count = min(room, max(1, READ_BYTES // max(queued.asker.slot_sizes)))
-        keys = queued.keys[:count]
+        keys = queued.keys[:LOOKED_AT]
         rows = self._state.residency.find_all(queued.asker.scopes, keys)
-        for column, away in enumerate(self._is_away(rows)):
-            wanted = np.flatnonzero(away)
+        away = self._is_away(rows)
+        if over := leading(~away):  # they came otherwise, or are on disk no more
+            self._arrivals.settle_keys(keys[:over])
+            self._queue.drop(queued, over)
+            return True
+        count = min(room, max(1, READ_BYTES // max(queued.asker.slot_sizes)))
+        for column, its_away in enumerate(away[:, :count]):
+            wanted = np.flatnonzero(its_away)
             if not len(wanted):
                 continue
             its = queued.asker.column(column)
@@ -206,7 +218,7 @@ class Files:
                 self._read(its, keys[wanted[:fits]], rows[column, wanted[:fits]])
             if fits < len(wanted):
                 return False
-        self._queue.drop(queued, len(keys))
+        self._queue.drop(queued, min(count, len(keys)))
         return True
 
     def _read(self, asker: Asker, keys: Keys, rows: Rows) -> None:
@@ -242,7 +254,7 @@ class Files:
         state.counters.file_blocks_unread += int((~good).sum())
         counts = bool(good.any())
         self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
-        self._has_ended = True
+        self.is_behind = True
 
     def late(self, event: FileLate) -> None:
         """A read is late: no lease waits for it any more, and its slots stay taken until it has
@@ -254,7 +266,7 @@ class Files:
             self._no_more_reading(event.job, job)
             self.pace.late(event.job)
             self._arrivals.settle_keys(job.keys)
-            self._has_ended = True
+            self.is_behind = True
 
     def estimate_ms(self, asker: Asker, keys: Keys, name: Name) -> int:
         """Estimated time in ms until those of these keys that are being read, or that the watch of
@@ -267,10 +279,11 @@ class Files:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
 
-    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the rows that are being read, or queued (`arrivals.Source`)."""
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name = NOBODY) -> Flags:
+        """Flags of the rows that are being read, or queued for the watch of this name
+        (`arrivals.Source`)."""
         residency = self._state.residency
-        coming: NDArray[np.bool_] = self._queue.has(rows) & (residency.file[rows] != 0)
+        coming: Flags = self._queue.has(name, rows) & (residency.file[rows] != 0)
         coming |= self._reading[rows] != 0
         return coming
 

@@ -1,12 +1,11 @@
 """The queue for the disk: blocks that watches wait for, the shortest rest first.
 
-    enter ──first──▶ drop (its reads begun) … ──empty, or nobody waits any more──▶ over
+    enter ──first──▶ drop (its reads begun) … ──empty, or its watch is over: leave──▶ over
 
 Shortest remaining processing time has the least mean wait (Schrage, 1968), and a long prompt keeps
 nobody from the disk. A prompt that shorter ones pass for too long is computed: its engine waits no
 longer, and it leaves the queue.
 
-A read that was entered since the last `settle` counts as awaited: its watch may not be there yet.
 Costs of a call grow with the blocks of its read and READS_COUNTED, not with the table.
 Does not cover: reads, room (`files`), watches (`arrivals`), how long reads take (`pace`).
 """
@@ -15,15 +14,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.engine.memory.table import Keys, Rows
-from kvstore.engine.moves.arrivals import Name
+from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
+from kvstore.engine.moves.arrivals import Flags, Name
 from kvstore.engine.sessions.askers import Asker
 
 READS_COUNTED: Final = 1024
@@ -37,8 +34,6 @@ class QueuedRead(msgspec.Struct):
 
     name: Name
     number: int
-    entered: int
-    """Number of the last time that it was entered."""
     asker: Asker
     keys: Keys
     rows: Rows
@@ -67,37 +62,33 @@ class _QueuePlace(NamedTuple):
 class ReadQueue:
     """ReadQueue by name, one for each, and their order."""
 
-    def __init__(self, row_count_max: int, is_awaited: Callable[[Name], bool]) -> None:
-        self._is_awaited = is_awaited
+    def __init__(self, row_count_max: int) -> None:
         self._reads: dict[Name, QueuedRead] = {}
         self._order: list[_QueuePlace] = []
         """Sorted; with places of reads that are over."""
         self._numbers = itertools.count(1)
-        self._settled = 0
-        """ReadQueue that were entered before this number have their watch, if they are awaited."""
         self._queued = np.zeros(row_count_max + 1, dtype=np.int32)
         """Number of the reads that each row is in; none for row -1."""
+        self._mark = np.zeros(row_count_max + 1, dtype=bool)
+        """Flags of the rows of one read, while `has` looks at it."""
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def enter(self, name: Name, asker: Asker, keys: Keys, rows: Rows) -> QueuedRead:
+    def enter(self, name: Name, asker: Asker, keys: Keys, rows: Rows) -> None:
         """Queue these blocks, at least one, instead of those of an earlier read of this name."""
         old = self._reads.get(name)
         if old is not None and np.array_equal(old.rows, rows):
-            old.entered = next(self._numbers)
-            return old
+            return
         self.leave(name)
         new_blocks = int(np.count_nonzero(self._queued[rows[0]] == 0))
-        number = next(self._numbers)
-        read = QueuedRead(name, number, number, asker, keys, rows, 0)
-        read.new_bytes = new_blocks * read.slots_bytes
+        new_bytes = new_blocks * sum(asker.slot_sizes)
+        read = QueuedRead(name, next(self._numbers), asker, keys, rows, new_bytes)
         self._reads[name] = read
         self._queued[rows] += 1
         if len(self._order) > 2 * len(self._reads) + STALE_MAX:
-            self._order = [place for place in self._order if self._at(place) is not None]
+            self._order = [place for place in self._order if self._at(place)]
         bisect.insort(self._order, _QueuePlace(read.size_bytes, read.number, name))
-        return read
 
     def leave(self, name: Name) -> None:
         """End the read of this name, if there is one."""
@@ -111,33 +102,26 @@ class ReadQueue:
         if not len(read.keys):
             del self._reads[read.name]
 
-    def settle(self) -> None:
-        """All reads that are awaited have their watch by now."""
-        self._settled = next(self._numbers)
-
     @property
     def first(self) -> QueuedRead | None:
         """The next read; None: nobody waits."""
-        while self._order:
-            if (read := self._at(self._order[0])) is not None:
-                return read
-            place = self._order.pop(0)
-            if (left := self._reads.get(place.name)) is not None and left.number == place.number:
-                self.leave(place.name)
-        return None
+        over = itertools.takewhile(lambda place: self._at(place) is None, self._order)
+        del self._order[: sum(1 for _ in over)]
+        return self._at(self._order[0]) if self._order else None
 
     def _at(self, place: _QueuePlace) -> QueuedRead | None:
-        """The read of a place; None: it is over, or nobody waits for it."""
+        """The read of a place; None: it is over."""
         read = self._reads.get(place.name)
-        if read is None or read.number != place.number:
-            return None
-        is_awaited = read.entered > self._settled or self._is_awaited(read.name)
-        return read if is_awaited else None
+        return read if read is not None and read.number == place.number else None
 
-    def has(self, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the rows that are queued."""
-        queued: NDArray[np.bool_] = self._queued[rows] > 0
-        return queued
+    def has(self, name: Name, rows: Rows) -> Flags:
+        """Flags of the rows that are queued for this name. What others have queued may leave with
+        them."""
+        own = self._reads[name].rows if name in self._reads else NO_ROWS
+        self._mark[own] = True
+        flags: Flags = self._mark[rows]
+        self._mark[own] = False
+        return flags
 
     def bytes_until(self, name: Name) -> int:
         """Bytes to be read until the last block of this read is there, those of reads before it
@@ -145,13 +129,10 @@ class ReadQueue:
         own = self._reads.get(name)
         if own is None:
             return 0
-        before_bytes = 0
-        for place in self._order[:READS_COUNTED]:
-            if place.number == own.number:
-                break
-            if (read := self._at(place)) is not None:
-                before_bytes += min(read.new_bytes, read.size_bytes)
-        return max(before_bytes + min(own.new_bytes, own.size_bytes), own.size_bytes)
+        places = self._order[:READS_COUNTED]
+        before = itertools.takewhile(lambda place: place.number != own.number, places)
+        reads = [own, *filter(None, map(self._at, before))]
+        return max(sum(min(each.new_bytes, each.size_bytes) for each in reads), own.size_bytes)
 
     def check(self) -> None:
         """Raise AssertionError if a count is wrong."""

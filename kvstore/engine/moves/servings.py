@@ -230,7 +230,7 @@ class Servings:
         state, name = self._state, (waiting.peer, waiting.serving)
         run = leading_run(state, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
-        is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
+        is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest, _watch(name)) > 0
         if len(rest) and is_coming and state.now_ns < waiting.until_ns:
             return rest
         del self._waiting[name]

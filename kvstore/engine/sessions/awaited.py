@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX
 from kvstore.engine.memory.table import Keys, Rows, each
-from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
 from kvstore.engine.moves.expected import (
     ASLEEP_NS,
     Expectation,
@@ -127,15 +127,15 @@ class Awaited:
             self._call(its)
         self._look_at_due()
 
-    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name) -> Flags:
         """Flags [S][n] of the keys that are expected (`arrivals.Source`)."""
-        del rows
+        del rows, name
         return self._coming.flags(scopes, keys)
 
     def run(self, asker: Asker, keys: Keys) -> int:
         """How many leading keys are in dram or expected; 0 if none of them is expected."""
         is_any = bool(self._coming) and len(keys) > 0
-        return self._arrivals.on_their_way(asker.scopes, keys, by=[self]) if is_any else 0
+        return self._arrivals.on_their_way(asker.scopes, keys, NOBODY, by=[self]) if is_any else 0
 
     def end(self, expect: Expectation, reason: str) -> None:
         """End an expectation; `reason` is empty if all its blocks came. PushEnd follows within the

@@ -10,6 +10,7 @@ in memory and in time to end them all, is bounded, and there is always some left
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -84,6 +85,8 @@ class Leases:
         """Bytes counted by session; only sessions that have leases."""
         self._bytes = 0
         self._agenda = Agenda[tuple[int, int]]()
+        self.ended: Callable[[tuple[int, int]], None] = lambda _: None
+        """Called with (session, lease id) of each lease of an engine that has ended."""
 
     def __len__(self) -> int:
         return sum(len(leases) for leases in self._by_session.values())
@@ -201,6 +204,8 @@ class Leases:
         self._count(session, -lease.size_bytes)
         self._agenda.drop((session, number))
         self._unpin(lease)
+        if session > 0:
+            self.ended((session, number))
 
     def _unpin(self, lease: Lease) -> None:
         for words, generations in lease.pieces:

@@ -1,0 +1,152 @@
+"""Whatever becomes of a block, a lease or a read while others are before it in the queue for the
+disk: each wait ends, and nothing of it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.engine.events import Clear, Event, FileGone, FileKnown, FileReclaim
+from kvstore.engine.moves import files as files_module
+from kvstore.engine.moves.pace import ReadPace
+from kvstore.engine.moves.read_queue import STALE_MAX
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.messages import LeaseMore, LeaseRelease
+from kvstore.wire.record import Scope
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
+
+SCOPE = Scope("t", SPACE, WHOLE, BLOCK_BYTES)
+GONE: dict[str, Event] = {
+    "gone": FileGone(SCOPE, keys(2), places(2, 1)),
+    "cleared": Clear(None, None),
+    "reclaimed": FileReclaim(1, (FileKnown(SCOPE, keys(2), places(2, 1), b""),)),
+}
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> tuple[DiskNode, Peer]:
+    """A node whose disk reads one block at a time, that of lease 1."""
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = attached(DiskNode(slots=32))
+    node.step(known(*range(1, 31)))
+    peer.lease(1, 1)
+    return node, peer
+
+
+def news(node: DiskNode, peer: Peer, lease: int) -> list[tuple[int, int]]:
+    """(blocks, those still on their way) of each LeaseMore, once nothing is read any more."""
+    while node.reads or node.engine.is_behind:
+        if node.reads:
+            node.answer(node.reads[0])
+        node.step()
+    assert not node.engine._arrivals._watches
+    assert not len(node.engine._files._queue)
+    sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
+    return [(len(pairs(each)), each.promoting) for each in sent if each.lease == lease]
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_block_that_leaves_the_disk_while_it_is_queued_ends_the_wait(
+    how: str, crowded: tuple[DiskNode, Peer]
+) -> None:
+    node, peer = crowded
+    assert peer.lease(2, 2, 3).promoting == 2
+    node.step(GONE[how])
+    assert news(node, peer, 2) == [(0, 0)]
+
+
+def _expire(node: DiskNode, peer: Peer) -> None:
+    node.tick(ms=3600_000)
+
+
+def _end(node: DiskNode, peer: Peer) -> None:
+    node.end(peer.scheduler, *peer.ranks)
+
+
+@pytest.mark.parametrize("end", [_expire, _end])
+def test_a_wait_ends_with_its_lease_however_that_ends(
+    end: Callable[[DiskNode, Peer], None], crowded: tuple[DiskNode, Peer]
+) -> None:
+    node, peer = crowded
+    peer.lease(2, 2, 3)
+    (read,) = node.reads
+    end(node, peer)
+    node.answer(read)
+    assert not node.reads
+    assert news(node, peer, 2) == []
+
+
+def test_where_reads_that_hang_have_all_the_room_nothing_is_waited_for(
+    crowded: tuple[DiskNode, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, peer = crowded
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 1 << 40)
+    peer.lease(2, *range(2, 9))
+    peer.lease(3, 20)
+    hung = list(node.reads)
+    for read in hung:
+        node.be_late(read)
+    node.step()
+    assert node.last(peer.scheduler, LeaseMore).lease == 3
+    assert peer.lease(4, 21).promoting == 0
+    assert node.reads == hung
+    assert news(node, peer, 3) == [(0, 0)]
+
+
+def test_a_read_that_failed_is_waited_for_by_nobody_who_does_not_queue_it(
+    crowded: tuple[DiskNode, Peer],
+) -> None:
+    """Another lease has the block in its queue, and ends."""
+    node, peer = crowded
+    peer.lease(2, 2, 3)
+    peer.lease(3, 2, 3, 4)
+    node.answer(node.reads[0])
+    (read,) = node.reads
+    assert read.keys == keys(2)
+    node.answer(read, [False])
+    node.hear(peer.scheduler, LeaseRelease([3]))
+    assert news(node, peer, 2) == [(0, 0)]
+
+
+def test_what_is_given_up_takes_no_room_in_the_queue(crowded: tuple[DiskNode, Peer]) -> None:
+    node, peer = crowded
+    for lease in range(2, 3 * STALE_MAX):
+        peer.lease(lease, *range(2, 20))
+        node.hear(peer.scheduler, LeaseRelease([lease]))
+    queue = node.engine._files._queue
+    assert len(queue) == 0
+    assert len(queue._order) <= STALE_MAX + 1
+    assert peer.hint(30) == [True]
+    node.answer(node.reads[0])
+    peer.hint(30)
+    assert node.reads[0].keys == keys(30), "what nobody waits for has its turn again"
+
+
+def test_blocks_that_are_gone_are_passed_over_in_more_than_one_step(
+    crowded: tuple[DiskNode, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is queued was cleared: one step does not look at all of it."""
+    monkeypatch.setattr(files_module, "BEGUN_PER_STEP", 4)
+    node, peer = crowded
+    for lease in range(2, 20):
+        peer.lease(lease, *range(2, 20))
+    node.step(Clear(None, None))
+    node.answer(node.reads[0])
+    assert len(node.engine._files._queue) == 18 - 4
+    assert node.engine.is_behind
+    assert news(node, peer, 19) == [(0, 0)]
+
+
+def test_a_long_queued_read_that_is_gone_is_passed_over_at_once(
+    crowded: tuple[DiskNode, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "BEGUN_PER_STEP", 4)
+    node, peer = crowded
+    peer.lease(2, *range(2, 30))
+    node.step(FileGone(SCOPE, keys(*range(2, 29)), places(2, 27)))
+    node.answer(node.reads[0])
+    assert node.reads[0].keys == keys(29)
