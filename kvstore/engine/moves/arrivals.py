@@ -28,9 +28,10 @@ from kvstore.engine.state import State
 from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.wire.messages import LeaseMore
 
-LOOKS_PER_STEP: Final = 64
+LOOKS_PER_STEP: Final = 16
 """Most watches that one step looks at. A look takes 10 µs where the first block is still on its
-way, as mostly, and 100 where it leases what came, as for many requests that share a prefix."""
+way, as mostly, and up to a millisecond where it leases what came, as for many requests that share a
+long prefix."""
 
 
 Name = tuple[int, int]

@@ -151,7 +151,10 @@ class Files:
         self._queue.enter(name, asker, keys[places], rows[:, places])
         self._serve()
         self._queue.leave(NOBODY)
-        return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows, name))
+        count = leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows, name))
+        if not count:  # its first block gave way to what was brought before
+            self._queue.leave(name)
+        return count
 
     def there(self, rows: Rows) -> Flags:
         """Flags of the rows that are in dram, on their way, or on disk."""
@@ -210,8 +213,6 @@ class Files:
         count = min(room, max(1, READ_BYTES // max(queued.asker.slot_sizes)))
         for column, its_away in enumerate(away[:, :count]):
             wanted = np.flatnonzero(its_away)
-            if not len(wanted):
-                continue
             its = queued.asker.column(column)
             fits = self._intake.room_for(its, len(wanted))
             if fits:
@@ -282,8 +283,7 @@ class Files:
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name = NOBODY) -> Flags:
         """Flags of the rows that are being read, or queued for the watch of this name
         (`arrivals.Source`)."""
-        residency = self._state.residency
-        coming: Flags = self._queue.has(name, rows) & (residency.file[rows] != 0)
+        coming: Flags = self._queue.has(name, rows) & (self._state.residency.file[rows] != 0)
         coming |= self._reading[rows] != 0
         return coming
 

@@ -81,8 +81,7 @@ class ReadQueue:
         if old is not None and np.array_equal(old.rows, rows):
             return
         self.leave(name)
-        new_blocks = int(np.count_nonzero(self._queued[rows[0]] == 0))
-        new_bytes = new_blocks * sum(asker.slot_sizes)
+        new_bytes = int(np.count_nonzero(self._queued[rows[0]] == 0)) * sum(asker.slot_sizes)
         read = QueuedRead(name, next(self._numbers), asker, keys, rows, new_bytes)
         self._reads[name] = read
         self._queued[rows] += 1

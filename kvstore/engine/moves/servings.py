@@ -158,9 +158,12 @@ class Servings:
         else:
             until_ns = state.now_ns + WAIT_NS
             waiting = self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
-            rest = self._look(waiting)  # nothing is on its way where the disk has no room to read
-            if len(rest):
+            # Nothing is on its way where the disk has no room to read, or what is read took the
+            # room of the leading blocks.
+            if len(rest := self._look(waiting)):
                 self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
+            else:
+                self._arrivals.over(_watch(name))
 
     def _may_serve(self, peer: int, serving: int) -> bool:
         waiting = sum(name[0] == peer for name in self._waiting)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.engine.events import Clear, Event, FileGone, FileKnown, FileReclaim
+from kvstore.engine.events import AnswerPeer, Clear, Event, FileGone, FileKnown, FileReclaim, Serve
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.read_queue import STALE_MAX
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseMore, LeaseRelease
+from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
@@ -150,3 +151,20 @@ def test_a_long_queued_read_that_is_gone_is_passed_over_at_once(
     node.step(FileGone(SCOPE, keys(*range(2, 29)), places(2, 27)))
     node.answer(node.reads[0])
     assert node.reads[0].keys == keys(29)
+
+
+def test_a_serving_whose_rest_took_the_room_of_its_start_leaves_nothing_queued(
+    crowded: tuple[DiskNode, Peer],
+) -> None:
+    del crowded  # only for its slow disk
+    node, peer = attached(DiskNode(slots=16))
+    peer.store(1)
+    for number in range(100, 111):
+        node.write_nothing()
+        peer.store(number)
+    node.write_nothing()
+    node.step(known(*range(2, 8)))
+    commands = node.step(Serve(5, 1, "t", SPACE, keys(*range(1, 8))))
+    answers = [each.its for each in commands if isinstance(each, AnswerPeer)]
+    assert answers == [ServeAnswer(1)]
+    assert not len(node.engine._files._queue)
