@@ -60,7 +60,7 @@ class _QueuePlace(NamedTuple):
 
 
 class ReadQueue:
-    """ReadQueue by name, one for each, and their order."""
+    """Queued reads by name, one for each, and their order."""
 
     def __init__(self, row_count_max: int) -> None:
         self._reads: dict[Name, QueuedRead] = {}
@@ -114,8 +114,8 @@ class ReadQueue:
         return read if read is not None and read.number == place.number else None
 
     def has(self, name: Name, rows: Rows) -> Flags:
-        """Flags of the rows that are queued for this name. What others have queued may leave with
-        them."""
+        """Flags of the rows that this watch has queued itself: other watches may end before theirs
+        are read."""
         own = self._reads[name].rows if name in self._reads else NO_ROWS
         self._mark[own] = True
         flags: Flags = self._mark[rows]
