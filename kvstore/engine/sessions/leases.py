@@ -26,8 +26,7 @@ from kvstore.wire.messages import LEASE_LIVES_MAX
 SLOT_BYTES: Final = 16
 """Memory of one slot in a lease: a word and a generation."""
 LEASE_BYTES: Final = 4096
-"""Bytes counted for a lease, and for each time that it grows: more than its memory, because ending
-it takes time."""
+"""Bytes counted for each piece of a lease: more than its memory, because ending it takes time."""
 SESSION_BYTES_MAX: Final = 8 * MIB
 """Most bytes counted for the leases of a session, half a million slots: 30 ms to end them all. A
 session gets at most half of what other sessions leave."""
@@ -46,8 +45,9 @@ class Lease:
         """Account that pins its slots."""
         self._shards = shards
         self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
-        """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
-        was cleared may come a second time, with another block, when the lease grows."""
+        """Slots and generations, as they were pinned: distinct within a piece. A piece is longer
+        than the next, but where a slot comes a second time: its block was cleared, and it holds
+        another one."""
         self.granted_ns = granted_ns
         self.expires_ns = expires_ns
 
@@ -65,6 +65,16 @@ class Lease:
     def size_bytes(self) -> int:
         """Bytes that are counted for this lease."""
         return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
+
+    def grow(self, words: Words, generations: NDArray[np.uint64]) -> None:
+        """Add slots that were pinned. A lease that grows a thousand times has about ten pieces."""
+        while self.pieces and len(self.pieces[-1][0]) <= len(words):
+            if np.isin(words, self.pieces[-1][0]).any():
+                break
+            earlier = self.pieces.pop()
+            words = np.concatenate([earlier[0], words])
+            generations = np.concatenate([earlier[1], generations])
+        self.pieces.append((words, generations))
 
     def intact(self, slots: Slots) -> NDArray[np.bool_]:
         """Flags of its blocks, true where no slot has changed since it was pinned."""
@@ -182,8 +192,9 @@ class Leases:
 
     def _pin(self, session: int, lease: Lease, words: Words) -> None:
         self._slots.pins.pin(words, lease.account)
-        lease.pieces.append((words, self._slots.generation[words]))
-        self._count(session, LEASE_BYTES + len(words) * SLOT_BYTES)
+        counted_bytes = lease.size_bytes
+        lease.grow(words, self._slots.generation[words])
+        self._count(session, lease.size_bytes - counted_bytes)
 
     def _count(self, session: int, size_bytes: int) -> None:
         self._bytes += size_bytes

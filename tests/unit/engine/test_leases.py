@@ -15,8 +15,9 @@ from kvstore.engine.sessions.leases import (
     SLOT_BYTES,
     Leases,
 )
+from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import NS_PER_S
-from tests.unit.engine.test_slots import one_pool
+from tests.unit.engine.test_slots import one_pool, slots_of
 
 TTL_NS = 10 * NS_PER_S
 
@@ -71,4 +72,29 @@ def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(
         leases.end_session(session)
     leases.check()
     assert not leases._bytes
+    assert not np.any(slots.leases)
+
+
+def test_leases_that_grow_block_by_block_take_what_their_slots_take() -> None:
+    """As those of long prompts that come from a disk, several at once."""
+    slots = slots_of(slabs=128)
+    pool = slots.pool(SLOT_BYTES_MIN)
+    while len(pool.free) < 512:
+        assert slots.extend(pool)
+    words = slots.grant(pool, 512, writer=5, session=9, cause=1)
+    slots.seal(words, words.astype(np.uint64), 2)
+    leases = table(slots)
+    for lease in range(16):
+        leases.add(9, lease, words[:0], now_ns=0)
+        for block in range(512):
+            assert leases.fitting(9, None, words[block : block + 1], 1) == 1
+            leases.extend(9, lease, words[block : block + 1])
+    held = leases.get(9, 3)
+    assert held is not None
+    assert held.block_count == 512
+    assert held.intact(slots).all()
+    assert np.concatenate([piece for piece, _ in held.pieces]).tolist() == words.tolist()
+    leases.check()
+    assert leases._bytes < 16 * (10 * LEASE_BYTES + 512 * SLOT_BYTES)
+    leases.end_session(9)
     assert not np.any(slots.leases)
