@@ -146,6 +146,7 @@ class Servings:
         count = rows.shape[1]
         keys = keys[:count]
         run = run_of(state, rows)
+        self._touch(run)  # before anything makes room for what is promoted
         if run.repeats():
             self._say_nothing(*name)
         elif run.count == count:
@@ -158,8 +159,7 @@ class Servings:
         else:
             until_ns = state.now_ns + WAIT_NS
             waiting = self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
-            # Nothing is on its way where the disk has no room to read, or what is read took the
-            # room of the leading blocks.
+            # Nothing is on its way where dram has no room to read into.
             if len(rest := self._look(waiting)):
                 self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
             else:
@@ -197,6 +197,11 @@ class Servings:
         columns = [(shard, scopes[shard]) for shard in best]
         return asker(address, known.space, columns), rows[[place[shard] for shard in best], :count]
 
+    def _touch(self, run: Run) -> None:
+        for words in run.words_by_shard if run.count else ():
+            slots = self._state.slots
+            slots.touch(slots.pool_of(int(words[0])), words[: run.count])
+
     def _answer(self, peer: int, serving: int, asker: Asker, run: Run) -> None:
         state = self._state
         account = state.slots.pins.join_node(peer)
@@ -210,9 +215,7 @@ class Servings:
         shards = len(asker.scopes)
         lease = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
         self._servings[peer, serving] = lease
-        for words_of_shard in run.words_by_shard:
-            mine = words_of_shard[: run.count]
-            state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
+        self._touch(run)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
         answer = ServeAnswer(

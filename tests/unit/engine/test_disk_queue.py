@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.engine.events import AnswerPeer, Clear, Event, FileGone, FileKnown, FileReclaim, Serve
+from kvstore.engine.events import (
+    AnswerPeer,
+    Clear,
+    Event,
+    FileGone,
+    FileKnown,
+    FileRead,
+    FileReclaim,
+    Serve,
+)
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.read_queue import STALE_MAX
@@ -153,7 +162,18 @@ def test_a_long_queued_read_that_is_gone_is_passed_over_at_once(
     assert node.reads[0].keys == keys(29)
 
 
-def test_a_serving_whose_rest_took_the_room_of_its_start_leaves_nothing_queued(
+def served(node: DiskNode, *numbers: int) -> list[int]:
+    """Blocks of each answer to another node that asks for these."""
+    commands = node.step(Serve(5, 1, "t", SPACE, keys(*numbers)))
+    while node.reads:
+        read = node.reads.pop(0)
+        commands += node.step(FileRead(read.job, b"\1" * (len(read.keys) // 32)))
+    assert not len(node.engine._files._queue)
+    answers = [each.its for each in commands if isinstance(each, AnswerPeer)]
+    return [len(each.slots) // 4 for each in answers if isinstance(each, ServeAnswer)]
+
+
+def test_what_is_read_for_a_serving_does_not_take_the_room_of_its_start(
     crowded: tuple[DiskNode, Peer],
 ) -> None:
     del crowded  # only for its slow disk
@@ -164,7 +184,17 @@ def test_a_serving_whose_rest_took_the_room_of_its_start_leaves_nothing_queued(
         peer.store(number)
     node.write_nothing()
     node.step(known(*range(2, 8)))
-    commands = node.step(Serve(5, 1, "t", SPACE, keys(*range(1, 8))))
-    answers = [each.its for each in commands if isinstance(each, AnswerPeer)]
-    assert answers == [ServeAnswer(1)]
-    assert not len(node.engine._files._queue)
+    assert served(node, *range(1, 8)) == [3], "as many as another node may pin"
+
+
+def test_a_serving_that_dram_has_no_room_for_leaves_nothing_queued() -> None:
+    node, peer = attached(DiskNode(slots=8))
+    peer.store(1)
+    node.write_nothing()
+    node.step(known(*range(2, 12)))
+    peer.lease(1, *range(2, 12))
+    while node.reads:
+        node.answer(node.reads[0])
+    node.step(known(20, at=50))
+    (blocks,) = served(node, 1, 20)
+    assert blocks <= 1
