@@ -23,7 +23,7 @@ SOONER = {
     planted.size_only_validation: 7,
     planted.pin_without_owner: 14,
     planted.double_unpin: 5,
-    planted.stale_index_after_same_address_restart: 15,
+    planted.stale_index_after_same_address_restart: 58,
     planted.stale_sessions_after_same_address_restart: 55,
     planted.stale_index_answers_believed: 36,
     planted.stale_index_keeps_what_was_there_before_a_restart: 16,

@@ -92,11 +92,12 @@ def test_honest_prompts_raise_no_alarm(
             done = complete_many(engine, prompts, max_tokens=1, concurrency=3)
             assert engine.hits().external_hits == 0, "every hit is computed"
             assert [answer.cached_tokens for answer in done] == [0] * len(prompts)
+            # On a busy machine a few lookups are answered too late, and a few comparisons are given
+            # up, because the engine needs their blocks (`Handoff.keep_off`).
             wait_until(
-                lambda: metric(node, COMPARED) == hit_blocks(node),
-                "all of a hit is compared",
+                lambda: blocks * 3 / 4 < metric(node, COMPARED) <= hit_blocks(node),
+                "most blocks are compared, and none that was no hit",
             )
-            assert hit_blocks(node) > blocks * 3 / 4, "a few lookups may be answered too late"
         no_alarm(node, dtype, compared_min=1)
         logger.info("worst error of %d blocks in %s: %.2g", blocks, dtype, metric(node, WORST))
         assert not any(space["off"] for space in inspect(node, "spaces"))
