@@ -18,7 +18,7 @@ STEPS = 1000
 SEEDS = range(1, 201)
 SOONER = {
     planted.free_on_abort: 1,
-    planted.lease_checked_before_the_copy_only: 21,
+    planted.lease_checked_before_the_copy_only: 28,
     planted.batch_path_without_check: 44,
     planted.size_only_validation: 7,
     planted.pin_without_owner: 14,
