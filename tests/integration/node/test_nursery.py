@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,16 @@ def _made_of(pid: int) -> dict[str, object]:
     }
 
 
+@pytest.fixture
+def nursery(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+    """One that is made here: tests before, or what they import, may have changed this process, so
+    that the run's own nursery starts its commands by exec."""
+    monkeypatch.setattr(process, "launch", process.launch)
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.mark.usefixtures("nursery")
 def test_forked_processes_are_made_of_what_those_by_exec_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +80,7 @@ def test_a_forked_command_that_refuses_says_so_and_its_status_is_seen(tmp_path: 
         assert node.kill() == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("nursery")
 def test_variables_that_are_read_early_need_exec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_head_behind_a_request_under_way_has_the_same_bound(worker: ScriptedWo
         until(lambda: router.router.proxy.in_flight == 0)
         until(lambda: router.router.door.connection_count == 0)
     until(lambda: worker.seen()["aborted"] > before)
+    assert worker.seen()["aborted"] == before + 1
 
 
 def test_a_body_close_behind_its_head_is_none_of_it(worker: ScriptedWorker) -> None:
