@@ -250,9 +250,11 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
 ) -> None:
     engines["p"].script("refuse", status=404)
     engines["d"].script("ok", push_s=60 * together)
+    engines["d"].bodies()
     with routed(engines, "pd", together=together) as router:
         assert router.ask(body())[0] == 200
-        assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
+        # The leg that was given up may come to its engine after the one that was sent for it.
+        assert any("kv_transfer_params" not in json.loads(each) for each in engines["d"].bodies())
         assert router.router.proxy.prefills == {"refused": 1}
         until(lambda: router.router.workers["p"].state == "up")
         engines["d"].script("refuse", status=422)
