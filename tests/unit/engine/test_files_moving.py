@@ -12,16 +12,17 @@ from kvstore.engine.events import (
     FileKnown,
     FileRead,
     FileReclaim,
+    Received,
     VoidFile,
 )
 from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.engine.state import Off
-from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, SpaceId, Tier
 from kvstore.units import MIB
 from kvstore.wire.layout import shard_bytes
-from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
+from kvstore.wire.messages import Hint, LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import (
@@ -303,6 +304,24 @@ def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> Non
         order.append(node.reads[0].keys)
         node.answer(node.reads[0])
     assert b"".join(order) == keys(1, 2, *range(21, 27), *range(3, 21))
+
+
+def test_what_nobody_waits_for_takes_half_of_the_room_and_none_of_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 4 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = on_disk_only(*range(1, 31), slots=64)
+    assert all(peer.hint(*range(1, 9)))
+    assert len(node.reads) == 2
+    node.read_all()
+    peer.lease(1, *range(9, 21))
+    assert len(node.reads) == 4
+    first = node.reads.pop(0)
+    hint = Hint(request=2, keys=keys(30))
+    node.step(FileRead(first.job, b"\1"), Received(ConnectionId(peer.scheduler), hint))
+    assert [read.keys for read in node.reads] == [keys(number) for number in range(10, 14)]
 
 
 def test_what_others_queued_before_counts_in_the_estimate_once(
