@@ -1,5 +1,5 @@
-"""Whatever becomes of a block, a lease or a read while others are before it in the queue for the
-disk: each wait ends, and nothing of it is left."""
+"""The queue for the disk as engines and nodes see it: who is before whom; and whatever becomes of a
+block, a lease or a read meanwhile, each wait ends, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from kvstore.engine.events import (
     FileKnown,
     FileRead,
     FileReclaim,
+    Received,
     Serve,
 )
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.read_queue import STALE_MAX
-from kvstore.types import SLOT_BYTES_MIN
-from kvstore.wire.messages import LeaseMore, LeaseRelease
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.units import MIB
+from kvstore.wire.messages import Hint, LeaseMore, LeaseRelease
 from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
@@ -35,14 +37,20 @@ GONE: dict[str, Event] = {
 }
 
 
+def on_disk(blocks: int, *, slots: int) -> tuple[DiskNode, Peer]:
+    """A node that has blocks 1 to `blocks` on disk alone, and an engine."""
+    node, peer = attached(DiskNode(slots=slots))
+    node.step(known(*range(1, blocks + 1)))
+    return node, peer
+
+
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> tuple[DiskNode, Peer]:
     """A node whose disk reads one block at a time, that of lease 1."""
     monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
     monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
     monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = attached(DiskNode(slots=32))
-    node.step(known(*range(1, 31)))
+    node, peer = on_disk(30, slots=32)
     peer.lease(1, 1)
     return node, peer
 
@@ -57,6 +65,72 @@ def news(node: DiskNode, peer: Peer, lease: int) -> list[tuple[int, int]]:
     assert not len(node.engine._files._queue)
     sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
     return [(len(pairs(each)), each.promoting) for each in sent if each.lease == lease]
+
+
+def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt blocks the disk for nobody, and those that come together do not wait for each
+    other to the end."""
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = on_disk(30, slots=64)
+    assert peer.lease(1, *range(1, 21)).promoting == 20
+    assert len(node.reads) == 2
+    assert peer.lease(2, 21, 22, 23).promoting == 3
+    assert peer.lease(3, 24, 25, 26).promoting == 3
+    assert peer.hint(30) == [True], "which nobody waits for"
+    order = []
+    while node.reads:
+        assert len(node.reads) <= 2
+        order.append(node.reads[0].keys)
+        node.answer(node.reads[0])
+    assert b"".join(order) == keys(1, 2, *range(21, 27), *range(3, 21))
+
+
+def test_what_nobody_waits_for_takes_half_of_the_room_and_none_of_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 4 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = on_disk(30, slots=64)
+    assert all(peer.hint(*range(1, 9)))
+    assert len(node.reads) == 2
+    node.read_all()
+    peer.lease(1, *range(9, 21))
+    assert len(node.reads) == 4
+    first = node.reads.pop(0)
+    hint = Hint(request=2, keys=keys(30))
+    node.step(FileRead(first.job, b"\1"), Received(ConnectionId(peer.scheduler), hint))
+    assert [read.keys for read in node.reads] == [keys(number) for number in range(10, 14)]
+
+
+def test_what_others_queued_before_counts_in_the_estimate_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", 1)
+    node, peer = on_disk(30, slots=64)
+    node.engine._files.pace = ReadPace(8 * 10**9)  # half a second a block
+    block_ms = SLOT_BYTES_MIN / MIB * 8000
+    all_ms = [peer.lease(number, *range(1, 21)).promoting_ms for number in (1, 2)]
+    assert all_ms == [pytest.approx(20 * block_ms, rel=0.01)] * 2, "the same blocks"
+    assert peer.lease(3, 21, 22).promoting_ms < 0.5 * all_ms[0], "it is shorter"
+    longest_ms = peer.lease(4, *range(1, 21), 23).promoting_ms
+    assert longest_ms == pytest.approx(23 * block_ms, rel=0.01)
+
+
+def test_what_dram_has_no_room_for_is_not_waited_for() -> None:
+    node, peer = on_disk(12, slots=8)
+    peer.lease(1, *range(1, 7))
+    peer.lease(2, *range(7, 13))
+    while node.reads:
+        node.answer(node.reads[0])
+    sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
+    came = {
+        lease: sum(len(pairs(each)) for each in sent if each.lease == lease) for lease in (1, 2)
+    }
+    assert came[1] == 6 > came[2]
+    assert sent[-1].promoting == 0, "the rest does not come, and nobody waits for it"
 
 
 @pytest.mark.parametrize("how", GONE)

@@ -12,17 +12,15 @@ from kvstore.engine.events import (
     FileKnown,
     FileRead,
     FileReclaim,
-    Received,
     VoidFile,
 )
 from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.engine.state import Off
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId, SpaceId, Tier
-from kvstore.units import MIB
+from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.layout import shard_bytes
-from kvstore.wire.messages import Hint, LeaseAsk, LeaseMore, LeaseRelease
+from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import (
@@ -284,104 +282,6 @@ def test_a_read_that_never_ends_keeps_nobody_from_the_disk() -> None:
     assert len(pairs(more(node, peer))) == 2
     node.answer(hung)
     assert node.engine._files.pace.begun_bytes == 0
-
-
-def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt blocks the disk for nobody, and those that come together do not wait for each
-    other to the end."""
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = on_disk_only(*range(1, 31), slots=64)
-    assert peer.lease(1, *range(1, 21)).promoting == 20
-    assert len(node.reads) == 2
-    assert peer.lease(2, 21, 22, 23).promoting == 3
-    assert peer.lease(3, 24, 25, 26).promoting == 3
-    assert peer.hint(30) == [True], "which nobody waits for"
-    order = []
-    while node.reads:
-        assert len(node.reads) <= 2
-        order.append(node.reads[0].keys)
-        node.answer(node.reads[0])
-    assert b"".join(order) == keys(1, 2, *range(21, 27), *range(3, 21))
-
-
-def test_what_nobody_waits_for_takes_half_of_the_room_and_none_of_those_who_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 4 * SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = on_disk_only(*range(1, 31), slots=64)
-    assert all(peer.hint(*range(1, 9)))
-    assert len(node.reads) == 2
-    node.read_all()
-    peer.lease(1, *range(9, 21))
-    assert len(node.reads) == 4
-    first = node.reads.pop(0)
-    hint = Hint(request=2, keys=keys(30))
-    node.step(FileRead(first.job, b"\1"), Received(ConnectionId(peer.scheduler), hint))
-    assert [read.keys for read in node.reads] == [keys(number) for number in range(10, 14)]
-
-
-def test_what_others_queued_before_counts_in_the_estimate_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", 1)
-    node, peer = on_disk_only(*range(1, 31), slots=64)
-    node.engine._files.pace = ReadPace(8 * 10**9)  # half a second a block
-    block_ms = SLOT_BYTES_MIN / MIB * 8000
-    all_ms = [peer.lease(number, *range(1, 21)).promoting_ms for number in (1, 2)]
-    assert all_ms == [pytest.approx(20 * block_ms, rel=0.01)] * 2, "the same blocks"
-    assert peer.lease(3, 21, 22).promoting_ms < 0.5 * all_ms[0], "it is shorter"
-    longest_ms = peer.lease(4, *range(1, 21), 23).promoting_ms
-    assert longest_ms == pytest.approx(23 * block_ms, rel=0.01)
-
-
-def test_a_block_that_is_dropped_while_it_is_queued_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = on_disk_only(*range(1, 7))
-    assert peer.lease(1, *range(1, 7)).promoting == 6
-    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(3, 1), damaged=False))
-    node.answer(node.reads[0])
-    assert more(node, peer).promoting == 1
-    node.answer(node.reads[0])
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (1, 0)
-    node.read_all()
-    assert node.reads == [], "nothing behind it is read"
-
-
-@pytest.mark.parametrize("how", ["release", "end"])
-def test_a_turn_ends_with_its_lease(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = on_disk_only(*range(1, 7))
-    peer.lease(1, *range(1, 7))
-    if how == "release":
-        node.hear(peer.scheduler, LeaseRelease([1]))
-    else:
-        node.end(peer.scheduler, *peer.ranks)
-    node.read_all()
-    assert node.reads == []
-
-
-def test_what_dram_has_no_room_for_is_not_waited_for() -> None:
-    node, peer = on_disk_only(*range(1, 13), slots=8)
-    peer.lease(1, *range(1, 7))
-    peer.lease(2, *range(7, 13))
-    while node.reads:
-        node.answer(node.reads[0])
-    sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
-    came = {
-        lease: sum(len(pairs(each)) for each in sent if each.lease == lease) for lease in (1, 2)
-    }
-    assert came[1] == 6 > came[2]
-    assert more(node, peer).promoting == 0, "the rest does not come, and nobody waits for it"
 
 
 def test_a_read_that_nobody_waited_for_makes_the_disk_no_slower() -> None:
