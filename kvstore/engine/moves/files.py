@@ -148,9 +148,10 @@ class Files:
         if not len(places):
             self._queue.leave(name)
             return count
-        self._queue.enter(name, asker, keys[places], rows[:, places])
-        self._serve()
-        self._queue.leave(NOBODY)
+        if name != NOBODY or not len(self._queue):
+            self._queue.enter(name, asker, keys[places], rows[:, places])
+            self._serve()
+            self._queue.leave(NOBODY)
         count = leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows, name))
         if not count:  # its first block gave way to what was brought before
             self._queue.leave(name)
@@ -195,7 +196,7 @@ class Files:
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
         if queued.name == NOBODY:
-            ahead_bytes = ahead_bytes // 2 if len(self._queue) == 1 else 0
+            ahead_bytes //= 2
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
         room = (ahead_bytes - begun_bytes) // queued.slots_bytes
         return min(max(room, 0 if begun_bytes else 1), self._reads.room(queued.slots_bytes))
