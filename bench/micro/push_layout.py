@@ -2,7 +2,7 @@
 
     python bench/micro/push_layout.py [--rounds 5] [--out push_layout]
 
-`layout` is the copy out of the landing slab into the decode node's own shards, as `peers.lander`
+`layout` is the copy out of the landing slab into the decode node's own shards, as `peers.pushes`
 times it, in seconds of processor time, so that a busy machine does not change it; with 1→1 blocks
 are copied whole. `transfer` is the write of the same bytes through two transfer workers, UCX over
 tcp, and on a busy machine longer than it should be. In a node both go on at the same time.
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorkers, scattered
 from kvstore.engine.events import Land
-from kvstore.peers.lander import Lander
+from kvstore.peers.pushes import Lander
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard, SpaceId
 

@@ -38,7 +38,7 @@ from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
-    from kvstore.peers.exchange import Exchange
+    from kvstore.peers.member import Exchange
     from kvstore.tiers.hbm import HbmTier
 
 BEAT_NS: Final = 20 * NS_PER_MS

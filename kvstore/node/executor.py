@@ -41,7 +41,7 @@ from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
-    from kvstore.peers.exchange import Exchange
+    from kvstore.peers.member import Exchange
     from kvstore.tiers.hbm import HbmTier
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ class TransferReport(msgspec.Struct, frozen=True):
 
     kind: str
     """ask: until the peer's answer; move: the transfer; verify; fetch: all of it; stages of pushes
-    (`kvstore.peers.stages`)."""
+    (`kvstore.peers.pushes`)."""
     backend: str
     count: int
     size_bytes: int

@@ -15,9 +15,8 @@ from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
-from kvstore.peers.lander import Lander
 from kvstore.peers.peer_session import PeerSession
-from kvstore.peers.pusher import Pusher
+from kvstore.peers.pushes import Lander, Pusher
 from kvstore.wire.peers import PushWord
 from tests.sim.planted import Planted, _both
 

@@ -4,7 +4,7 @@
 
 The engine answers two short questions; sorting, which takes long, is done where it is asked. A slot
 that has another block by the time of the second question counts as that one. Read-only. Does not
-cover: who takes them (`kvstore.peers.drain`).
+cover: who takes them (`kvstore.peers.preparer`).
 """
 
 from __future__ import annotations

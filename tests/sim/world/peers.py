@@ -1,6 +1,6 @@
 """What one node process of the world has to do with other nodes.
 
-Real: `peers.fetcher`, `peers.block_server`, their sessions, `peers.feed`'s links. Simulated: the
+Real: `peers.fetcher`, `peers.peer_session`, `peers.feed`'s links. Simulated: the
 loop that they run on (`loop`), gRPC (`net`), the transfer worker (`transfer_worker`), the way to
 the index (`index`).
 
@@ -46,12 +46,11 @@ from kvstore.engine.events import (
     Written,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
-from kvstore.peers.block_server import BlockServer
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.feed import FeedLink, FeedLog
 from kvstore.peers.fetcher import Fetcher
-from kvstore.peers.lander import Lander
-from kvstore.peers.pusher import Pusher
+from kvstore.peers.peer_session import BlockServer
+from kvstore.peers.pushes import Lander, Pusher
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import BlocksChanged, Hello, Removed, Stored

@@ -20,9 +20,8 @@ from kvstore.obs.metrics import INDEX_METRICS, family
 from kvstore.obs.timings import Timings
 from kvstore.peers.changes import EventCounters, FeedCounters
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, FetcherCounters
-from kvstore.peers.lander import KINDS as PUSH_KINDS
-from kvstore.peers.member import ClusterMember
-from kvstore.peers.peering import Peering
+from kvstore.peers.member import ClusterMember, Peering
+from kvstore.peers.pushes import KINDS as PUSH_KINDS
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.messages import Story
 from tests.unit.engine.harness import Peer

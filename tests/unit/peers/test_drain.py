@@ -8,8 +8,8 @@ import itertools
 import grpc
 import pytest
 
-from kvstore.peers import drain
-from kvstore.peers.drain import FAILURES_MAX, PATIENCE_S, Drain
+from kvstore.peers import preparer
+from kvstore.peers.preparer import FAILURES_MAX, PATIENCE_S, Drain
 from kvstore.types import SpaceId
 from kvstore.wire.peers import PrepareReply, PrepareRequest
 
@@ -51,8 +51,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sleep(_: float) -> None:
         latest[0] = next(now_s)
 
-    monkeypatch.setattr(drain, "time", Clock)
-    monkeypatch.setattr("kvstore.peers.drain.asyncio.sleep", sleep)
+    monkeypatch.setattr(preparer, "time", Clock)
+    monkeypatch.setattr("kvstore.peers.preparer.asyncio.sleep", sleep)
 
 
 def drained(peers: Peers, *runs: PrepareRequest) -> Drain:

@@ -14,7 +14,7 @@ from kvstore.engine.events import (
     Clear,
     PeerGone,
 )
-from kvstore.peers.block_server import ASKS_MAX
+from kvstore.peers.peer_session import ASKS_MAX
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire import peers as wire
@@ -266,7 +266,7 @@ async def slots_of(call: Any) -> bytes:
 
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.peers.block_server.HELLO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.peers.peer_session.HELLO_TIMEOUT_S", 0.01)
 
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:

@@ -14,8 +14,8 @@ import pytest
 
 from kvstore.engine.events import AskPush, Land, PushRevoked, WritePush
 from kvstore.node.node import MonotonicClock
-from kvstore.peers import block_server
-from kvstore.peers.pusher import GRANTS_MAX, Pusher, _TakenGrant
+from kvstore.peers import peer_session
+from kvstore.peers.pushes import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
@@ -404,7 +404,7 @@ async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None
 
 
 def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_server, "UNREAD_MAX", 8)
+    monkeypatch.setattr(peer_session, "UNREAD_MAX", 8)
 
     async def body(two: Two) -> None:
         async with deaf_peer(two) as (call, session, asking):
@@ -426,8 +426,8 @@ def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else each of its sessions would take one of SESSIONS_MAX places for ever."""
-    monkeypatch.setattr(block_server, "UNREAD_MAX", 8)
-    monkeypatch.setattr(block_server, "HANG_UP_S", 0.05)
+    monkeypatch.setattr(peer_session, "UNREAD_MAX", 8)
+    monkeypatch.setattr(peer_session, "HANG_UP_S", 0.05)
 
     async def body(two: Two) -> None:
         async with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.peers.stages import FRESH_NS, SLOW_S, SLOW_TCP_S, Stages
+from kvstore.peers.pushes import FRESH_NS, SLOW_S, SLOW_TCP_S, Stages
 from kvstore.units import NS_PER_S
 
 KINDS = ("push_grant", "push_first", "write", "push_seal", "push_token")

@@ -32,11 +32,10 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.kernels import reference
 from kvstore.node.node import MonotonicClock
-from kvstore.peers.block_server import BlockServer
-from kvstore.peers.exchange import Exchange
 from kvstore.peers.fetcher import Fetcher
-from kvstore.peers.lander import Lander
-from kvstore.peers.pusher import Pusher
+from kvstore.peers.member import Exchange
+from kvstore.peers.peer_session import BlockServer
+from kvstore.peers.pushes import Lander, Pusher
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
