@@ -30,7 +30,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.cluster.figures import SEED, NotMeasured, at_most, plain
-from kvstore.index import native
+from kvstore.index import holdings
 from kvstore.index.feed import Trust
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
@@ -163,7 +163,7 @@ def _minute(cluster: Cluster) -> Iterator[tuple[float, bool]]:
 
 def one_size(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
     """In this process, which should be fresh."""
-    native.compiled()
+    holdings.compiled()
     gc.collect()
     before = _rss_bytes()
     cluster = Cluster(entries, nodes)

@@ -35,7 +35,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.index import native
+from kvstore.index import holdings
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Delta, FeedBeat, Hello, Stored, decode_word, encode
@@ -182,7 +182,7 @@ def many(rounds: int) -> dict[str, Any]:
 
 def full(entries: int) -> dict[str, Any]:
     """Memory of so many blocks of one holder each, in this process."""
-    native.compiled()
+    holdings.compiled()
     random = np.random.default_rng(SEED)
     gc.collect()
     before = _rss_bytes()
@@ -262,7 +262,7 @@ def main() -> int:
         print(json.dumps(full(options.entries)))
         return 0
     begin, cpu = time.perf_counter(), time.process_time()
-    native.compiled()
+    holdings.compiled()
     compiled = {
         "wall_s": round(time.perf_counter() - begin, 2),
         "cpu_s": round(time.process_time() - cpu, 2),

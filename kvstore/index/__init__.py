@@ -2,8 +2,8 @@
 
 index       the whole: how much of a prompt each holder has
 chain       from tokens, what engines call their blocks
-feed        trust in a node; two nodes with one name; places: its messages as orders
-engine_feed, engine_blocks   the same of an engine's own memory
+feed        trust in a node; two nodes with one name; its messages as orders about blocks
+engine_feed   the same of an engine's own memory
 holdings    holders of blocks: flat memory, fixed at the start
-fields, loops, rows, sets, native   where its numbers lie; loops over them, plain or compiled
+loops       loops over that memory, plain or compiled
 """

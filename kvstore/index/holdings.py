@@ -2,7 +2,10 @@
 
 A **slot** is one holder in one (tenant, space), so that to clear a space, or to forget an engine or
 a node, is to void slots: at once out of every answer, and taken out of the rows by and by. Slots
-and scopes have names here; all else is numbers, and `loops.py` works on them.
+and scopes have names here; all else is numbers, and `loops` works on them: compiled to machine code
+with numba (extra `index`, ADR 10) when the first `Holdings` of a process is made, never while it
+answers, or as plain Python. Nothing is kept on disk: numba's cache would be a pickle that anybody
+who can write to the folder could replace.
 
 Full, that is with `entry_count_max` (block, slot) pairs: the block with the oldest request or
 publication leaves, and its slots have lost something. Among blocks requested or published together
@@ -13,14 +16,18 @@ Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S, slots 
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Final
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.index import fields, native
+from kvstore.index import loops
+from kvstore.installation import is_installed
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 
 ENTRY_COUNT_MAX: Final = 1 << 29
@@ -30,6 +37,20 @@ _SWEPT_TO_OPEN: Final = 100_000
 meanwhile."""
 _SWEPT_PER_TOLD: Final = 4
 """Rows swept for each published key, while a slot is void."""
+
+
+class Loops(NamedTuple):
+    """Functions that `Holdings` calls; `loops` has the arguments."""
+
+    store: Callable[..., None]
+    remove: Callable[..., None]
+    sweep: Callable[..., bool]
+    match: Callable[..., int]
+
+
+PLAIN = Loops(loops.store, loops.remove, loops.sweep, loops.match)
+"""The loops as plain Python, on memoryviews: the reference, and used where numba is not
+installed."""
 
 
 class Holdings:
@@ -50,8 +71,8 @@ class Holdings:
                 f"entries must be more than slots, and at most {ENTRY_COUNT_MAX}"
             )
         if is_native is None:
-            is_native = native.is_available()
-        self._loops = native.compiled() if is_native else native.PLAIN
+            is_native = is_installed("numba")
+        self._loops = compiled() if is_native else PLAIN
         self.arrays = _arrays(entry_count_max, slot_count_max + 1, seed)
         self._memory: tuple[Any, ...] = tuple(self.arrays.values())
         if not is_native:
@@ -75,17 +96,17 @@ class Holdings:
     @property
     def entry_count(self) -> int:
         """(block, slot) pairs, those of void slots until they are swept included."""
-        return self._meta[fields.ENTRIES]
+        return self._meta[loops.ENTRIES]
 
     @property
     def block_count(self) -> int:
         """Number of blocks that some slot holds."""
-        return self._meta[fields.BLOCKS]
+        return self._meta[loops.BLOCKS]
 
     @property
     def evicted_count(self) -> int:
         """Blocks that left because there was no room."""
-        return self._meta[fields.EVICTED]
+        return self._meta[loops.EVICTED]
 
     @property
     def void_slots(self) -> list[int]:
@@ -111,22 +132,20 @@ class Holdings:
         self._slots_in[name] += 1
         slot = self.free_slots.pop()
         self.scope_of[slot] = name
-        self._slots[slot * fields.SLOT + fields.STATE] = (
-            fields.HIDDEN if is_hidden else fields.SHOWN
-        )
-        self._slots[slot * fields.SLOT + fields.LOST] = 0
+        self._slots[slot * loops.SLOT + loops.STATE] = loops.HIDDEN if is_hidden else loops.SHOWN
+        self._slots[slot * loops.SLOT + loops.LOST] = 0
         return slot
 
     def show(self, slot: int) -> None:
         """Include a hidden slot in answers from now on."""
-        self._slots[slot * fields.SLOT + fields.STATE] = fields.SHOWN
+        self._slots[slot * loops.SLOT + loops.STATE] = loops.SHOWN
 
     def void(self, slot: int) -> None:
         """Forget all that this slot holds, and the slot."""
-        self._slots[slot * fields.SLOT + fields.STATE] = fields.VOID
-        if self._slots[slot * fields.SLOT + fields.LOST]:
+        self._slots[slot * loops.SLOT + loops.STATE] = loops.VOID
+        if self._slots[slot * loops.SLOT + loops.LOST]:
             scope = self.scopes[self.scope_of[slot]]
-            self._slots[scope * fields.SLOT + fields.LOST_IN] -= 1
+            self._slots[scope * loops.SLOT + loops.LOST_IN] -= 1
         self._void.append(slot)
 
     def stored(self, slot: int, tier: Tier, keys: bytes) -> None:
@@ -149,15 +168,15 @@ class Holdings:
         if scope is None:
             return []
         count = self._loops.match(*self._memory, self._words(keys), scope)
-        begin = self._meta[fields.SLOT_COUNT]
-        numbers = iter(self._scratch[begin : begin + count * fields.ANSWER].tolist())
+        begin = self._meta[loops.SLOT_COUNT]
+        numbers = iter(self._scratch[begin : begin + count * loops.ANSWER].tolist())
         return list(zip(numbers, numbers, numbers, numbers, numbers, strict=True))
 
     def has_lost(self, tenant: str, space: SpaceId) -> bool:
         """Whether a slot of this (tenant, space) has lost a block for want of room; void slots do
         not count."""
         scope = self.scopes.get((tenant, space))
-        return scope is not None and self._slots[scope * fields.SLOT + fields.LOST_IN] > 0
+        return scope is not None and self._slots[scope * loops.SLOT + loops.LOST_IN] > 0
 
     def sweep(self, row_count: int) -> None:
         """Remove void slots from the next `row_count` rows. At the end of a pass over all rows, the
@@ -166,12 +185,12 @@ class Holdings:
             if not self._void:
                 return
             self._sweeping, self._void = self._void, []
-            self._meta[fields.SWEPT] = 1
+            self._meta[loops.SWEPT] = 1
         if not self._loops.sweep(*self._memory, row_count):
             return
         for slot in self._sweeping:
             name = self.scope_of.pop(slot)
-            self._slots[slot * fields.SLOT + fields.STATE] = fields.FREE
+            self._slots[slot * loops.SLOT + loops.STATE] = loops.FREE
             self.free_slots.append(slot)
             self._slots_in[name] -= 1
             if not self._slots_in[name]:
@@ -194,27 +213,27 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
     # Each set has a row, so its members are entries. A set of one member takes a chunk for one
     # entry, and there are 7 such sets per slot at most; all others take at most a chunk for two.
     # And there is one set more while a row changes hands.
-    chunk_end = entry_count_max // 2 + 7 * slot_end // 2 + slot_end // fields.MEMBERS + 3
+    chunk_end = entry_count_max // 2 + 7 * slot_end // 2 + slot_end // loops.MEMBERS + 3
     cell_count, set_cell_count = 2 * row_end, 2 * chunk_end
     sizes = {
-        "rows": (row_end + 1) * fields.ROW,
+        "rows": (row_end + 1) * loops.ROW,
         "cells": cell_count,
-        "sets": chunk_end * fields.CHUNK,
+        "sets": chunk_end * loops.CHUNK,
         "set_cells": set_cell_count,
-        "slots": slot_end * fields.SLOT,
-        "scratch": slot_end * (3 + fields.ANSWER),
+        "slots": slot_end * loops.SLOT,
+        "scratch": slot_end * (3 + loops.ANSWER),
     }
     arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, dtype=np.int32) for n, s in sizes.items()}
-    meta = arrays["meta"] = np.zeros(fields.META, dtype=np.int64)
+    meta = arrays["meta"] = np.zeros(loops.META, dtype=np.int64)
     # All words of a key, of 32 bits, times their secrets, summed up, fit 63 bits.
-    meta[: fields.SECRET_A] = _secrets(seed, fields.SECRET_A, bits=28)
-    meta[[fields.SECRET_A, fields.SECRET_B]] = _secrets(~seed, 2, bits=30)
-    meta[fields.CELL_COUNT] = cell_count
-    meta[fields.SET_CELL_COUNT] = set_cell_count
-    meta[fields.CHUNK_COUNT] = chunk_end
-    meta[fields.SLOT_COUNT] = slot_end
-    meta[fields.ENTRY_MAX] = entry_count_max
-    meta[fields.ROW_FRESH] = meta[fields.CHUNK_FRESH] = 1
+    meta[: loops.SECRET_A] = _secrets(seed, loops.SECRET_A, bits=28)
+    meta[[loops.SECRET_A, loops.SECRET_B]] = _secrets(~seed, 2, bits=30)
+    meta[loops.CELL_COUNT] = cell_count
+    meta[loops.SET_CELL_COUNT] = set_cell_count
+    meta[loops.CHUNK_COUNT] = chunk_end
+    meta[loops.SLOT_COUNT] = slot_end
+    meta[loops.ENTRY_MAX] = entry_count_max
+    meta[loops.ROW_FRESH] = meta[loops.CHUNK_FRESH] = 1
     return arrays
 
 
@@ -223,3 +242,37 @@ def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
     digest = hashlib.sha512(b"kvstore index %d" % seed).digest()
     words = np.frombuffer(digest, dtype="<u4")[:count].astype(np.int64)
     return words >> 32 - bits | 1 << bits - 1 | 1
+
+
+@functools.cache
+def compiled() -> Loops:
+    """The loops compiled; they take numpy arrays. The first call takes seconds."""
+    import numba
+    from numba import types
+
+    int32s, int64s = types.int32[::1], types.int64[::1]
+    kinds = dict.fromkeys(("rows", "cells", "sets", "set_cells", "slots", "scratch"), int32s)
+    kinds |= {"meta": int64s, "keys": types.Array(types.int32, 1, "C", readonly=True)}
+    # The functions call each other by name: in a namespace of their own they call machine code, of
+    # which there is one piece each because the types of all arguments are said beforehand.
+    space = dict(vars(loops))
+    for name, function in _in_order(space):
+        names = inspect.signature(function).parameters
+        space[name] = numba.njit(
+            tuple(kinds.get(argument, types.int64) for argument in names),
+            error_model="numpy",  # no check for division by zero: there is none
+            no_cpython_wrapper=name not in Loops._fields,
+            no_cfunc_wrapper=True,
+        )(FunctionType(function.__code__, space, name))
+    return Loops(*(space[name] for name in Loops._fields))
+
+
+def _in_order(space: dict[str, Any]) -> list[tuple[str, FunctionType]]:
+    """Names and functions of `space`, each function behind those that it calls."""
+    functions = {name: value for name, value in space.items() if inspect.isfunction(value)}
+    done: dict[str, FunctionType] = {}
+    while len(done) < len(functions):
+        for name, function in functions.items():
+            if functions.keys() & set(function.__code__.co_names) <= done.keys():
+                done[name] = function
+    return list(done.items())

@@ -2,8 +2,8 @@
 
     Event ─▶ Feed (trust?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
 
-This module maps nodes to `Holdings` slots, and nothing else: `feed.py` decides on trust,
-`places.py` on the slot, `holdings.py` keeps the blocks.
+This module maps nodes to `Holdings` slots, and nothing else: `feed` decides on trust and on
+the slot, `holdings` keeps the blocks.
 
 Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
 `node_count_max` nodes.
@@ -15,9 +15,8 @@ from typing import Final, cast
 
 import msgspec
 
-from kvstore.index.feed import OUT_MS, Event, Feed, Trust, Verdict
+from kvstore.index.feed import OUT_MS, Event, Feed, Place, Places, Scope, Trust, Verdict
 from kvstore.index.holdings import Holdings
-from kvstore.index.places import Place, Places, Scope
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load

@@ -1,63 +1,382 @@
-"""Operations of `holdings.py` on its flat memory: plain functions, run as they stand or compiled.
+"""Operations of `holdings` on its flat memory: plain functions, run as they stand or compiled.
 
-Blocks of a prompt mostly have one and the same set of holders, so that to add a holder, or to go on
-with a match, is to see that nothing changed since the block before (`MEMO_FROM`). And they mostly
-lie side by side: the row after the last one is tried before the table.
+    fields   where each number lies: rows, chunks of sets, slots, scratch, meta
+    rows     blocks by key, and their order of use
+    sets     holders of blocks
+    store, remove, sweep, match   what `holdings` calls
 
 Numbers fit 64 bits and never wrap, so that Python and machine code agree. All memory is int32 but
 `meta`; row 0 is the sentinel of the order of use, set 0 the empty set, scope 0 no row. Nothing in
-here checks its arguments: `holdings.py` does.
+here checks its arguments: `holdings` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, Protocol
 
-from kvstore.index.fields import (
-    ANSWER,
-    CHUNK,
-    ENTRIES,
-    ENTRY_MAX,
-    EVICTED,
-    LENGTH,
-    LOST,
-    LOST_IN,
-    MEMBERS,
-    MEMO_FROM,
-    MEMO_TO,
-    NEWER,
-    NEXT,
-    REFS,
-    ROW,
-    ROW_FRESH,
-    SCOPE,
-    SET,
-    SHOWN,
-    SIZE,
-    SLOT,
-    SLOT_COUNT,
-    SLOWEST,
-    STATE,
-    SWEPT,
-    VOID,
-    WORDS,
-    WORST,
-    Ints,
-)
-from kvstore.index.rows import (
-    delete,
-    find,
-    insert,
-    put_behind,
-)
-from kvstore.index.sets import (
-    altered,
-    chunk_of,
-    intern,
-    member_of,
-    release,
-    stripped,
-)
+# ── where each number lies ────────────────────────────────────────────────────────────────────────
+
+WORDS: Final = 8
+"""32-bit numbers of a key."""
+
+# A row.
+ROW: Final = 12
+SCOPE: Final = 8
+SET: Final = 9
+NEWER: Final = 10
+OLDER: Final = 11
+"""Next older row in the order of use; in free rows: the next free one."""
+
+# A chunk of a set; the last three count in its first chunk only.
+CHUNK: Final = 16
+MEMBERS: Final = 12
+NEXT: Final = 12
+"""Next chunk of the set; in memory right behind the members."""
+REFS: Final = 13
+"""Rows that have this set."""
+SIZE: Final = 14
+HASH: Final = 15
+
+# A slot.
+SLOT: Final = 7
+STATE: Final = 0
+LOST: Final = 1
+"""1: a row that this slot held was evicted."""
+LENGTH: Final = 2
+"""This number and the next two: leading blocks in hbm, in dram, in file, of the match under way."""
+WORST: Final = 5
+"""Slowest tier that the match under way needed so far."""
+LOST_IN: Final = 6
+"""Number of slots of the scope with this number (not of this slot) that have lost a row."""
+SLOWEST: Final = 2
+"""Number of the slowest tier."""
+
+FREE: Final = 0
+SHOWN: Final = 1
+HIDDEN: Final = 2
+VOID: Final = 3
+"""The slot is in no answer, and its rows are to be swept."""
+
+# Of scratch, in parts as long as there are slots: a set being made (1), the answer (ANSWER), the
+# slots still in the run (1), the tiers that keep each of them as fast as it is (1).
+ANSWER: Final = 5
+"""Numbers of one answer: slot, three lengths, lost."""
+
+# Of meta. First a secret for each word of a key.
+SECRET_OF_SCOPE: Final = WORDS
+SECRET_A: Final = 9
+SECRET_B: Final = 10
+CELL_COUNT: Final = 11
+SET_CELL_COUNT: Final = 12
+CHUNK_COUNT: Final = 13
+SLOT_COUNT: Final = 14
+ENTRY_MAX: Final = 15
+ENTRIES: Final = 16
+BLOCKS: Final = 17
+EVICTED: Final = 18
+ROW_FREE: Final = 19
+ROW_FRESH: Final = 20
+CHUNK_FREE: Final = 21
+CHUNK_FRESH: Final = 22
+MEMO_FROM: Final = 23
+"""The change made in this call turned the set with this number …"""
+MEMO_TO: Final = 24
+"""… into this one. Both are void once either set is freed."""
+SWEPT: Final = 25
+"""The next row that the sweep looks at."""
+GAP: Final = 26
+"""The empty cell at which the last probe ended."""
+META: Final = 27
+
+M31: Final = (1 << 31) - 1
+"""Mask of 31 bits: a number of so many bits can be multiplied by a secret without wrapping."""
+
+
+class Ints(Protocol):
+    """Flat memory: a memoryview, or an array of numpy in compiled code."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, value: int, /) -> None: ...
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
+# The blocks: the table that finds them by key, and the order of use.
+#
+#     cells ─▶ row: key, scope, set, neighbours in the order of use
+#
+# Open addressing with linear probing at a load of at most a half; to delete leaves no tombstone.
+# The order of use is a ring through row 0: `OLDER` of row 0 is the newest row, `NEWER` the oldest.
+
+
+def home(meta: Ints, mixed: int) -> int:
+    """First cell of a probe, from the sum of a block's words, each times its secret. Every bit of
+    every word counts: nobody can choose keys that begin at one cell, or at neighbours."""
+    folded = (mixed & M31) * meta[SECRET_A] + (mixed >> 31) * meta[SECRET_B]
+    return (((folded >> 20) & M31) * meta[CELL_COUNT]) >> 31
+
+
+# Each word has the secret of its number. Written out: as they stand, loops cost half as much again.
+
+
+def home_of_key(meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
+    """First cell of the probe for key number `at` in a scope."""
+    i = at * WORDS
+    return home(
+        meta,
+        keys[i] * meta[0] + keys[i + 1] * meta[1] + keys[i + 2] * meta[2] + keys[i + 3] * meta[3]
+        + keys[i + 4] * meta[4] + keys[i + 5] * meta[5] + keys[i + 6] * meta[6]
+        + keys[i + 7] * meta[7] + scope * meta[SECRET_OF_SCOPE],
+    )  # fmt: skip
+
+
+def home_of_row(meta: Ints, rows: Ints, row: int) -> int:
+    """First cell of the probe for the block of a row."""
+    i = row * ROW
+    return home(
+        meta,
+        rows[i] * meta[0] + rows[i + 1] * meta[1] + rows[i + 2] * meta[2] + rows[i + 3] * meta[3]
+        + rows[i + 4] * meta[4] + rows[i + 5] * meta[5] + rows[i + 6] * meta[6]
+        + rows[i + 7] * meta[7] + rows[i + SCOPE] * meta[SECRET_OF_SCOPE],
+    )  # fmt: skip
+
+
+def is_at(rows: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
+    """Whether the row has key number `at` and this scope. All 32 bytes are compared: no other block
+    is ever taken for this one."""
+    base, begin = row * ROW, at * WORDS
+    if rows[base + SCOPE] != scope:
+        return False
+    for i in range(WORDS):  # noqa: SIM110 - compiled code has no generators
+        if rows[base + i] != keys[begin + i]:
+            return False
+    return True
+
+
+def find(
+    rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int, last: int
+) -> int:
+    """Row of key number `at` in a scope, 0 if there is none; `last`: row of the key before it, or
+    0."""
+    if last and is_at(rows, last + 1, keys, at, scope):
+        return last + 1
+    cell = home_of_key(meta, keys, at, scope)
+    while True:
+        row = cells[cell]
+        if row == 0:
+            meta[GAP] = cell
+            return 0
+        if is_at(rows, row, keys, at, scope):
+            return row
+        cell += 1
+        if cell == meta[CELL_COUNT]:
+            cell = 0
+
+
+def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
+    """A row for a key that `find` just did not find, with the empty set, linked to itself."""
+    row = meta[ROW_FREE]
+    if row:
+        meta[ROW_FREE] = rows[row * ROW + OLDER]
+    else:
+        row = meta[ROW_FRESH]
+        meta[ROW_FRESH] = row + 1
+    base, begin = row * ROW, at * WORDS
+    for i in range(WORDS):
+        rows[base + i] = keys[begin + i]
+    rows[base + SCOPE] = scope
+    rows[base + SET] = 0
+    rows[base + NEWER] = row
+    rows[base + OLDER] = row
+    cells[meta[GAP]] = row
+    meta[BLOCKS] += 1
+    return row
+
+
+def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
+    """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
+    base, count = row * ROW, meta[CELL_COUNT]
+    unlink(rows, row)
+    hole = home_of_row(meta, rows, row)
+    while cells[hole] != row:
+        hole = hole + 1 if hole + 1 < count else 0
+    probe = hole
+    while True:
+        probe = probe + 1 if probe + 1 < count else 0
+        other = cells[probe]
+        if other == 0:
+            break
+        wanted = home_of_row(meta, rows, other)
+        # Up to the hole, if its probe passes there: it begins at least as far back as the hole.
+        if (probe - wanted) % count >= (probe - hole) % count:
+            cells[hole] = other
+            hole = probe
+    cells[hole] = 0
+    rows[base + SCOPE] = 0
+    rows[base + OLDER] = meta[ROW_FREE]
+    meta[ROW_FREE] = row
+    meta[BLOCKS] -= 1
+
+
+def unlink(rows: Ints, row: int) -> None:
+    """Remove a row from the order of use."""
+    newer, older = rows[row * ROW + NEWER], rows[row * ROW + OLDER]
+    rows[newer * ROW + OLDER] = older
+    rows[older * ROW + NEWER] = newer
+
+
+def put_behind(rows: Ints, row: int, other: int) -> None:
+    """Make this row the next older one than the other; other 0: the newest of all."""
+    older = rows[other * ROW + OLDER]
+    if older == row or other == row:
+        return
+    unlink(rows, row)
+    rows[row * ROW + NEWER] = other
+    rows[row * ROW + OLDER] = older
+    rows[other * ROW + OLDER] = row
+    rows[older * ROW + NEWER] = row
+
+
+# ── sets ──────────────────────────────────────────────────────────────────────────────────────────
+# Each set is the holders of one or more blocks. A set is kept once, and counts the rows that have
+# it. Members are slot << 3 | tiers (bit 1 << tier), in ascending order, in chunks of twelve. A set
+# is named by its first chunk; a table finds it by its members.
+
+
+def member_of(sets: Ints, chunk: int, i: int) -> int:
+    """Member number i of a set, in the chunk that has it."""
+    return sets[chunk * CHUNK + i % MEMBERS]
+
+
+def chunk_of(sets: Ints, chunk: int, i: int) -> int:
+    """The chunk that has member number i, where `chunk` has member i - 1."""
+    return sets[chunk * CHUNK + NEXT] if i and i % MEMBERS == 0 else chunk
+
+
+def altered(sets: Ints, scratch: Ints, old: int, slot: int, drop: int, add: int) -> int:
+    """Write to scratch the members of set `old` with these tiers of one slot dropped and added;
+    returns their number."""
+    count, chunk, is_done = 0, old, False
+    for i in range(sets[old * CHUNK + SIZE]):
+        chunk = chunk_of(sets, chunk, i)
+        member = member_of(sets, chunk, i)
+        if not is_done and member >> 3 >= slot:
+            is_done = True
+            is_his = member >> 3 == slot
+            tiers = (member & 7 & ~drop | add) if is_his else add
+            if tiers:
+                scratch[count] = slot << 3 | tiers
+                count += 1
+            if is_his:
+                continue
+        scratch[count] = member
+        count += 1
+    if not is_done and add:
+        scratch[count] = slot << 3 | add
+        count += 1
+    return count
+
+
+def stripped(sets: Ints, slots: Ints, scratch: Ints, old: int) -> int:
+    """Write to scratch the members of set `old` without void slots; returns their number."""
+    count, chunk = 0, old
+    for i in range(sets[old * CHUNK + SIZE]):
+        chunk = chunk_of(sets, chunk, i)
+        member = member_of(sets, chunk, i)
+        if slots[(member >> 3) * SLOT + STATE] != VOID:
+            scratch[count] = member
+            count += 1
+    return count
+
+
+def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -> int:
+    """The set with the `count` members in scratch; made if there is none yet. 0: the empty set."""
+    if count == 0:
+        return 0
+    mixed = 0
+    for i in range(count):
+        mixed = (((mixed ^ scratch[i]) * meta[SECRET_A]) >> 15) & M31
+    cell = (mixed * meta[SET_CELL_COUNT]) >> 31
+    while set_cells[cell]:
+        if is_set(sets, set_cells[cell], scratch, count, mixed):
+            return set_cells[cell]
+        cell += 1
+        if cell == meta[SET_CELL_COUNT]:
+            cell = 0
+    first = take_chunk(sets, meta)
+    set_cells[cell] = first
+    chunk = first
+    for i in range(count):
+        if i and i % MEMBERS == 0:
+            another = take_chunk(sets, meta)
+            sets[chunk * CHUNK + NEXT] = another
+            chunk = another
+        sets[chunk * CHUNK + i % MEMBERS] = scratch[i]
+    sets[first * CHUNK + REFS] = 0
+    sets[first * CHUNK + SIZE] = count
+    sets[first * CHUNK + HASH] = mixed
+    return first
+
+
+def is_set(sets: Ints, first: int, scratch: Ints, count: int, mixed: int) -> bool:
+    """Whether this set has just the members in scratch."""
+    if sets[first * CHUNK + HASH] != mixed or sets[first * CHUNK + SIZE] != count:
+        return False
+    chunk = first
+    for i in range(count):
+        chunk = chunk_of(sets, chunk, i)
+        if member_of(sets, chunk, i) != scratch[i]:
+            return False
+    return True
+
+
+def take_chunk(sets: Ints, meta: Ints) -> int:
+    """A free chunk, with no next one; `holdings.py` explains why there is always one."""
+    chunk = meta[CHUNK_FREE]
+    if chunk:
+        meta[CHUNK_FREE] = sets[chunk * CHUNK + NEXT]
+    else:
+        chunk = meta[CHUNK_FRESH]
+        assert chunk < meta[CHUNK_COUNT]
+        meta[CHUNK_FRESH] = chunk + 1
+    sets[chunk * CHUNK + NEXT] = 0
+    return chunk
+
+
+def release(sets: Ints, set_cells: Ints, meta: Ints, old: int) -> None:
+    """Count one row less for this set, and free the set if no row has it."""
+    sets[old * CHUNK + REFS] -= 1
+    if sets[old * CHUNK + REFS]:
+        return
+    if old == meta[MEMO_FROM] or old == meta[MEMO_TO]:
+        meta[MEMO_FROM] = -1
+    count = meta[SET_CELL_COUNT]
+    hole = (sets[old * CHUNK + HASH] * count) >> 31
+    while set_cells[hole] != old:
+        hole = hole + 1 if hole + 1 < count else 0
+    probe = hole
+    while True:
+        probe = probe + 1 if probe + 1 < count else 0
+        other = set_cells[probe]
+        if other == 0:
+            break
+        wanted = (sets[other * CHUNK + HASH] * count) >> 31
+        if (probe - wanted) % count >= (probe - hole) % count:
+            set_cells[hole] = other
+            hole = probe
+    set_cells[hole] = 0
+    chunk = old
+    while chunk:
+        following = sets[chunk * CHUNK + NEXT]
+        sets[chunk * CHUNK + NEXT] = meta[CHUNK_FREE]
+        meta[CHUNK_FREE] = chunk
+        chunk = following
+
+
+# ── operations ────────────────────────────────────────────────────────────────────────────────────
+# Blocks of a prompt mostly have one and the same set of holders, so that to add a holder, or to go
+# on with a match, is to see that nothing changed since the block before (`MEMO_FROM`). And they
+# mostly lie side by side: the row after the last one is tried before the table.
 
 
 def give(rows: Ints, sets: Ints, set_cells: Ints, meta: Ints, row: int, new: int) -> None:

@@ -25,11 +25,11 @@ from kvstore.client.tls import Tls
 from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
-from kvstore.index import native
+from kvstore.index import holdings
 from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
-from kvstore.installation import lacking
+from kvstore.installation import is_installed, lacking
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, PageMaker, metrics_page, text_page
@@ -199,7 +199,7 @@ class Replica:
 
 def is_compiled(config: ReplicaConfig) -> bool:
     """Whether this replica runs compiled loops. With a shared store it runs none."""
-    return config.store is None and not config.is_plain and native.is_available()
+    return config.store is None and not config.is_plain and is_installed("numba")
 
 
 def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
@@ -208,7 +208,7 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
         if is_compiled(config):
             # Before the clock is read: it is young for its first seconds of listening.
             _log.info("compiling the index's loops: half a minute at most; --plain starts at once")
-            native.compiled()
+            holdings.compiled()
         elif not config.is_plain:
             _log.warning("the index is slower: %s", lacking("compiling it", "numba", "index"))
         index = Index(

@@ -31,9 +31,8 @@ import grpc
 from kvstore.config.values import address_of
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
+from kvstore.index.feed import OWN_NAMES, ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
-from kvstore.indexer.twins import OWN_NAMES
 from kvstore.net.aio import Tasks
 from kvstore.net.tls import peer_identities
 from kvstore.ports import IndexStore

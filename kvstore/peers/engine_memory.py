@@ -16,7 +16,7 @@ is taken at a time and applied in pieces, between which other engines have their
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
 Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
-(`index.engine_blocks`), where engines may be (`config.engine_sources`).
+(`index.engine_feed`), where engines may be (`config.engine_sources`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from kvstore.config.engine_sources import ENGINE_COUNT_MAX, check_endpoint
 from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError
-from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase
+from kvstore.index.engine_feed import EngineBlocks, EngineCounters, EngineFeed, Phase
 from kvstore.mailbox import Mailbox
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock

@@ -31,8 +31,7 @@ from kvstore.client.index import aio_channel
 from kvstore.client.reasons import reason_of
 from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy, ProtocolError
-from kvstore.index.feed import BEAT_MS
-from kvstore.indexer.twins import Twin
+from kvstore.index.feed import BEAT_MS, OWN_NAMES
 from kvstore.net import aio
 from kvstore.net.aio import LoopThread, persist
 from kvstore.peers.changes import (
@@ -80,6 +79,8 @@ STEADY_S: Final = 30.0
 REASONS_MAX: Final = 8
 REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
+TOLD_S: Final = 10.0
+"""A report of a second process with this node's name is kept for this long."""
 ANOTHER_VERSION: Final = "it is of another version of kvstore: run one on nodes and indexes"
 
 Slice = tuple[list[Stored], int]
@@ -95,6 +96,28 @@ Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 
 _DIGITS: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
+
+
+class Twin:
+    """Second process with this node's name (one certificate on two machines), as reported by one
+    replica: every second to the process that it accepts, at each attempt to the other."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Text of the last report; empty: there was none lately."""
+        self._at_s = 0.0
+
+    def told(self, text: str, now_s: float) -> None:
+        """Keep a report; the first one is logged."""
+        if not self.text:
+            _log.error("%s. %s", text, OWN_NAMES)
+        self.text, self._at_s = text, now_s
+
+    def look(self, now_s: float) -> None:
+        """Drop a report that is older than TOLD_S: this node is accepted, and the other process is
+        gone."""
+        if now_s - self._at_s > TOLD_S:
+            self.text = ""
 
 
 class Feeder:

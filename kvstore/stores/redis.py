@@ -28,9 +28,18 @@ from typing import Any, Final, cast
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import ConnectRefused, Event, Feed, FeedClosed, Trust, Verdict
+from kvstore.index.feed import (
+    ConnectRefused,
+    Event,
+    Feed,
+    FeedClosed,
+    Place,
+    Places,
+    Scope,
+    Trust,
+    Verdict,
+)
 from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
-from kvstore.index.places import Place, Places, Scope
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection

@@ -14,6 +14,7 @@ from kvstore.index.feed import (
     ASK_AGAIN_MS,
     FORGET_MS,
     OUT_MS,
+    PLACES_MAX,
     STALE_MS,
     ConnectRefused,
     Event,
@@ -21,7 +22,6 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.index import Answer, Holder, Index, Match
-from kvstore.index.places import PLACES_MAX
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvstore.index.feed import Trust
-from kvstore.index.fields import (
+from kvstore.index.loops import (
     BLOCKS,
     CHUNK,
     CHUNK_FREE,
@@ -33,8 +33,8 @@ from kvstore.index.fields import (
     SLOT,
     STATE,
     VOID,
+    home_of_row,
 )
-from kvstore.index.rows import home_of_row
 
 if TYPE_CHECKING:
     from kvstore.index.holdings import Holdings

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.index import engine_blocks
+from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys, chained_keys
-from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.engine_feed import EngineFeed
+from kvstore.index.engine_feed import EngineBlocks, EngineFeed
 from kvstore.types import BlockKey, EngineSource, SpaceId
 from kvstore.wire.engine_events import (
     PAYLOAD_BYTES_MAX,
@@ -74,7 +73,7 @@ def test_no_key_is_made_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatc
         made.append(len(keys))
         return keys
 
-    monkeypatch.setattr(engine_blocks, "chained_keys", chained)
+    monkeypatch.setattr(engine_feed, "chained_keys", chained)
     held = blocks(block_count_max=3)
     assert store(held, 0, 5) == KEYS[:3]
     assert store(held, 0, 5) == []

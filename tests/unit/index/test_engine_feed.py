@@ -11,12 +11,12 @@ from hypothesis import given, strategies as st
 
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
-from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import (
     JOINED_MS,
     KEYS_MAX,
     REPLAY_MS,
     WAITING_BATCHES_MAX,
+    EngineBlocks,
     EngineFeed,
     Phase,
 )

@@ -12,9 +12,8 @@ from itertools import permutations
 
 import pytest
 
-from kvstore.index.feed import Event, Feed, Heard, Trust, Verdict
+from kvstore.index.feed import Event, Feed, Heard, Places, Trust, Verdict
 from kvstore.index.index import Index
-from kvstore.index.places import Places
 from kvstore.wire.feed import Stored
 from tests.kit.index_check import check
 from tests.unit.index.words import (

@@ -13,7 +13,7 @@ from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.index import holdings, loops
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, default_slot_count
-from kvstore.index.rows import home_of_row
+from kvstore.index.loops import home_of_row
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
 from tests.unit.index.model import Model

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import Phase, strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore.index import loops, native, rows
-from kvstore.index.fields import LOST, ROW, SCOPE, SLOT, WORDS, Ints
+from kvstore.index import holdings, loops
 from kvstore.index.holdings import Holdings
+from kvstore.index.loops import LOST, ROW, SCOPE, SLOT, WORDS, Ints
+from kvstore.installation import is_installed
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
 from tests.steps import CountedMachine
@@ -140,7 +141,7 @@ class NativeMachine(Machine):
 TestPlain = Machine.TestCase
 
 
-TestCompiled = pytest.mark.skipif(not native.is_available(), reason="numba is not installed")(
+TestCompiled = pytest.mark.skipif(not is_installed("numba"), reason="numba is not installed")(
     NativeMachine.TestCase
 )
 
@@ -153,7 +154,7 @@ def half_a_key_is_enough(patch: pytest.MonkeyPatch) -> None:
         half = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS // 2))
         return half and flat[base + SCOPE] == scope
 
-    patch.setattr(rows, "is_at", broken)
+    patch.setattr(loops, "is_at", broken)
 
 
 def tenants_share(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def tenants_share(patch: pytest.MonkeyPatch) -> None:
         same = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS))
         return same and flat[base + SCOPE] != 0
 
-    patch.setattr(rows, "is_at", broken)
+    patch.setattr(loops, "is_at", broken)
 
 
 def void_slots_answer(patch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def slots_come_back_early(patch: pytest.MonkeyPatch) -> None:
         sweep(*arguments)
         return True
 
-    patch.setattr(native, "PLAIN", native.PLAIN._replace(sweep=broken))
+    patch.setattr(holdings, "PLAIN", holdings.PLAIN._replace(sweep=broken))
 
 
 def all_is_in_hbm(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Trust, Verdict
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Place, Trust, Verdict
 from kvstore.index.index import Holder, Index, Match
-from kvstore.index.places import Place
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.wire.feed import Left
 from kvstore.wire.load import Load

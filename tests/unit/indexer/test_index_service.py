@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kvstore.config.cluster import ReplicaConfig
-from kvstore.index import native
+from kvstore.index import holdings
 from kvstore.index.feed import ConnectRefused, Trust
 from kvstore.indexer import replica, service as index
 from kvstore.indexer.service import IndexService
@@ -61,12 +61,12 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
 ) -> None:
     times = [0]
 
-    def compiled() -> native.Loops:
+    def compiled() -> holdings.Loops:
         times[0] = 20_000
-        return native.PLAIN
+        return holdings.PLAIN
 
-    monkeypatch.setattr(native, "is_available", lambda: True)
-    monkeypatch.setattr(native, "compiled", compiled)
+    monkeypatch.setattr(replica, "is_installed", lambda module: True)
+    monkeypatch.setattr(holdings, "compiled", compiled)
     monkeypatch.setattr(replica, "now_ms", lambda: times[0])
     config = ReplicaConfig(
         host="127.0.0.1", port=0, entry_count_max=100_000, option="--listen", is_plain=False
