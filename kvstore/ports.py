@@ -7,7 +7,7 @@ FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memo
                                               (reference)
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, tests/kit/loopback.py
                                               (reference)
-IndexStore  locations of blocks               stores/redis.py, stores/local.py (reference)
+IndexStore  locations of blocks               stores/redis.py, index/index.py (reference)
 CopyEngine  an engine's cache and slots       kernels/device.py, kernels/host.py (reference)
 """
 

@@ -23,11 +23,10 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.record import write
-from kvstore.index.index import Index
+from kvstore.index.index import Index, LocalStore
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
-from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Delta, Hello, Stored

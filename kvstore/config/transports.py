@@ -2,7 +2,7 @@
 
     tcp,port=9481            the port of block transfer; a random one otherwise
     nixl,plugin=LIBFABRIC    a plugin of NIXL's, which gets plugin.NAME=VALUE
-    NAME,pace=on             a window per peer that gives way to other flows (`transport.window`)
+    NAME,pace=on             a window per peer that gives way to other flows (`transport.reads`)
 
 The default is tcp where there are certificates, since only tcp encrypts and authenticates; with
 --insecure NIXL where that is installed. Does not cover: the back ends (`transport`).

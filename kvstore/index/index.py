@@ -5,6 +5,8 @@
 This module maps nodes to `Holdings` slots, and nothing else: `feed` decides on trust and on
 the slot, `holdings` keeps the blocks.
 
+With `LocalStore` it is the state of a replica by itself, and the reference for `kvstore.stores`.
+
 Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
 `node_count_max` nodes.
 """
@@ -250,3 +252,32 @@ class Index:
         else:
             self.doubted.add(node)
         self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))
+
+
+class LocalStore:
+    """An `Index` in this process as an `IndexStore`: always reachable, answers without waiting, and
+    no answer mixes two states."""
+
+    trouble = ""
+    failure_count = 0
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    async def hear(self, event: Event, now_ms: int) -> Verdict:
+        return self._index.hear(event, now_ms)
+
+    async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
+        return self._index.match(tenant, space, keys, now_ms)
+
+    def members(self, now_ms: int) -> list[Member]:
+        return self._index.members(now_ms)
+
+    async def tick(self, now_ms: int) -> None:
+        self._index.tick(now_ms)
+
+    def statistics(self) -> Statistics:
+        return self._index.statistics()
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -26,7 +26,7 @@ from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index import holdings
-from kvstore.index.index import Index
+from kvstore.index.index import Index, LocalStore
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
 from kvstore.installation import is_installed, lacking
@@ -47,7 +47,6 @@ from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.proto.rows import member_rows
-from kvstore.stores.local import LocalStore
 from kvstore.units import MIB
 from kvstore.wire.feed import MESSAGE_BYTES_MAX
 

@@ -1,8 +1,7 @@
-"""State of a replica of the index: `ports.IndexStore` (ADR 10).
+"""State of the index that several replicas share: `ports.IndexStore` (ADR 10).
 
-local        the memory of this process, and the reference
-redis        a Redis or Valkey that several replicas share
+redis        a Redis or Valkey; `kvstore.index.index` is the reference, in the memory of one process
 address, connection   its settings; the client library, deadlines, failures
-forms, view           bytes of records; trust in its nodes (pure)
-scripts               steps in its own language
+records      bytes of records; trust in its nodes (pure)
+scripts      steps in its own language
 """

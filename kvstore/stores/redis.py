@@ -14,7 +14,7 @@ deadline, until it answers; updates that come meanwhile are a gap, which the fee
 epoch voids all state of the replica.
 
 Covers: queries and steps, and their order. Does not cover: connections (`connection`), scripts,
-trust (`view`), acceptance of updates (`kvstore.index.feed`).
+trust (`records`), acceptance of updates (`kvstore.index.feed`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,16 @@ from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, S
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection
-from kvstore.stores.forms import Body, KeptSlots, decode, encode, polled, scope_of, slot_name
-from kvstore.stores.view import View
+from kvstore.stores.records import (
+    Body,
+    KeptSlots,
+    View,
+    decode,
+    encode,
+    polled,
+    scope_of,
+    slot_name,
+)
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.feed import Delta, FeedBeat, Hello, Registry, SnapshotPart
 from kvstore.wire.load import EngineEntry

@@ -14,7 +14,7 @@ A slot is four bytes, a scope sixteen, a key thirty-two. Every script begins wit
 no decision about another state is applied to this one. Order of use is the store's own
 (`OBJECT IDLETIME`), which MGET and GET refresh.
 
-Covers: the scripts. Does not cover: their callers (`redis`), forms of records (`forms`).
+Covers: the scripts. Does not cover: their callers (`redis`), forms of records (`records`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 process in which they run.
 
 transfer_worker   the loop of that process: messages of the node → transfers → outcomes; page tables
-reads       which part of which transfer is moved next (pure)
-window      how much may be under way from a peer (pure)
+reads       which part of which transfer is moved next, and how much may be under way (pure)
 watch       when a transfer worker must be killed (pure)
 pieces      neighbours joined, limits checked, cut into parts; descriptors (pure)
 backends    a back end by its name

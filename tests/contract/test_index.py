@@ -21,11 +21,10 @@ from kvstore.index.feed import (
     Trust,
     Verdict,
 )
-from kvstore.index.index import Answer, Holder, Index, Match
+from kvstore.index.index import Answer, Holder, Index, LocalStore, Match
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
-from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Left

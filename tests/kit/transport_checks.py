@@ -4,7 +4,7 @@
     check.bytes_are_equal()            # … one method for each guarantee
 
 A back end of one's own: give `make` a Party that speaks to it, such as those of
-`tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.window`), when a
+`tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.reads`), when a
 transfer worker is killed (`transport.watch`).
 """
 

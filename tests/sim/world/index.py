@@ -16,10 +16,9 @@ from typing import Final, TypeVar
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
-from kvstore.index.index import Answer, Index
+from kvstore.index.index import Answer, Index, LocalStore
 from kvstore.indexer.service import IndexService
 from kvstore.proto import forms
-from kvstore.stores.local import LocalStore
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.feed import encode

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.transport.reads import Reads
-from kvstore.transport.window import (
+from kvstore.transport.reads import (
     CEILING_BYTES,
     LEAST_BYTES,
     SHARE,
     STEP_BYTES,
+    Reads,
     Window,
 )
 from kvstore.units import NS_PER_MS, NS_PER_S
