@@ -4,7 +4,8 @@
     Match, Nodes, Watch ─▶ IndexStore.match, .members
 
 One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB; the number of
-calls, watchers and questions by tokens; the time of unread answers; each caller by `shares`.
+calls, watchers and questions by tokens; the time of unread answers; each caller by `shares`, which
+also answers a call with the status and sentence of a `RefusedCall`.
 
 When a stream breaks, the node's peer address is dialled: a refused connection means that no process
 is there, and the node leaves every answer at once. Only an address at the host that the stream came
@@ -23,7 +24,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NoReturn
+from typing import Final
 from urllib.parse import unquote
 
 import grpc
@@ -34,6 +35,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import OWN_NAMES, ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.net.aio import Tasks
+from kvstore.net.calls import Context, RefusedCall
 from kvstore.net.tls import peer_identities
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
@@ -71,7 +73,9 @@ TICK_S: Final = 0.1
 OLDER_FEEDS: Final = "kvstore.index.v1.Index"
 
 _log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
+_INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
+_EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
+_REPLACED: Final = "a newer stream of this node is open"
 News = tuple[Incarnation, str, Trust | None, tuple[EngineEntry, ...]]
 """Part of a node's state whose changes are sent to watchers. Sequence numbers and loads change all
 the time."""
@@ -170,7 +174,7 @@ class IndexService(IndexServicer):
     # ── questions ────────────────────────────────────────────────────────────────────────────────
 
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchReply:
-        keys = await self._keys(request, context)
+        keys = await self._keys(request)
         return forms.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
@@ -191,14 +195,13 @@ class IndexService(IndexServicer):
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         keys = b""
         if request.HasField("prefix"):
-            keys = await self._keys(request.prefix, context)
+            keys = await self._keys(request.prefix)
         if len(keys) > WATCH_KEYS_MAX * KEY_BYTES:
-            await _refuse(context, f"a watcher names {WATCH_KEYS_MAX} blocks at most")
+            raise RefusedCall(_INVALID, f"a watcher names {WATCH_KEYS_MAX} blocks at most")
         if not request.nodes and not keys:
-            await _refuse(context, "watch nodes, or a prefix, or both")
+            raise RefusedCall(_INVALID, "watch nodes, or a prefix, or both")
         if self.watcher_count >= WATCHER_COUNT_MAX:
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, f"{WATCHER_COUNT_MAX} watchers are there already")
+            raise RefusedCall(_EXHAUSTED, f"{WATCHER_COUNT_MAX} watchers are there already")
         self.watcher_count += 1
         try:
             await self._watch(request, keys, context)
@@ -230,7 +233,7 @@ class IndexService(IndexServicer):
                     await asyncio.wait_for(context.write(reply), READER_TIMEOUT_S)
                 except TimeoutError:
                     self.counters.watchers_dropped += 1
-                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it is not read")
+                    raise RefusedCall(_EXHAUSTED, "it is not read") from None
             is_first = False
             await asyncio.sleep(WATCH_PERIOD_S)
 
@@ -238,16 +241,17 @@ class IndexService(IndexServicer):
         self.counters.matches += 1
         return await self.store.match(request.tenant, SpaceId(request.space), keys, loop_ms())
 
-    async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
+    async def _keys(self, request: pb.MatchRequest) -> bytes:
+        """Keys of the prompt in a question. Raises RefusedCall."""
         try:
             forms.check_match(request)
         except ProtocolError as error:
-            await _refuse(context, str(error))
+            raise RefusedCall(_INVALID, str(error)) from None
         if request.WhichOneof("prompt") == "keys":
             return request.keys
         if self._token_questions >= TOKEN_QUESTIONS_MAX:
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already")
+            text = f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already"
+            raise RefusedCall(_EXHAUSTED, text)
         self._token_questions += 1
         loop = asyncio.get_running_loop()
         making = loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
@@ -277,7 +281,7 @@ class IndexService(IndexServicer):
         hello = await self._hello(words, context)
         verdict = await self._tell_store(hello)
         if verdict is Verdict.CLOSE:
-            await self._refuse_stream(hello, context)
+            raise self._refusal(hello, _host_of(context.peer()))
         # A stream that this one replaces is closed at its next word, or by keep-alive.
         self._feeds[hello.node] = hello
         self._hosts[hello.node] = _host_of(context.peer())
@@ -288,7 +292,7 @@ class IndexService(IndexServicer):
                 yield self._order()
             async for word in words:
                 try:
-                    verdict = await self._hear(word, hello, context)
+                    verdict = await self._hear(word, hello)
                 except RegistryRefused as error:
                     yield FeedOrder(refused=str(error))
                     continue
@@ -303,15 +307,16 @@ class IndexService(IndexServicer):
             self._endings.run(self._ended(hello, context.peer()))
 
     async def _hello(self, words: AsyncIterator[bytes], context: Context) -> Hello:
-        """The Hello that begins a feed. Ends the call if it is missing, late or malformed, or if
-        this caller may not send it."""
+        """The Hello that begins a feed. Raises RefusedCall if it is missing, late or malformed, or
+        if this caller may not send it."""
         try:
             hello = decode_hello(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
         except (TimeoutError, StopAsyncIteration):
-            await _refuse(context, f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s")
+            text = f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
+            raise RefusedCall(_INVALID, text) from None
         except ProtocolError as error:
             self.counters.words_refused += 1
-            await _refuse(context, str(error))
+            raise RefusedCall(_INVALID, str(error)) from None
         if self._demands_names:
             names = {
                 who.name for who in peer_identities(context.auth_context()) if who.role == "node"
@@ -320,34 +325,33 @@ class IndexService(IndexServicer):
                 self.counters.feeds_refused += 1
                 whose = f"node {min(names)}" if names else "no node"
                 _log.warning("the certificate of %s claims another node", whose)
-                await context.abort(
-                    grpc.StatusCode.PERMISSION_DENIED,
-                    f"this certificate is of {whose}: it may not publish for {hello.node}",
-                )
+                text = f"this certificate is of {whose}: it may not publish for {hello.node}"
+                raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
         if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, f"{FEED_COUNT_MAX} nodes publish already")
+            raise RefusedCall(_EXHAUSTED, f"{FEED_COUNT_MAX} nodes publish already")
         return hello
 
-    async def _hear(self, message: bytes, hello: Hello, context: Context) -> Verdict:
+    async def _hear(self, message: bytes, hello: Hello) -> Verdict:
+        """Apply one message of a feed. Raises RegistryRefused, RefusedCall."""
         try:
             word = decode_word(message, hello)
         except ProtocolError as error:
             self.counters.words_refused += 1
             if isinstance(error, RegistryRefused):
                 raise
-            await _refuse(context, str(error))
+            raise RefusedCall(_INVALID, str(error)) from None
         counters = self.counters
         counters.words += 1
         counters.keys_told += key_count(word)
         verdict = await self._tell_store(word)
         if verdict is Verdict.CLOSE:
-            await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+            raise RefusedCall(grpc.StatusCode.ABORTED, _REPLACED)
         return verdict
 
-    async def _refuse_stream(self, hello: Hello, context: Context) -> NoReturn:
-        """Refuse a Hello that came too late, or from a second process with the node's name."""
-        now_ms, name, host = loop_ms(), hello.node, _host_of(context.peer())
+    def _refusal(self, hello: Hello, host: str) -> RefusedCall:
+        """Why a Hello from this host is refused: it came too late, or from a second process with
+        the node's name."""
+        now_ms, name = loop_ms(), hello.node
         heard = next((each for each in self.store.members(now_ms) if each.node == name), None)
         if heard is not None and heard.incarnation != hello.incarnation:
             was_known = self._rivals.of(name, now_ms) is not None
@@ -356,9 +360,8 @@ class IndexService(IndexServicer):
                 text = f"another process, at {other}, is node {name} already"
                 if not was_known:
                     _log.error("%s: the one at %s is ignored. %s", text, host, OWN_NAMES)
-                await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
-        await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
-        raise AssertionError("abort raises")
+                return RefusedCall(grpc.StatusCode.ALREADY_EXISTS, text)
+        return RefusedCall(grpc.StatusCode.ABORTED, _REPLACED)
 
     @property
     def trouble(self) -> str:
@@ -422,11 +425,6 @@ async def _refuse_older(_words: AsyncIterator[bytes], context: Context) -> Async
     text = "this index is of a later version of kvstore: run one on nodes and indexes"
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
     yield b""  # never: it makes this a stream
-
-
-async def _refuse(context: Context, text: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-    raise AssertionError("abort raises")
 
 
 def _row(member: Member, *, engines: bool) -> pb.Node:

@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn, Self
 
 import grpc
 
+from kvstore.net.calls import RefusedCall
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.ground import Ground
 from tests.sim.world.loop import SimLoop
@@ -37,14 +38,6 @@ Handler = Callable[[Any, Any], AsyncIterator[Any]]
 """A method of a servicer."""
 Handlers = Mapping[str, tuple[Handler, Callable[[bytes], Any], Callable[[Any], bytes]]]
 """Name of a method → how it is served, its requests are decoded and its answers encoded."""
-
-
-class Aborted(Exception):
-    """The server ends a stream with a status."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self.code, self.details = code, details
 
 
 class _Listener:
@@ -443,8 +436,8 @@ class _Stream:
         try:
             async for answer in self._handler(self._requests, _Context(self)):
                 self.to_client.put(call.answered, self._encode(answer))
-        except Aborted as aborted:
-            status = (aborted.code, aborted.details)
+        except RefusedCall as refused:
+            status = (refused.code, str(refused))
         self._is_ended = True
         self.to_client.put(call.ended, *status)
 
@@ -486,7 +479,7 @@ class _Context:
         self._stream = stream
 
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        raise Aborted(code, details)
+        raise RefusedCall(code, details)
 
     async def send_initial_metadata(self, _: object) -> None:
         self._stream.sign()

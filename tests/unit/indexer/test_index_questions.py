@@ -15,13 +15,13 @@ from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
+from kvstore.net.calls import RefusedCall
 from kvstore.ports import IndexStore
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import Delta, FeedBeat, Hello, SnapshotPart
 from tests.sim.world.loop import SimLoop
-from tests.sim.world.net import Aborted
 
 WATCHERS = 20
 NODES = 50
@@ -61,9 +61,6 @@ class Caller:
 
     async def write(self, reply: pb.WatchReply) -> None:
         self.told.append(reply)
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise Aborted(code, details)
 
 
 @pytest.fixture
@@ -218,7 +215,7 @@ def test_questions_by_tokens_that_are_too_many_are_refused_at_once(service: Inde
     async def is_refused() -> bool:
         try:
             await asyncio.wait_for(ask(), 30)
-        except Aborted as refused:
+        except RefusedCall as refused:
             return refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         return False
 
