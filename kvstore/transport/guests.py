@@ -36,13 +36,12 @@ class Guests(Generic[T]):
     def __init__(self) -> None:
         self._arriving: dict[T, None] = {}
         """Guests that have shown no certificate yet, oldest first."""
-        self._heard_ns: dict[T, int] = {}
-        """Admitted guest → when it was heard last, in ns; the longest quiet first."""
-        self._nodes: dict[T, str] = {}
-        """Admitted guest → its node's name, if it has one."""
+        self._admitted: dict[T, tuple[str, int]] = {}
+        """Admitted guest → its node's name, if it has one, and when it was heard last, in ns; the
+        longest quiet first."""
 
     def __contains__(self, guest: T) -> bool:
-        return guest in self._arriving or guest in self._heard_ns
+        return guest in self._arriving or guest in self._admitted
 
     @property
     def arriving(self) -> Iterable[T]:
@@ -50,7 +49,7 @@ class Guests(Generic[T]):
 
     @property
     def everybody(self) -> list[T]:
-        return [*self._arriving, *self._heard_ns]
+        return [*self._arriving, *self._admitted]
 
     def arrive(self, guest: T) -> T | None:
         """Add a guest that arrives. Returns the guest that must go for it; None: none must."""
@@ -61,25 +60,22 @@ class Guests(Generic[T]):
         """Admit a guest. Returns the guest that must go for it, or the guest itself if there is no
         room; None: none must. `node`: name in its certificate; empty without authentication.
         """
-        its = [each for each in self._heard_ns if node and self._nodes.get(each) == node]
+        its = [each for each, (its_node, _) in self._admitted.items() if node and its_node == node]
         gone = its[0] if len(its) >= NODE_MAX else None
-        if gone is None and len(self._heard_ns) >= ADMITTED_MAX:
-            gone, heard_ns = next(iter(self._heard_ns.items()))
+        if gone is None and len(self._admitted) >= ADMITTED_MAX:
+            gone, (_, heard_ns) = next(iter(self._admitted.items()))
             if now_ns - heard_ns < QUIET_NS:
                 return guest
         del self._arriving[guest]
-        self._heard_ns[guest] = now_ns
-        if node:
-            self._nodes[guest] = node
+        self._admitted[guest] = node, now_ns
         return gone
 
     def heard(self, guest: T, now_ns: int) -> None:
         """Note a sign of life of an admitted guest."""
-        del self._heard_ns[guest]
-        self._heard_ns[guest] = now_ns
+        node, _ = self._admitted.pop(guest)
+        self._admitted[guest] = node, now_ns
 
     def leave(self, guest: T) -> None:
         """Remove a guest, whether it arrives or is admitted."""
         self._arriving.pop(guest, None)
-        self._heard_ns.pop(guest, None)
-        self._nodes.pop(guest, None)
+        self._admitted.pop(guest, None)

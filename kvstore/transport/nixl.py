@@ -150,21 +150,11 @@ class Nixl(Transport):
             raise TransportError(f"NIXL cannot {direction.value} at {peer}: {error}") from None
         begun = _NixlMove(handle, to, len(pieces.length))
         self._moves[number] = begun
-        try:
-            state = self._agent.transfer(handle)
-        except self._faults as error:
-            self._end(number, begun, str(error))
-        else:
-            self._look(number, begun, state)
+        self._look(number, begun, self._agent.transfer)
 
     def poll(self) -> list[Outcome]:
         for number, begun in list(self._moves.items()):
-            try:
-                state = self._agent.check_xfer_state(begun.handle)
-            except self._faults as error:
-                self._end(number, begun, str(error))
-            else:
-                self._look(number, begun, state)
+            self._look(number, begun, self._agent.check_xfer_state)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -195,7 +185,13 @@ class Nixl(Transport):
             self._drop(peer)
         self._outcomes.clear()
 
-    def _look(self, number: int, begun: _NixlMove, state: str) -> None:
+    def _look(self, number: int, begun: _NixlMove, ask: Callable[[Any], str]) -> None:
+        """End a move if its state, as NIXL tells by `ask`, is an end."""
+        try:
+            state = ask(begun.handle)
+        except self._faults as error:
+            self._end(number, begun, str(error))
+            return
         if state == "DONE":
             del self._moves[number]
             self._quietly(begun.handle.release)

@@ -8,7 +8,6 @@ length  4   4   4       4
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,15 +101,11 @@ def described(
 ) -> Descriptor:
     """Descriptor for peers. `base`: address of the arena, for a back end whose peers count by
     addresses; 0: by offsets."""
-    found = Descriptor(backend, name, size_bytes, base, details)
-    if landing is None:
-        return found
-    return msgspec.structs.replace(
-        found,
-        landing_begin=landing.begin,
-        landing_bytes=len(landing.memory),
-        landing_base=landing.memory.ctypes.data if base else 0,
-    )
+    landings = (0, 0, 0)
+    if landing is not None:
+        address = landing.memory.ctypes.data if base else 0
+        landings = (landing.begin, len(landing.memory), address)
+    return Descriptor(backend, name, size_bytes, base, details, *landings)
 
 
 def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:

@@ -91,11 +91,8 @@ class Tcp:
 
     @staticmethod
     def is_at(details: bytes, host: str) -> bool:
-        try:
-            told = msgspec.msgpack.decode(details, type=Address)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return False
-        return msgspec.msgpack.encode(told) == details and told.host == host
+        told = _address_in(details)
+        return told is not None and msgspec.msgpack.encode(told) == details and told.host == host
 
     def describe(self) -> bytes:
         details = msgspec.msgpack.encode(self._address)
@@ -104,10 +101,9 @@ class Tcp:
     def connect(self, peer: str, descriptor: bytes) -> None:
         assert peer not in self._owners, peer
         found = open_descriptor(descriptor, peer=peer, backend="tcp")
-        try:
-            address = msgspec.msgpack.decode(found.details, type=Address)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            raise TransportError(f"the descriptor of {peer} has no address") from None
+        address = _address_in(found.details)
+        if address is None:
+            raise TransportError(f"the descriptor of {peer} has no address")
         if address.secure != (self._ours is not None):
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
@@ -325,6 +321,14 @@ def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SS
 
 def _is_dns_name(name: str) -> bool:
     return is_name(name) and max(map(len, name.split("."))) <= LABEL_CHARS_MAX
+
+
+def _address_in(details: bytes) -> Address | None:
+    """The address in a descriptor's details; None: they have none."""
+    try:
+        return msgspec.msgpack.decode(details, type=Address)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _address(options: Mapping[str, str], listener: socket.socket, *, secure: bool) -> Address:

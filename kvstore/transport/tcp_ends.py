@@ -153,55 +153,33 @@ def _node_of(certificate: dict[str, Any]) -> str:
     return min((each.name for each in names if each.role == "node"), default="")
 
 
-class _Incoming:
-    """Bytes to receive, into one place after the other."""
+class _Places:
+    """Bytes to receive or to send, one place after the other, without copies of them."""
 
-    def __init__(self, places: list[memoryview]) -> None:
-        self._places = deque(place for place in places if len(place))
-
-    def take(self, stream: Stream, budget: int) -> int:
-        """Number of bytes received, at most about `budget`. Raises OSError, ConnectionClosed."""
-        taken = 0
-        while self._places and taken < budget:
-            count = stream.receive(self._places[0])
-            if not count:
-                break
-            taken += count
-            rest = self._places[0][count:]
-            self._places.popleft()
-            if len(rest):
-                self._places.appendleft(rest)
-        return taken
-
-    @property
-    def is_full(self) -> bool:
-        return not self._places
-
-
-class _Outgoing:
-    """Bytes to send, without copies of them."""
-
-    def __init__(self) -> None:
-        self._parts: deque[memoryview] = deque()
+    def __init__(self, *places: memoryview) -> None:
+        self._places = deque[memoryview]()
+        self.put(*places)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._places)
 
-    def put(self, *parts: memoryview) -> None:
-        self._parts.extend(part for part in parts if len(part))
+    def put(self, *places: memoryview) -> None:
+        self._places.extend(place for place in places if len(place))
 
-    def give(self, stream: Stream, budget: int) -> int:
-        """How many bytes went, at most about `budget`. Raises OSError."""
-        given = 0
-        while self._parts and given < budget:
-            count = stream.send(self._parts[0])
+    def move(self, how: Callable[[memoryview], int], budget: int) -> int:
+        """Number of bytes moved by `how` (`receive` or `send` of a stream), at most about `budget`.
+        Raises OSError, ConnectionClosed.
+        """
+        moved = 0
+        while self._places and moved < budget:
+            count = how(self._places[0])
             if not count:
                 break
-            given += count
-            rest = self._parts.popleft()[count:]
+            moved += count
+            rest = self._places.popleft()[count:]
             if len(rest):
-                self._parts.appendleft(rest)
-        return given
+                self._places.appendleft(rest)
+        return moved
 
 
 class TcpReader:
@@ -210,7 +188,7 @@ class TcpReader:
     def __init__(self, stream: Stream, source: NDArray[np.uint8], landing: Landing | None) -> None:
         self.stream, self._view = stream, memoryview(source.data)
         self._landing = landing or Landing(0, np.empty(0, np.uint8))
-        self._out = _Outgoing()
+        self._out = _Places()
         self._unanswered: deque[int] = deque()
         """For each answer that is not sent: total of bytes sent once it is."""
         self._put = self._given = 0
@@ -220,11 +198,11 @@ class TcpReader:
         """Receive requests and send answers. Returns whether there may be more to do at once.
         Raises OSError, ConnectionClosed.
         """
-        moved = self._in.take(self.stream, TURN_BYTES)
-        while self._in.is_full:
+        moved = self._in.move(self.stream.receive, TURN_BYTES)
+        while not self._in:
             self._heard()
-            moved += self._in.take(self.stream, TURN_BYTES)
-        given = self._out.give(self.stream, TURN_BYTES)
+            moved += self._in.move(self.stream.receive, TURN_BYTES)
+        given = self._out.move(self.stream.send, TURN_BYTES)
         self._given += given
         while self._unanswered and self._unanswered[0] <= self._given:
             self._unanswered.popleft()
@@ -236,7 +214,7 @@ class TcpReader:
 
     def _expect_header(self) -> None:
         self._header, self._pieces, self._is_body = bytearray(HEADER.size), bytearray(), False
-        self._in = _Incoming([memoryview(self._header)])
+        self._in = _Places(memoryview(self._header))
 
     def _heard(self) -> None:
         magic, count, number, size_bytes = HEADER.unpack(self._header)
@@ -247,7 +225,7 @@ class TcpReader:
             if magic not in (REQUEST, WRITE) or not 0 < count <= PIECES_MAX:
                 raise ConnectionClosed("its request is invalid")
             self._pieces = bytearray(PIECE_BYTES * count)
-            self._in = _Incoming([memoryview(self._pieces)])
+            self._in = _Places(memoryview(self._pieces))
             return
         if len(self._unanswered) >= REQUESTS_MAX:
             raise ConnectionClosed("it asks for too much")
@@ -264,7 +242,7 @@ class TcpReader:
         ranges = zip((begin - np.uint64(first)).tolist(), length.tolist(), strict=True)
         places = [view[at : at + size] for at, size in ranges]
         if magic == WRITE:
-            self._is_body, self._in = True, _Incoming(places)
+            self._is_body, self._in = True, _Places(*places)
         else:
             self._answer(number, places)
 
@@ -288,7 +266,7 @@ class TcpOwner:
         """(number, bytes that will come, their places) of each request without a whole answer, in
         order.
         """
-        self._out = _Outgoing()
+        self._out = _Places()
         self._expect_header()
 
     def turn(self) -> tuple[list[int], bool]:
@@ -302,9 +280,9 @@ class TcpOwner:
         moved = 0
         while moved < TURN_BYTES:
             self._ask()
-            self._out.give(self.stream, TURN_BYTES)
-            moved += self._in.take(self.stream, TURN_BYTES)
-            if not self._in.is_full:
+            self._out.move(self.stream.send, TURN_BYTES)
+            moved += self._in.move(self.stream.receive, TURN_BYTES)
+            if self._in:
                 return done, moved >= TURN_BYTES
             done += self._heard()
         return done, True
@@ -318,7 +296,7 @@ class TcpOwner:
         found = [each[0] for each in self.asked] + [each[0] for each in self.waiting]
         self.asked.clear()
         self.waiting.clear()
-        self._out = _Outgoing()
+        self._out = _Places()
         self._expect_header()
         return found
 
@@ -338,7 +316,7 @@ class TcpOwner:
 
     def _expect_header(self) -> None:
         self._header, self._is_body = bytearray(HEADER.size), False
-        self._in = _Incoming([memoryview(self._header)])
+        self._in = _Places(memoryview(self._header))
 
     def _heard(self) -> list[int]:
         if self._is_body:
@@ -348,5 +326,5 @@ class TcpOwner:
         magic, _, number, size_bytes = HEADER.unpack(self._header)
         if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
             raise ConnectionClosed("its response is invalid")
-        self._is_body, self._in = True, _Incoming(self.asked[0][2])
+        self._is_body, self._in = True, _Places(*self.asked[0][2])
         return []

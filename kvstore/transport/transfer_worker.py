@@ -260,11 +260,8 @@ class TransferWorkerLoop:
 
     def _begin_transfer(self, parts: list[wire.MovePieces]) -> None:
         first = parts[0]
-        pieces = Pieces(
-            _joined([part.local for part in parts]),
-            _joined([part.remote for part in parts]),
-            _joined([part.length for part in parts]),
-        )
+        columns = (b"".join(getattr(part, name) for part in parts) for name in Pieces._fields)
+        pieces = Pieces(*map(wire.array_of, columns))
         try:
             # Of the whole, before its first part; what a peer has, the transport knows.
             check_within(pieces.local, pieces.length, 0, self._arena_bytes, "this node's arena")
@@ -312,7 +309,3 @@ class TransferWorkerLoop:
                 self._ended = True
                 return
             self._outbox.popleft()
-
-
-def _joined(parts: list[bytes]) -> NDArray[np.uint64]:
-    return wire.array_of(b"".join(parts))
