@@ -109,36 +109,17 @@ class Ints(Protocol):
 # The order of use is a ring through row 0: `OLDER` of row 0 is the newest row, `NEWER` the oldest.
 
 
-def home(meta: Ints, mixed: int) -> int:
-    """First cell of a probe, from the sum of a block's words, each times its secret. Every bit of
+def home_of(meta: Ints, keys: Ints | Sequence[int], i: int, scope: int) -> int:
+    """First cell of the probe for the key whose words begin at `keys[i]`, in a scope. Every bit of
     every word counts: nobody can choose keys that begin at one cell, or at neighbours."""
-    folded = (mixed & M31) * meta[SECRET_A] + (mixed >> 31) * meta[SECRET_B]
-    return (((folded >> 20) & M31) * meta[CELL_COUNT]) >> 31
-
-
-# Each word has the secret of its number. Written out: as they stand, loops cost half as much again.
-
-
-def home_of_key(meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
-    """First cell of the probe for key number `at` in a scope."""
-    i = at * WORDS
-    return home(
-        meta,
+    # Each word has the secret of its number. Written out: a loop costs half as much again.
+    mixed = (
         keys[i] * meta[0] + keys[i + 1] * meta[1] + keys[i + 2] * meta[2] + keys[i + 3] * meta[3]
         + keys[i + 4] * meta[4] + keys[i + 5] * meta[5] + keys[i + 6] * meta[6]
-        + keys[i + 7] * meta[7] + scope * meta[SECRET_OF_SCOPE],
+        + keys[i + 7] * meta[7] + scope * meta[SECRET_OF_SCOPE]
     )  # fmt: skip
-
-
-def home_of_row(meta: Ints, rows: Ints, row: int) -> int:
-    """First cell of the probe for the block of a row."""
-    i = row * ROW
-    return home(
-        meta,
-        rows[i] * meta[0] + rows[i + 1] * meta[1] + rows[i + 2] * meta[2] + rows[i + 3] * meta[3]
-        + rows[i + 4] * meta[4] + rows[i + 5] * meta[5] + rows[i + 6] * meta[6]
-        + rows[i + 7] * meta[7] + rows[i + SCOPE] * meta[SECRET_OF_SCOPE],
-    )  # fmt: skip
+    folded = (mixed & M31) * meta[SECRET_A] + (mixed >> 31) * meta[SECRET_B]
+    return (((folded >> 20) & M31) * meta[CELL_COUNT]) >> 31
 
 
 def is_at(rows: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
@@ -160,7 +141,7 @@ def find(
     0."""
     if last and is_at(rows, last + 1, keys, at, scope):
         return last + 1
-    cell = home_of_key(meta, keys, at, scope)
+    cell = home_of(meta, keys, at * WORDS, scope)
     while True:
         row = cells[cell]
         if row == 0:
@@ -197,7 +178,7 @@ def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
     """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
     base, count = row * ROW, meta[CELL_COUNT]
     unlink(rows, row)
-    hole = home_of_row(meta, rows, row)
+    hole = home_of(meta, rows, base, rows[base + SCOPE])
     while cells[hole] != row:
         hole = hole + 1 if hole + 1 < count else 0
     probe = hole
@@ -206,7 +187,7 @@ def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
         other = cells[probe]
         if other == 0:
             break
-        wanted = home_of_row(meta, rows, other)
+        wanted = home_of(meta, rows, other * ROW, rows[other * ROW + SCOPE])
         # Up to the hole, if its probe passes there: it begins at least as far back as the hole.
         if (probe - wanted) % count >= (probe - hole) % count:
             cells[hole] = other

@@ -34,13 +34,7 @@ from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import ROWS_MAX, make_site
-from kvstore.net.tls import (
-    INSECURE,
-    INSECURE_NOTE,
-    certificate_ends,
-    listen,
-    warn_of_its_end,
-)
+from kvstore.net.tls import INSECURE, INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
 from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore

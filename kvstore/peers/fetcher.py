@@ -33,8 +33,9 @@ from kvstore.net import aio
 from kvstore.obs.timings import Stopwatch, Timings
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.peers.transfer_worker import TransferWorker
-from kvstore.ports import Clock, Pieces
+from kvstore.ports import Clock
 from kvstore.transport.backends import is_at
+from kvstore.transport.pieces import make_pieces
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
@@ -319,7 +320,7 @@ class Fetcher:
         trouble = await self._transfer_worker.move(
             transfer_worker_name(command.node),
             session.descriptor,
-            Pieces(_u64(local), _u64(remote), _u64(length)),
+            make_pieces(local, remote, length),
             timeout_s=MOVE_TIMEOUT_S,
         )
         if trouble:
@@ -376,14 +377,12 @@ class Fetcher:
         good, made = bytearray(len(stayed)), bytearray()
         for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
             if kept and its is None:
-                self._damaged(command.node)
+                self.counters.damaged += 1
+                text = "a block that it served is not what was stored; see its scrub"
+                self._note(_title(command.node), text)
             good[number] = kept and its is not None
             made += b"".join(its) if kept and its else bytes(shards * CHECKSUM_BYTES)
         return bytes(good), bytes(made)
-
-    def _damaged(self, node: str) -> None:
-        self.counters.damaged += 1
-        self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
     async def find_addresses(self) -> dict[str, str]:
         """Peer address of each other member that serves fetches, by name; read anew if the index
@@ -474,7 +473,3 @@ def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
 def _is_lost(opening: asyncio.Task[PeerSession]) -> bool:
     session = _session_of(opening)
     return session is None or bool(session.lost)
-
-
-def _u64(array: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return array.astype(np.uint64)

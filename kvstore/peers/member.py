@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
@@ -33,19 +31,14 @@ from kvstore.config.transports import PLAIN, PLAIN_NOTE
 from kvstore.config.values import joined
 from kvstore.engine.events import (
     AnswerPeer,
-    AskPush,
     BlocksPrepared,
     Event,
     Fetch,
-    Land,
     Locate,
     PeerCommand,
     PeerEvent,
     Pushed,
     PushOver,
-    RecycleTransferWorker,
-    RevokePush,
-    Staged,
     WritePush,
 )
 from kvstore.errors import ConfigError
@@ -58,7 +51,7 @@ from kvstore.net.tls import INSECURE_NOTE, certificate_ends, listen, warn_of_its
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TRANSFERS, Timings
 from kvstore.peers.feed import Feeder, Slice
-from kvstore.peers.fetcher import Fetcher
+from kvstore.peers.fetcher import Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer
 from kvstore.peers.preparer import Preparer, drain_node
 from kvstore.peers.pushes import SLOW_S, SLOW_TCP_S, Lander, Pusher
@@ -68,7 +61,6 @@ from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, membe
 from kvstore.transport.backends import BACKENDS
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_US
-from kvstore.wire.identity import Identity
 from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
 from kvstore.wire.transfer_worker import Begin
@@ -132,16 +124,14 @@ class Peering:
         self,
         cluster: ClusterConfig,
         peers: PeerConfig,
-        loop: LoopThread,
+        incarnation: Incarnation,
         *,
-        who: PeerHello,
-        arena_fd: int,
-        hold_fd: int,
-        arena_bytes: int,
-        memory: NDArray[np.uint8],
+        arena: Arena,
+        tier: Memory,
         clock: Clock,
+        loop: LoopThread,
     ) -> None:
-        """`memory`: this node's arena.
+        """Listen for peers, on `loop`.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -150,15 +140,15 @@ class Peering:
         transport = peers.transport
         begin = Begin(
             transport.name,
-            str(Identity("node", cluster.node)),
-            arena_bytes,
+            transfer_worker_name(cluster.node),
+            tier.capacity_bytes,
             _options(cluster, peers),
             paced=transport.is_paced,
-            landing_begin=arena_bytes - peers.landing_bytes,
+            landing_begin=tier.capacity_bytes - peers.landing_bytes,
             landing_bytes=peers.landing_bytes,
         )
-        self.transfer_worker = TransferWorker(arena_fd, hold_fd, begin, clock)
-        self._who, self._memory = who, memory
+        self.transfer_worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, clock)
+        self._who, self._memory = PeerHello(cluster.node, incarnation), arena.array
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
@@ -259,10 +249,10 @@ class Peering:
                 self.block_server.answer(peer, answer)
             case BlocksPrepared():
                 self.preparer.prepared(command)
-            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
-                self.lander.carry_out(command)
             case WritePush():
                 self.pusher.write(command)
+            case _:
+                self.lander.carry_out(command)
 
     @property
     def _timings(self) -> dict[str, Timings]:
@@ -381,17 +371,8 @@ class ClusterMember:
                 stack.callback(self._replica.close)
             self.peering: Peering | None = None
             if config.peers is not None:
-                self.peering = Peering(
-                    config,
-                    config.peers,
-                    loop,
-                    who=PeerHello(config.node, incarnation),
-                    arena_fd=arena.arena_fd,
-                    hold_fd=arena.hold_fd,
-                    arena_bytes=tier.capacity_bytes,
-                    memory=arena.array,
-                    clock=clock,
-                )
+                its = config, config.peers, incarnation
+                self.peering = Peering(*its, arena=arena, tier=tier, clock=clock, loop=loop)
                 stack.callback(self.peering.close)
             replicas = (*self._own_replica(), *config.indexes)
             self.tells = ",".join(replicas)

@@ -59,8 +59,9 @@ from kvstore.obs.timings import Timings
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.transfer_worker import TransferWorker
-from kvstore.ports import Clock, Pieces
+from kvstore.ports import Clock
 from kvstore.transport.backends import is_at
+from kvstore.transport.pieces import make_pieces
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S, format_size
 from kvstore.wire.assembly import Assembly
@@ -243,7 +244,7 @@ class Pusher:
         trouble = await self._transfer_worker.move(
             transfer_worker_name(node),
             its.descriptor,
-            Pieces(*(part.reshape(-1).astype(np.uint64) for part in (slots, remote, lengths))),
+            make_pieces(slots, remote, lengths),
             timeout_s=WRITE_TIMEOUT_S,
             direction=Direction.WRITE,
         )

@@ -243,7 +243,11 @@ class TransferWorker:
         except ProtocolError as error:
             self.recycle(str(error))
         if has_ended:
-            self._follow(*self._reap("it ended"))
+            why, pause_ns = self._reap("it ended")
+            if not self._is_unusable:
+                _log.warning("the transfer worker ended: %s; another one is started", why)
+                self._become(b"", f"the transfer worker ended: {why}")
+                self._call_later(pause_ns, self.start)
             return
         match self._watch.look(now_ns):
             case Recycle(reason=reason):
@@ -286,13 +290,6 @@ class TransferWorker:
         self._connected.clear()
         self.restarts += 1
         return why, pause_ns
-
-    def _follow(self, why: str, pause_ns: int) -> None:
-        """Have another child started after the end of one."""
-        if not self._is_unusable:
-            _log.warning("the transfer worker ended: %s; another one is started", why)
-            self._become(b"", f"the transfer worker ended: {why}")
-            self._call_later(pause_ns, self.start)
 
     def _become(self, descriptor: bytes, trouble: str) -> None:
         is_another = descriptor != self.descriptor

@@ -18,7 +18,7 @@ from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.proto import index_pb2 as pb
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES
 from kvstore.wire.feed import KEYS_MAX
 from kvstore.wire.load import EngineEntry, Load
 
@@ -26,30 +26,22 @@ REPLY_BYTES_MAX: Final = 20 << 20
 """Limit of an answer: 4,096 nodes with the largest names and registries."""
 TOKENS_MAX: Final = 262_144
 NAME_BYTES_MAX: Final = 256
-_OUT: Final = pb.TRUST_OUT
-_TRUSTS: Final = {
+_TRUSTS: Final[dict[Trust | None, pb.Trust]] = {
+    None: pb.TRUST_OUT,
     Trust.EXACT: pb.TRUST_EXACT,
     Trust.CATCHING_UP: pb.TRUST_CATCHING_UP,
     Trust.STALE: pb.TRUST_STALE,
 }
-_OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS.items()}
+_OF_TRUST: Final[dict[int, Trust]] = {n: trust for trust, n in _TRUSTS.items() if trust is not None}
 
 
 def engines_of(rows: Sequence[pb.Engine]) -> tuple[EngineEntry, ...]:
     """Engines of a message, not checked."""
-    return tuple(
-        EngineEntry(
-            engine=row.engine,
-            tenant=row.tenant,
-            space=SpaceId(row.space),
-            model=row.model,
-            rank=row.rank,
-            role=row.role,
-            address=row.address,
-            queue=row.queue if row.HasField("queue") else None,
-        )
-        for row in rows
-    )
+    found = []
+    for row in rows:
+        its = {name: getattr(row, name) for name in EngineEntry.__struct_fields__}
+        found.append(EngineEntry(**its | {"queue": row.queue if row.HasField("queue") else None}))
+    return tuple(found)
 
 
 def engine_rows(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
@@ -87,9 +79,7 @@ def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
     """An answer as a message."""
     holders = [
         pb.Holder(
-            node=match.holder.node,
-            engine=match.holder.engine,
-            rank=match.holder.rank,
+            **msgspec.structs.asdict(match.holder),
             hbm_blocks=match.hbm_blocks,
             dram_blocks=match.dram_blocks,
             file_blocks=match.file_blocks,
@@ -130,7 +120,7 @@ def load_of(message: pb.Node) -> Load | None:
 
 def trust_number(trust: Trust | None) -> pb.Trust:
     """A trust as messages have it; None: out."""
-    return _OUT if trust is None else _TRUSTS[trust]
+    return _TRUSTS[trust]
 
 
 def trust_of(number: int) -> Trust | None:

@@ -283,7 +283,8 @@ class RedisStore:
         found: Any = b""
         if keys and not self._connection.is_away:
             try:
-                found = await self._read(scripts.MATCH, scope_of(tenant, space), keys)
+                its = self._epoch, scope_of(tenant, space), keys
+                found = await self._connection.read(scripts.MATCH, *its)
             except FAILURES as error:
                 self._connection.lose(error)
         if self._connection.is_away or found == scripts.OTHER_EPOCH:
@@ -555,9 +556,6 @@ class RedisStore:
         await self._write(scripts.FORGET, node, version, *slots)
         self._links.pop(node, None)
         _log.info("node %s is forgotten", node)
-
-    async def _read(self, script: scripts.Script, *arguments: bytes | str) -> Any:
-        return await self._connection.read(script, self._epoch, *arguments)
 
     async def _write(self, script: scripts.Script, *arguments: bytes | str) -> None:
         await self._connection.write_all(script, [(self._epoch, *arguments)])

@@ -33,7 +33,7 @@ from kvstore.index.loops import (
     SLOT,
     STATE,
     VOID,
-    home_of_row,
+    home_of,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _check_rows(holdings: Holdings) -> None:
     addresses = {(rows[r * ROW + SCOPE], *rows[r * ROW : r * ROW + 8]) for r in used}
     assert len(addresses) == len(used), "two rows are one block"
     for row in used:
-        cell = home_of_row(meta, rows, row)
+        cell = home_of(meta, rows, row * ROW, rows[row * ROW + SCOPE])
         while cells[cell] != row:
             assert cells[cell], "a row is not found"
             cell = (cell + 1) % len(cells)

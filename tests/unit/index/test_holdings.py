@@ -13,7 +13,7 @@ from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.index import holdings, loops
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, default_slot_count
-from kvstore.index.loops import home_of_row
+from kvstore.index.loops import ROW, SCOPE, home_of
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
 from tests.unit.index.model import Model
@@ -164,7 +164,9 @@ def test_nobody_can_choose_blocks_that_collide(chosen: Callable[[int], bytes]) -
     flat.stored(slot, Tier.DRAM, b"".join(told))
     cells, rows, meta = (flat.arrays[name].tolist() for name in ("cells", "rows", "meta"))
     probes = [
-        (cell - home_of_row(meta, rows, row)) % len(cells) for cell, row in enumerate(cells) if row
+        (cell - home_of(meta, rows, row * ROW, rows[row * ROW + SCOPE])) % len(cells)
+        for cell, row in enumerate(cells)
+        if row
     ]
     assert len(probes) == len(told)
     assert max(probes) < 100
