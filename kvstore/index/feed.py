@@ -52,8 +52,6 @@ RIVAL_MS: Final = 15_000
 """A refused process counts as gone after this long without another Hello: processes dial every 2
 s."""
 NAMES_MAX: Final = 1024
-OWN_NAMES: Final = "Give each machine a certificate, or with --insecure a --node-name, of its own"
-"""What to do about two processes with one name."""
 
 
 class Rivals:

@@ -32,7 +32,7 @@ import grpc
 from kvstore.config.values import address_of
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import OWN_NAMES, ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
+from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.net.aio import Tasks
 from kvstore.net.calls import Context, RefusedCall
@@ -71,6 +71,7 @@ DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
 TICK_S: Final = 0.1
 OLDER_FEEDS: Final = "kvstore.index.v1.Index"
+OWN_NAMES: Final = "Give each machine a certificate, or with --insecure a --node-name, of its own"
 
 _log = logging.getLogger(__name__)
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT

@@ -31,7 +31,8 @@ from kvstore.client.index import aio_channel
 from kvstore.client.reasons import reason_of
 from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy, ProtocolError
-from kvstore.index.feed import BEAT_MS, OWN_NAMES
+from kvstore.index.feed import BEAT_MS
+from kvstore.indexer.service import OWN_NAMES
 from kvstore.net import aio
 from kvstore.net.aio import LoopThread, persist
 from kvstore.peers.changes import (

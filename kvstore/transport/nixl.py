@@ -186,7 +186,7 @@ class Nixl(Transport):
         self._outcomes.clear()
 
     def _look(self, number: int, begun: _NixlMove, ask: Callable[[Any], str]) -> None:
-        """End a move if its state, as NIXL tells by `ask`, is an end."""
+        """Handle the state of a move. `ask`: a call of NIXL that returns it."""
         try:
             state = ask(begun.handle)
         except self._faults as error:
