@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from bench.scenarios.curve import asker
-from kvstore.engine.memory.policy.choose import POLICIES
+from kvstore.engine.memory.policies import POLICIES
 from kvstore.engine.why.curve import BlockEvent, Curve
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, NS_PER_US

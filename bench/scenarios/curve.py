@@ -27,9 +27,8 @@ from bench import record
 from bench.micro.engine_ops import SPACE, WHOLE
 from bench.scenarios.replay import replay
 from bench.scenarios.workloads import BLOCK_TOKENS, GENERATED, Workload, recorded
-from kvstore.engine.memory.policy.choose import POLICIES, maker
-from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import OTHERS
+from kvstore.engine.memory.policies import POLICIES, Words, maker
+from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.why.curve import SCALES, BlockEvent, Curve

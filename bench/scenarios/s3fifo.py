@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.engine.memory.policy.choose import POLICIES, MakePolicy
-from kvstore.engine.memory.policy.lru import OldestFirst
-from kvstore.engine.memory.policy.port import NONE, MayGo, Members, Prints, Stamps, Words
-from kvstore.engine.memory.policy.reuse import RecentKeys
+from kvstore.engine.memory.policies import (
+    NONE,
+    POLICIES,
+    MakePolicy,
+    MayGo,
+    Members,
+    OldestFirst,
+    Prints,
+    RecentKeys,
+    Stamps,
+    Words,
+)
 
 SMALL_SHARE = 0.1
 USES_MAX = 3

@@ -15,7 +15,7 @@
 
 Other packages import only names of this module and of `events`, by a contract of pyproject.toml.
 
-A new policy goes beside `memory/policy/lru.py`; a new message is dispatched in `engine.py`.
+A new policy goes into `memory/policies.py`; a new message is dispatched in `engine.py`.
 """
 
 # Loaded when they are asked for: `kvstore explain` needs rows of the engine and not the engine.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Journal as Journal,
         JournalUnusable as JournalUnusable,
     )
-    from kvstore.engine.memory.policy.choose import POLICIES as POLICIES
+    from kvstore.engine.memory.policies import POLICIES as POLICIES
     from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
     from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
     from kvstore.engine.trust.scrubs import NO_PASS as NO_PASS, Sealed as Sealed
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _PLACES: Final = {
     "engine": "CLEAR_ROWS_MAX Engine EngineConfig",
     "memory.journal": "LAYOUT_VERSION UNREADABLE Journal JournalUnusable",
-    "memory.policy.choose": "POLICIES",
+    "memory.policies": "POLICIES",
     "sessions.owners": "OwnerKey",
     "sessions.unserved": "UnservedReport",
     "trust.scrubs": "NO_PASS Sealed",

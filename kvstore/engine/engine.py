@@ -48,10 +48,8 @@ from kvstore.engine.events import (
     Tick,
     Written,
 )
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.adoption import adopt
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
@@ -69,7 +67,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.prepares import Prepares
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.sessions.unserved import UnservedReport, unserved
-from kvstore.engine.state import Counters, EngineConfig, State
+from kvstore.engine.state import Counters, EngineConfig, State, adopt
 from kvstore.engine.trust.scrubs import Scrubs, Sealed
 from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
@@ -131,20 +129,12 @@ class Engine:
         self.config = config
         self._state = State(config, journal or fresh_journal(config))
         self._sessions = Sessions(self._state)
-        admission = Admission(
-            self._state.slots,
-            credit_share=config.credit_share,
-            credit_blocks_max=config.credit_blocks_max,
-            low_watermark=config.low_watermark,
-            high_watermark=config.high_watermark,
-            evict=self._state.evict,
-        )
         numbers = itertools.count(1)
         self._arrivals = Arrivals(self._state)
         writes = Writes(self._state, numbers)
-        intake = Intake(self._state, admission, self._arrivals, writes)
+        intake = Intake(self._state, self._arrivals, writes)
         self._files = Files(self._state, intake, self._arrivals, writes, numbers)
-        self._stores = Stores(self._state, admission, intake)
+        self._stores = Stores(self._state, intake)
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
         self._servings = Servings(self._state, self._files, self._arrivals)
         self._transfers = Transfers(self._state)

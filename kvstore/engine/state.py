@@ -1,4 +1,5 @@
-"""State that the engine's parts share: the tables, the clock of this step, the commands so far.
+"""State that the engine's parts share: the tables, the clock of this step, the commands so far; and
+how it begins with what an earlier process left.
 
 Holds no decision. `sessions`, `stores` and `lookups` decide; `engine` dispatches to them.
 """
@@ -10,12 +11,20 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import Changed, Command, Hangup, OffersUntold, RaiseGenerations, Send
+from kvstore.engine.events import (
+    Adopt,
+    Changed,
+    Command,
+    Hangup,
+    OffersUntold,
+    RaiseGenerations,
+    Release,
+    Send,
+)
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.residency import Change, Residency
+from kvstore.engine.memory.policies import Words, prints
+from kvstore.engine.memory.residency import Change, Offers, Residency
 from kvstore.engine.memory.slots import Slots
-from kvstore.engine.moves.offers import Offers
 from kvstore.engine.moves.pace import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
@@ -26,7 +35,7 @@ from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
 from kvstore.engine.why.trail import Trail
-from kvstore.types import AdmissionMode, ConnectionId, SpaceId, Tier
+from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import Slab
 from kvstore.wire.learned import Learned
@@ -124,7 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     low_watermark: float = 0.02
     high_watermark: float = 0.05
     policy: str = "lru"
-    """Eviction policy: a name of `policy.choose.POLICIES`."""
+    """Eviction policy: a name of `policies.POLICIES`."""
     file_admission: AdmissionMode = AdmissionMode.ALL
     """Rule for the blocks that are written to the disk tier."""
     file_day_bytes: int = 0
@@ -381,3 +390,58 @@ class State:
         self.counters.evictions += len(words)
         self.ages[Tier.DRAM].evicted(np.abs(self.slots.stamps[words]), self.now_ns)
         self.empty(words, self.stamp(*self.room_for))
+
+
+# ── adoption ──────────────────────────────────────────────────────────────────────────────────────
+# An earlier process's journal becomes this engine's state.
+#
+# Valid rows are blocks in dram again, in their order of use. A slot that a process may still write
+# to is quarantined as if its socket had ended just now, until that process attaches again or is
+# gone (ADR 3); a slot with an unreadable writer stays so. Every other slot is free, with a
+# generation that it never had. Descriptions of spaces are kept: their blocks are offered, served to
+# other nodes and scrubbed before an engine attaches again.
+#
+# Lost: leases and sessions, whose processes are gone; history of evicted blocks, of requests, and
+# of blocks used twice (`policies.Reuse`). Blocks on disk are reported by the disk tier, as after
+# any start.
+
+CHUNK_BLOCKS = 1 << 13
+"""Number of rows taken over at a time, so that they stay in the CPU's cache."""
+
+
+def adopt(state: State, event: Adopt) -> None:
+    """Set up the state of an engine from the journal in `event`, its first event."""
+    found, residency = event.found, state.residency
+    assert not state.connections, "something happened before the journal was taken over"
+    assert len(residency.table) == 0, "something happened before the journal was taken over"
+    numbers: dict[int, int] = {}
+    named = np.zeros(len(found.words), dtype=np.uint64)
+    for begin in range(0, len(found.words), CHUNK_BLOCKS):
+        chunk = slice(begin, begin + CHUNK_BLOCKS)
+        words, scopes = found.words[chunk], found.scopes[chunk]
+        keys, checksums = state.journal.blocks(words)
+        for id in np.unique(scopes).tolist():
+            if id not in numbers:
+                numbers[id] = residency.scope(*found.addresses[id])
+            its = np.flatnonzero(scopes == id)
+            named[begin + its] = prints(numbers[id], keys[its])
+            rows = residency.insert(numbers[id], keys[its])
+            residency.adopt_dram(rows, words[its], checksums[its])
+    for each in found.spaces:
+        columns = tuple(residency.scope(*each.address, Shard(*shard)) for shard in each.shards)
+        state.known[each.address] = KnownSpace(each.space, columns, each.label)
+    state.journal.settle(found, numbers)
+    state.slots.adopt(found, named)
+    state.counters.blocks_kept = len(found.words)
+    state.counters.slots_quarantined += len(found.held) + len(found.doubtful)
+    for writer in event.writers:
+        hello = writer.hello
+        owner = Owner((hello.tenant, hello.engine_id, hello.nonce))
+        connection = Connection(writer.connection, hello, owner)
+        connection.ended = True
+        if len(state.slots.of_writer(connection.id)):
+            state.connections[connection.id] = connection
+            state.slots.pins.join_engine(connection.id, owner.key, writer.process or connection.id)
+        else:
+            state.say(Release(connection.id))
+    state.credits_due = True

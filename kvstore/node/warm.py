@@ -4,7 +4,7 @@ Nothing is taken over by halves. Without a journal that can be trusted, the proc
 write to the arena are unknown: then all of it is let go, and new memory is made.
 
 Covers: arena, generation page, journal, the ranks of earlier processes. Does not cover: how they
-come here (`handover`), what the engine makes of them (`kvstore.engine.memory.adoption`).
+come here (`handover`), what the engine makes of them (`kvstore.engine.state`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ A link that fails dials again, with jitter, for ever. A replica that takes nothi
 WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
 
 Covers: numbers, streams. Does not cover: the log (`changes`), what is offered
-(`engine.moves.offers`), a replica's trust (`index.feed`), forms (`wire.feed`).
+(`engine.memory.residency`), a replica's trust (`index.feed`), forms (`wire.feed`).
 """
 
 from __future__ import annotations

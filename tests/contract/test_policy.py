@@ -1,4 +1,4 @@
-"""What every eviction policy promises, run by each of them: see `policy/port.py`."""
+"""What every eviction policy promises, run by each of them: see `memory/policies.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy import lru, reuse
-from kvstore.engine.memory.policy.choose import POLICIES, maker
-from kvstore.engine.memory.policy.port import Policy, Stamps, Words
+from kvstore.engine.memory import policies
+from kvstore.engine.memory.policies import POLICIES, Policy, Stamps, Words, maker
 from kvstore.errors import ConfigError
 
 WORDS = 24
@@ -76,9 +75,9 @@ def held(request: pytest.FixtureRequest) -> Held:
 def queue_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short queue is made again and again, a long one holds everything; in one between some
     are touched before it is used up."""
-    monkeypatch.setattr(lru, "_QUEUE_MIN", request.param)
+    monkeypatch.setattr(policies, "_QUEUE_MIN", request.param)
     # So few keys that those that went are all remembered, whatever bucket they meet in.
-    monkeypatch.setattr(reuse, "REMEMBERED", 4096)
+    monkeypatch.setattr(policies, "REMEMBERED", 4096)
 
 
 def test_it_is_a_policy(held: Held) -> None:

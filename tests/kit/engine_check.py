@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from kvstore.engine.engine import Engine
 from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.pins import PROCESS_PART
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.shares import PROCESS_PART
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches

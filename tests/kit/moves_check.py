@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.engine.memory.policy.port import NONE, Words
+from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.moves.expected import Expectation, Expectations, ExpectedKeys
 from kvstore.engine.moves.fetches import (
     ABSENT_MAX,

@@ -35,7 +35,7 @@ from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
-from kvstore.engine.memory.quotas import QuotaGroup, Quotas
+from kvstore.engine.memory.shares import QuotaGroup, Quotas
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.leases import Leases

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvstore.engine.events import Promoted
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State

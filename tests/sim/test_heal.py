@@ -14,7 +14,7 @@ import pytest
 from kvstore.breaker import Breaker
 from kvstore.client.core import lookups
 from kvstore.engine.memory.journal import Journal, JournalContents
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.sessions import Sessions

@@ -19,8 +19,8 @@ So a half-done change is a miss or a quarantined slot, never a wrong block or a 
 One aligned word is written whole or not at all; a row need not be.
 
 Bytes, per slot: 64 for a row and 8 for the writer; 8 for the stamp and 1 for the group are the
-engine's anyway. Does not cover: spaces (`journal_spaces`), use of a found journal (`adoption`),
-the memory itself (`kvstore.arena`), payloads, which their first reader verifies.
+engine's anyway. Does not cover: use of a found journal (`state.adopt`), the memory itself
+(`kvstore.arena`), payloads, which their first reader verifies.
 """
 
 from __future__ import annotations
@@ -33,21 +33,99 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.journal_spaces import (
-    SPACE_COUNT_MAX,
-    SPACE_WORDS,
-    Remembered,
-    SpaceTable,
-)
-from kvstore.engine.memory.policy.port import NONE, Words
+from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.memory.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
+from kvstore.wire.space import Space
+
+# ── spaces ────────────────────────────────────────────────────────────────────────────────────────
+# Descriptions of spaces by engines.
+#
+#     entry of one page │ digest │ length │ msgpack: tenant, space, label, shards, Space │ zero │
+#
+# With them the next process offers, serves, scrubs and explains the kept blocks, before an engine
+# has attached again. An entry with a wrong digest, torn or damaged, is none: then that space waits
+# for an engine. When room runs out, the latest spaces are kept.
+
+PAGE_WORDS: Final = PAGE_BYTES // 8
+SPACE_COUNT_MAX: Final = 64
+_HEAD_BYTES: Final = 16
+Address = tuple[str, SpaceId]
+
+
+class Remembered(msgspec.Struct, frozen=True, array_like=True):
+    """A space as its latest session described it."""
+
+    tenant: str
+    space_id: bytes
+    label: str
+    shards: tuple[tuple[int, int, int, int], ...]
+    """Layers and heads (begin and end of each) of the shard in each column."""
+    space: Space
+
+    @property
+    def address(self) -> Address:
+        return self.tenant, SpaceId(self.space_id)
+
+
+class SpaceTable:
+    """The table of spaces, in the journal's memory, [SPACE_COUNT_MAX * PAGE_WORDS] u64."""
+
+    def __init__(self, memory: NDArray[np.uint64]) -> None:
+        self._entries = memory.reshape(SPACE_COUNT_MAX, PAGE_WORDS)
+        self._rows: dict[Address, int] = {}
+        """Row of the entry of each space, least recently used first."""
+
+    def remember(self, address: Address, label: str, shards: list[Shard], space: Space) -> None:
+        """Write or refresh the entry of a space. A space too large for one page is left out; when
+        the table is full, the least recently used space gives way."""
+        fields = tuple(msgspec.structs.astuple(shard) for shard in shards)
+        body = msgspec.msgpack.encode(Remembered(*address, label, fields, space))
+        if len(body) > PAGE_BYTES - _HEAD_BYTES:  # of very many ranks: an engine will say it again
+            return
+        row = self._rows.pop(address, None)
+        if row is None:
+            row = self._free_row()
+        self._rows[address] = row
+        text = len(body).to_bytes(8, "little") + body
+        words = np.frombuffer((_digest(text, row) + text).ljust(PAGE_BYTES, b"\0"), "<u8")
+        if (self._entries[row] != words).any():
+            self._entries[row] = words
+
+    def _free_row(self) -> int:
+        if len(self._rows) == SPACE_COUNT_MAX:
+            return self._rows.pop(next(iter(self._rows)))
+        return next(row for row in range(SPACE_COUNT_MAX) if row not in self._rows.values())
+
+    def found(self) -> tuple[Remembered, ...]:
+        """Valid entries that an earlier process wrote."""
+        found: dict[Address, Remembered] = {}
+        for row in range(SPACE_COUNT_MAX):
+            entry = _remembered(row, self._entries[row].tobytes())
+            if entry is not None and entry.address not in found:
+                found[entry.address] = entry
+                self._rows[entry.address] = row
+        return tuple(found.values())
+
+
+def _digest(text: bytes, row: int = 0) -> bytes:
+    return hashlib.blake2b(text, digest_size=8, salt=row.to_bytes(8, "little")).digest()
+
+
+def _remembered(row: int, data: bytes) -> Remembered | None:
+    """The space in an entry's page; None if the entry is invalid."""
+    end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES], "little")
+    if end > PAGE_BYTES or _digest(data[8:end], row) != data[:8]:
+        return None
+    return msgspec.msgpack.decode(data[_HEAD_BYTES:end], type=Remembered)
+
+
+# ── journal ───────────────────────────────────────────────────────────────────────────────────────
 
 LAYOUT_VERSION: Final = 5
 """Layout of all state for the next process. Raise it with any change of meaning: code of another
 version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")
-_WORDS_PER_PAGE: Final = PAGE_BYTES // 8
 _MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
 
 _ROW_WORDS: Final = 8
@@ -352,16 +430,16 @@ class Journal:
 def _part_words(word_count: int, slab_count: int) -> list[int]:
     """Size in words of each part of the journal, rounded up to whole pages."""
     parts = [
-        _WORDS_PER_PAGE,
+        PAGE_WORDS,
         slab_count,
         -(-word_count // 8),
         word_count,
         word_count,
         word_count * _ROW_WORDS,
         SCOPE_COUNT_MAX * _SCOPE_WORDS,
-        SPACE_COUNT_MAX * SPACE_WORDS,
+        SPACE_COUNT_MAX * PAGE_WORDS,
     ]
-    return [-(-part // _WORDS_PER_PAGE) * _WORDS_PER_PAGE for part in parts]
+    return [-(-part // PAGE_WORDS) * PAGE_WORDS for part in parts]
 
 
 def _coded(number: int) -> int:
@@ -420,10 +498,6 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 def _index(id: int) -> int:
     return id & (SCOPE_COUNT_MAX - 1)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:

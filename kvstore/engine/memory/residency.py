@@ -6,13 +6,15 @@ Copies in hbm are a column beside that of dram, by slot: no block is in hbm alon
             dram                          file
     ABSENT ──put──▶ HELD ──drop──▶ ABSENT       (each tier by itself, one table for all)
 
-Every change of a block's place is here. Does not cover: slots (`slots`), the table (`table`),
-evictions (`policy`).
+Every change of a block's place is here, and what follows from the places of several blocks: the
+longest run in dram, and blocks that other nodes can fetch. Does not cover: slots (`slots`), the
+table (`table`), evictions (`policies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -20,10 +22,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows, tallied
+from kvstore.engine.memory.policies import NONE, Words
+from kvstore.engine.memory.table import FEW_SCOPES, NO_ROWS, BlockTable, Keys, Rows, tallied
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Tombstones, restamp
-from kvstore.types import Shard, SpaceId, Tier
+from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
+from kvstore.wire.feed import BlocksChanged, Removed, Stored
+from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
 
 Scope = tuple[str, SpaceId, Shard]
 
@@ -364,3 +369,196 @@ def _windows(begin: int, end: int) -> Iterator[slice]:
     for first, last in ((begin, end), (0, begin)):
         for start in range(first, last, SCAN_ROWS):
             yield slice(start, min(start + SCAN_ROWS, last))
+
+
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────
+# The longest run of a chain that is in dram, which a lease can pin. Keys come in chain order; a
+# block counts when every shard of it is there.
+
+LOOKED_UP_MAX = ASKS_PER_LOOKUP_MAX * KEYS_PER_DATAGRAM_MAX
+"""Blocks, times shards, that one message is answered about: as many as a lookup can lease with all
+its asks. A message has room for so many keys and shards that a look at each would take 0.1 s."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Leading keys of a chain that are in dram in every shard; there are `count`, and the arrays
+    may be longer."""
+
+    count: int
+    rows_by_shard: list[Rows]
+    words_by_shard: list[Words]
+
+    def cut(self, count: int) -> Run:
+        """This run, shortened to its first `count` keys."""
+        return self if count == self.count else msgspec.structs.replace(self, count=count)
+
+    def words(self) -> Words:
+        """Slot words, [n][S], flat."""
+        return _interleave(self.words_by_shard, self.count) if self.count else NONE
+
+    def checksums(self, residency: Residency, *, asked: bool) -> bytes:
+        """Checksums of 16 bytes, [n][S]. Unless `asked`, those of blocks that need no verification
+        are 0, and the result is empty if no block needs it."""
+        if not self.count:
+            return b""
+        unverified = residency.unverified[self.words()]
+        if not asked and not unverified.any():
+            return b""
+        sums = self.every_checksum(residency)
+        if not asked:
+            sums[~unverified] = 0
+        return sums.astype("<u8").tobytes()
+
+    def every_checksum(self, residency: Residency) -> NDArray[np.uint64]:
+        """Checksums of all blocks, [n][S] of two words."""
+        rows = _interleave(self.rows_by_shard, self.count)
+        sums: NDArray[np.uint64] = residency.checksum[rows]
+        return sums
+
+    def repeats(self) -> bool:
+        """Whether a key occurs twice; then its slot would, too."""
+        return has_repeats(self.rows())
+
+    def rows(self) -> Rows:
+        """Rows of the first shard, which identify the keys in the others, too."""
+        return self.rows_by_shard[0][: self.count] if self.count else NO_ROWS
+
+
+def has_repeats(rows: Rows) -> bool:
+    """Whether a row occurs twice. Rows of a chain mostly ascend; the costlier check is made only if
+    they do not."""
+    ascending = np.count_nonzero(rows[1:] > rows[:-1]) >= len(rows) - 1
+    return not ascending and len(np.unique(rows)) != len(rows)
+
+
+def leading_run(residency: Residency, scopes: Sequence[int], keys: Keys) -> Run:
+    """The longest run of leading keys that is in dram in all of `scopes`."""
+    rows_by_shard, words_by_shard, count = [], [], len(keys)
+    if len(scopes) > FEW_SCOPES:
+        return run_of(residency, residency.find_all(scopes, keys))
+    for scope in scopes:
+        rows = residency.find(scope, keys[:count])
+        words = residency.words(rows)
+        if len(words) and words.min() < 0:
+            count = int((words < 0).argmax())
+        rows_by_shard.append(rows)
+        words_by_shard.append(words)
+    return Run(count if scopes else 0, rows_by_shard, words_by_shard)
+
+
+def run_of(residency: Residency, rows: Rows) -> Run:
+    """The longest run of leading keys that is in dram, for keys whose rows [S][n] are known."""
+    words = residency.words(rows)
+    return Run(leading(words >= 0), list(rows), list(words))
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """Number of leading columns of flags [S][n] that are set in every shard."""
+    every: NDArray[np.bool_] = np.logical_and.reduce(flags, axis=0)
+    return len(every) if bool(every.all()) else int(np.argmin(every))
+
+
+def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:
+    """Flat array [count][S] of the first `count` values of S columns."""
+    if len(columns) == 1:
+        return columns[0][:count]
+    return np.stack([column[:count] for column in columns], axis=1).reshape(-1)
+
+
+# ── offers ────────────────────────────────────────────────────────────────────────────────────────
+# Blocks that peers can fetch from this node: a tier holds them in all their shards.
+#
+#     Change (tier, shard, keys) ─▶ which of the keys are whole now ─▶ Stored, Removed
+#
+# An engine of several ranks stores a block in shards, and the shards come and go one by one. A
+# shard alone is of no use to a peer that may be sharded in another way, so a key is offered while
+# the shards that a tier holds of it cover all layers and heads of the space. Rules:
+#
+# 1. There is no state but the tables: each change is judged by the tables when the step ends, so
+#    the last update about a key is the truth, whatever the earlier ones were.
+# 2. To offer twice, and to take back a key that was never offered, is no error.
+# 3. Before an engine has reported how many layers and heads a space has, to this process or an
+#    earlier one (`journal`), none of its blocks are offered.
+#
+# Does not cover: publishing them (`kvstore.peers.feed`).
+
+Address = tuple[str, SpaceId]
+Geometry = tuple[int, int]
+"""Number of layers and of KV heads."""
+
+
+class Offers:
+    """Judges changes of one node's residency."""
+
+    def __init__(
+        self, residency: Residency, geometry: Callable[[Address], Geometry | None]
+    ) -> None:
+        self._residency = residency
+        self._geometry = geometry
+
+    def offers_of(self, changes: Iterable[Change]) -> list[BlocksChanged]:
+        """Offers and withdrawals that follow from the changes of a step that has ended, in
+        order."""
+        return [offer for change in changes for offer in self._judge(change)]
+
+    def held(self, held: Iterable[Change]) -> list[Stored]:
+        """Offers of the whole blocks in a slice of the tables (`Residency.held`). A key is judged
+        once, with the shard that begins at layer 0 and head 0: every whole block has one."""
+        offers = (
+            offer
+            for change in held
+            if (change.scope[2].layer_begin, change.scope[2].head_begin) == (0, 0)
+            for offer in self._judge(change)
+        )
+        return [offer for offer in offers if isinstance(offer, Stored)]
+
+    def any_held(self, address: Address) -> bool:
+        """Whether a tier holds anything of a space."""
+        count_of = self._residency.table.count_of
+        return any(scope in count_of for scope in self._residency.shards(*address).values())
+
+    def _judge(self, change: Change) -> Iterator[BlocksChanged]:
+        tenant, space, shard = change.scope
+        geometry = self._geometry((tenant, space))
+        if geometry is not None and change.stored and _cover(frozenset((shard,)), geometry):
+            yield Stored(tenant, space, change.tier, change.keys)
+            return
+        if geometry is None or not self._residency.shards(tenant, space):
+            # Or the step that took the last block of the space forgot its scopes.
+            whole = np.zeros(len(change.keys) // KEY_BYTES, dtype=bool)
+        else:
+            whole = self._whole(change, geometry)
+        keys = np.frombuffer(change.keys, dtype=f"V{KEY_BYTES}")
+        for made, which in ((Stored, whole), (Removed, ~whole)):
+            if which.any():
+                yield made(tenant, space, change.tier, keys[which].tobytes())
+
+    def _whole(self, change: Change, geometry: Geometry) -> NDArray[np.bool_]:
+        """Flags of the keys of a change: the shards that the tier holds of the key cover all layers
+        and heads."""
+        tenant, space, _ = change.scope
+        keys = np.frombuffer(change.keys, dtype=np.uint64).reshape(-1, KEY_BYTES // 8)
+        shards = self._residency.shards(tenant, space)
+        there = np.stack(
+            [self._residency.is_in(change.tier, scope, keys) for scope in shards.values()], axis=1
+        )
+        # Keys of one request have the same shards: few combinations among many keys, mostly one.
+        if (there == there[:1]).all():
+            combinations, which = there[:1], np.zeros(len(there), dtype=np.int64)
+        else:
+            combinations, which = np.unique(there, axis=0, return_inverse=True)
+        names = list(shards)
+        covers = [
+            _cover(frozenset(names[at] for at in np.flatnonzero(row)), geometry)
+            for row in combinations
+        ]
+        return np.array(covers, dtype=bool)[which.reshape(-1)]
+
+
+@lru_cache(maxsize=4096)
+def _cover(shards: frozenset[Shard], geometry: Geometry) -> bool:
+    """Whether these shards cover all layers and heads."""
+    there = np.zeros(geometry, dtype=bool)
+    for shard in shards:
+        there[shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end] = True
+    return bool(there.all())

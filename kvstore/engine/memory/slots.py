@@ -11,7 +11,7 @@ Every change of state, owner, generation or lease count of a slot is here.
       └────── QUARANTINED
 
 A slot is named by its word: the number of its generation word, slot // PAGES_PER_GENERATION.
-Does not cover: block of a slot (`residency`), time of evictions (`engine`, `policy`).
+Does not cover: block of a slot (`residency`), time of evictions (`moves.intake`, `policies`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalContents
-from kvstore.engine.memory.pins import Pins
-from kvstore.engine.memory.policy.choose import maker
-from kvstore.engine.memory.policy.expected import Expected
-from kvstore.engine.memory.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
-from kvstore.engine.memory.quotas import OTHERS, QuotaGroup, Quotas
+from kvstore.engine.memory.policies import (
+    NONE,
+    Expected,
+    Mask,
+    Policy,
+    Prints,
+    Stamps,
+    Words,
+    maker,
+)
+from kvstore.engine.memory.shares import OTHERS, Pins, QuotaGroup, Quotas
 from kvstore.engine.memory.table import tallied
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 

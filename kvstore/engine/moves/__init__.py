@@ -16,7 +16,6 @@
 | `grants`   | blocks that other nodes write here              | room → AskPush, Land     |
 | `expected` | limits and turns of these requests, their keys   | –                        |
 | `landing`  | room for these                                  | –                        |
-| `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |
 | `pace`     | how long disk and peers take                    | times → estimate         |
 """

@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.residency import Run, leading, leading_run
 from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Connection
-from kvstore.engine.sessions.runs import Run, leading, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.wire.messages import LeaseMore
@@ -171,9 +171,11 @@ class Arrivals:
         state, scopes, session = self._state, wait.asker.scopes, name[0]
         # While the first block is on its way by another job, the rest cannot be leased.
         first = wait.keys[:1]
-        if not leading_run(state, scopes, first).count and self.on_their_way(scopes, first, name):
+        if not leading_run(state.residency, scopes, first).count and self.on_their_way(
+            scopes, first, name
+        ):
             return wait.keys
-        run = leading_run(state, scopes, wait.keys)
+        run = leading_run(state.residency, scopes, wait.keys)
         count = state.leases.fitting(session, wait.held.account, run.words(), len(scopes))
         refused = run.count - count
         run, rest = run.cut(count), wait.keys[count:]
@@ -194,7 +196,7 @@ class Arrivals:
                 lease=wait.lease,
                 slots=state.slots.slots_of(words).tobytes(),
                 generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state, asked=wait.with_checksums),
+                checksums=run.checksums(state.residency, asked=wait.with_checksums),
                 promoting=promoting,
                 from_file=count_of(origins, Origin.FILE),
                 from_peer=count_of(origins, Origin.PEER),

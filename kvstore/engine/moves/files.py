@@ -33,6 +33,7 @@ from kvstore.engine.events import (
     ReclaimFile,
     VoidFile,
 )
+from kvstore.engine.memory.residency import has_repeats, leading
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
 from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
@@ -42,7 +43,6 @@ from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.read_queue import QueuedRead, ReadQueue
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.runs import has_repeats, leading
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier

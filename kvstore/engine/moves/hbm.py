@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.events import Promote, Promoted, Shown
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import OTHERS
+from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.residency import Run
+from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.memory.slots import Slots, SlotState
+from kvstore.engine.moves.intake import Admission
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import OwnerGroup
-from kvstore.engine.sessions.runs import Run
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, NS_PER_S
@@ -61,14 +61,7 @@ class HbmCopies:
         """`numbers`: source of job numbers, shared by jobs of all kinds."""
         self._state = state
         self._slots = slots
-        self._admission = Admission(
-            slots,
-            credit_share=0,
-            credit_blocks_max=0,
-            low_watermark=0,
-            high_watermark=state.config.low_watermark,
-            evict=self._demote,
-        )
+        self._admission = Admission(slots, 0, state.config.low_watermark, self._demote)
         self._jobs: Jobs[_Rise] = Jobs(numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
         count = len(state.slots.state)
         self._leased_ns = np.zeros(count, dtype=np.int64)

@@ -30,6 +30,7 @@ from kvstore.engine.events import (
     WritePush,
     Written,
 )
+from kvstore.engine.memory.residency import Run, run_of
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import Files
@@ -37,7 +38,6 @@ from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.leases import Lease
-from kvstore.engine.sessions.runs import Run, run_of
 from kvstore.engine.state import State
 from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
@@ -180,7 +180,7 @@ class Pushes:
         why = self._impatience(ask, is_here=found is not None)
         if found is not None and why is None:
             asker, rows = found
-            run = run_of(self._state, rows)
+            run = run_of(self._state.residency, rows)
             if run.repeats():
                 why = "a grant that names a key twice"
             else:
@@ -214,7 +214,7 @@ class Pushes:
         state, shards = self._state, len(asker.shards)
         account = state.slots.pins.join_node(ask.peer)
         per_write = max(1, WRITE_BYTES // sum(asker.block_bytes))
-        words, sums, at = run.words(), run.every_checksum(state) if run.count else None, 0
+        words, sums, at = run.words(), run.every_checksum(state.residency) if run.count else None, 0
         while at < run.count and ask.jobs < JOBS_MAX:
             piece = words[at * shards : min(at + per_write, run.count) * shards]
             count = state.leases.fitting(-ask.peer, account, piece, shards)

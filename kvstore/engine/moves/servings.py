@@ -6,7 +6,7 @@
 Rules. 1: a serving is a lease of a session of its own, negative, so that time ends it like any
 other. 2: a peer only reads: giving a slot up early is never unsafe, and `intact` shows it to the
 peer. 3: a block is intact if its slot and generation at the end are those of the start. 4: a peer's
-share of pins (`pins`) limits the run.
+share of pins (`shares`) limits the run.
 
 Does not cover: access control (`kvstore.peers`), blocks fetched from others (`fetches`).
 """
@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import AnswerPeer, PeerGone, Serve, ServingReturned
+from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.sessions.askers import Asker, asker
 from kvstore.engine.sessions.leases import Lease
-from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S
@@ -145,7 +145,7 @@ class Servings:
         asker, rows = found
         count = rows.shape[1]
         keys = keys[:count]
-        run = run_of(state, rows)
+        run = run_of(state.residency, rows)
         self._touch(run)  # before anything makes room for what is promoted
         if run.repeats():
             self._say_nothing(*name)
@@ -223,7 +223,7 @@ class Servings:
             asker.shards,
             asker.block_bytes,
             state.slots.slots_of(words).astype("<u4").tobytes(),
-            run.every_checksum(state).astype("<u8").tobytes(),
+            run.every_checksum(state.residency).astype("<u8").tobytes(),
         )
         state.say(AnswerPeer(peer, answer, state.cause))
 
@@ -234,7 +234,7 @@ class Servings:
         """Answer a waiting serving whose blocks came or whose time is up. Returns the keys that it
         still waits for, none if it was answered."""
         state, name = self._state, (waiting.peer, waiting.serving)
-        run = leading_run(state, waiting.asker.scopes, waiting.keys)
+        run = leading_run(state.residency, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
         is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest, _watch(name)) > 0
         if len(rest) and is_coming and state.now_ns < waiting.until_ns:

@@ -1,5 +1,6 @@
 """Stores: credits out, seals in, copies that turned out bad.
 
+A store never waits: credits are free slots that were granted before they are needed.
 A granted slot comes back by its writer's Seal or Drop, which count only if connection, session and
 generation are those of the grant. Duplicate stores are joined: the first seal of a (space, shard,
 key) wins, the other slot is free again.
@@ -12,10 +13,9 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import QuotaGroup
-from kvstore.engine.memory.slots import SlotState
+from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.shares import QuotaGroup
+from kvstore.engine.memory.slots import Pool, SlotState
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup
 from kvstore.engine.state import State
@@ -35,13 +35,15 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.space import GROUPS_MAX
 
+CREDIT_PART = 4
+"""With quotas, a group may have one part in this many of its share granted."""
+
 
 class Stores:
     """Grants credits to engines, and handles their Seal, Drop, Distrust and Verified."""
 
-    def __init__(self, state: State, admission: Admission, intake: Intake) -> None:
+    def __init__(self, state: State, intake: Intake) -> None:
         self._state = state
-        self._admission = admission
         self._intake = intake
         self._counted: list[int] = []
         self._sharing_slots: dict[frozenset[int], int] = {}
@@ -164,14 +166,22 @@ class Stores:
 
     def _credits_wanted(self, group: OwnerGroup) -> int:
         """Number of blocks to grant to a group; 0 while more than half of its credits are left."""
-        counts, quota = Counter(group.asker.slot_sizes), group.asker.quota
-        pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
-        sharing = self._sharing_slots[frozenset(counts)]
-        target = self._admission.credit_target(pools, sessions=sharing)
-        if self._state.slots.quotas.any:
-            limit = self._admission.credit_limit(quota, sum(group.asker.slot_sizes))
+        slots, config, sizes = self._state.slots, self._state.config, group.asker.slot_sizes
+        counts, quota = Counter(sizes), group.asker.quota
+        capacity = min(self._reachable(slots.pools[its]) // n for its, n in counts.items())
+        share = int(capacity * config.credit_share) // self._sharing_slots[frozenset(counts)]
+        target = max(1, min(share, config.credit_blocks_max))
+        if slots.quotas.any:
+            # Grants cannot be taken back, so they stay well below a small share.
+            limit = int(slots.quotas.share[quota]) // CREDIT_PART // sum(sizes)
             target = min(target, max(1, limit // self._sharing_quota[quota]))
         return target - group.granted_blocks if group.granted_blocks <= target // 2 else 0
+
+    def _reachable(self, pool: Pool) -> int:
+        """Number of slots that this pool has or can get: its own, or those of an equal part of the
+        arena."""
+        part = self._state.slots.slabs_ready // max(len(self._state.slots.pools), 1)
+        return max(pool.capacity, part * pool.slots_per_slab, pool.slots_per_slab)
 
     def _count_sharing(self, groups: list[OwnerGroup]) -> None:
         """Count the groups that share slots and quotas, again only when the groups changed: credits

@@ -9,27 +9,123 @@ block that cannot be written now is skipped, and offered again if it is asked fo
 3: at most a quarter of the arena is in motion. 4: every write, blocks kept from a reclaimed segment
 included, is charged to the budget first; reads are not.
 
-Does not cover: which blocks are worth it (`policy.disk`), places on disk (`files`), the I/O
-(`kvstore.tiers.file`).
+Does not cover: places on disk (`files`), the I/O and its queues (`kvstore.tiers.file`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.events import FileWritten, WriteFile
-from kvstore.engine.memory.policy.disk import DiskAdmission
-from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.policies import Mask, Prints, RecentKeys, Words, prints
+from kvstore.engine.memory.residency import has_repeats
 from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Jobs, pieces
-from kvstore.engine.sessions.runs import has_repeats
 from kvstore.engine.state import State
-from kvstore.types import PAGE_BYTES, Tier
+from kvstore.types import PAGE_BYTES, AdmissionMode, Tier
+from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope, payload_pages
+
+# ── admission ─────────────────────────────────────────────────────────────────────────────────────
+# Choice of blocks: requested twice, and within the endurance of the disk.
+#
+#     blocks ──▶ admit ──▶ allow ──▶ write
+#                seen twice?   bytes a day
+#
+# Flash wears out by writing, and most blocks of most workloads are never requested again: writing
+# those costs endurance and room and gains nothing. Reads are never refused here.
+#
+# Callers ask once per request and block: for the blocks sealed now, and for blocks of a hint that
+# are in dram and not on disk. So a block used while in dram is written then, and one that comes
+# back after its eviction is written when it is sealed again. Blocks of a chain are seen together,
+# so they are admitted together; a block on disk without those before it would be of no use.
+
+TIGHT_SHARE: Final = 0.25
+"""With less than this part of a day's budget left, only blocks seen before are written."""
+
+
+class DiskAdmission:
+    """Second sight and the day's budget, in front of one disk.
+
+    With room for n keys: a key that was never seen is admitted as if it had been with probability
+    at most 0.00012, and one seen m keys ago is taken for new with probability 0.001 at m = n / 4,
+    0.05 at n / 2, 0.55 at n (`RecentKeys`): a write that comes later, never a wrong byte. Without a
+    budget a node that writes everything remembers no key.
+
+    The budget is a bucket of bytes with a daily rate and room for a day. It starts full, less the
+    bytes written by an earlier start of the node. Within any time, at most a day's budget and the
+    refill during that time are written; an empty bucket allows none. All its values are integers,
+    so rounding errors do not add up.
+
+    Args:
+        mode: blocks admitted while the budget is not tight.
+        day_bytes: budget of a day; 0: unlimited.
+        key_count: approximate number of keys remembered; as many as the disk can hold is plenty.
+        seed: of the hashes; random per node, so that collisions cannot be chosen.
+        spent_bytes: of the day's budget, used up before the start.
+    """
+
+    def __init__(
+        self,
+        mode: AdmissionMode,
+        *,
+        day_bytes: int,
+        key_count: int,
+        seed: int,
+        spent_bytes: int = 0,
+    ) -> None:
+        assert not day_bytes or 0 <= spent_bytes <= day_bytes, "more is spent than there was"
+        self._mode = mode
+        self._day_bytes = day_bytes
+        # In bytes times nanoseconds of a day, so that one nanosecond's part is a whole number.
+        self._level = (day_bytes - spent_bytes) * NS_PER_DAY
+        self._at_ns: int | None = None
+        """Time up to which the bucket is filled; None: before the first use."""
+        self._seen: RecentKeys | None = None
+        if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
+            self._seen = RecentKeys(key_count=key_count, seed=seed)
+
+    def admit(self, prints: Prints, now_ns: int) -> Mask:
+        """Mask of blocks to write. Each counts as seen from now on, in any mode, for the time when
+        the budget gets tight."""
+        everything = np.ones(len(prints), dtype=bool)
+        if self._seen is None:
+            return everything
+        seen = self._seen.may_contain(prints)
+        self._seen.add(prints)
+        left = self.left_bytes(now_ns)
+        is_tight = left is not None and left < TIGHT_SHARE * self._day_bytes
+        return seen if is_tight or self._mode is AdmissionMode.SECOND_SIGHT else everything
+
+    def allow(self, count: int, record_bytes: int, now_ns: int) -> int:
+        """Number of records of this size to write now; they count as written."""
+        left = self.left_bytes(now_ns)
+        allowed = count if left is None else min(count, left // record_bytes)
+        self.give_back(-allowed * record_bytes)
+        return allowed
+
+    def give_back(self, unwritten_bytes: int) -> None:
+        """Refund bytes to the budget that were allowed and not written."""
+        self._level += unwritten_bytes * NS_PER_DAY
+
+    def left_bytes(self, now_ns: int) -> int | None:
+        """Bytes that the budget allows now; None without one."""
+        if not self._day_bytes:
+            return None
+        at_ns = now_ns if self._at_ns is None else self._at_ns
+        passed_ns = max(0, now_ns - at_ns)
+        self._at_ns = max(now_ns, at_ns)
+        full = self._day_bytes * NS_PER_DAY
+        self._level = min(full, self._level + passed_ns * self._day_bytes)
+        return self._level // NS_PER_DAY
+
+
+# ── writes ────────────────────────────────────────────────────────────────────────────────────────
 
 JOB_BYTES_MAX = 64 << 20
 """Size of a job of more than one block: jobs of some hundred MiB would fill any queue."""

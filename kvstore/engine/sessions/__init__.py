@@ -6,7 +6,6 @@
 | `sessions`  | attaching, sessions, return of slots          | Hellos, ends → Quiesce, open |
 | `lookups`   | blocks that a request can load                | LeaseAsk, Hint → replies     |
 | `prepares`  | blocks that a router wants before an engine   | PrepareBlocks → counts       |
-| `runs`      | the longest run of a chain in dram            | keys → slots                 |
 | `leases`    | slots pinned for readers                      | leases → lease counts        |
 | `awaited`   | requests that wait for blocks of prefill nodes | PushExpect → PushEnd        |
 | `askers`    | engines and nodes that blocks are brought for | owner → shards, quota        |

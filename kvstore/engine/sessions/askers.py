@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvstore.engine.memory.quotas import OTHERS, QuotaGroup
+from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.types import Shard, SpaceId
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.space import Space

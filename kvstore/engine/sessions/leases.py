@@ -1,6 +1,6 @@
 """Leases: sealed slots pinned for a reader until it releases them, its session or the time ends.
 
-Rules. 1: each lease is counted exactly once in the counts of `pins`, and no more when its block has
+Rules. 1: each lease is counted exactly once in the counts of `Pins`, and no more when its block has
 left. 2: a lease is renewed for LEASE_LIVES_MAX of its lives at most: a request that loads nothing
 asks again, and gets what its engine's share of pins allows then. 3: the cost of a session's leases,
 in memory and in time to end them all, is bounded, and there is always some left for the next one.
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.agenda import Agenda
-from kvstore.engine.memory.pins import Account
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.shares import Account
 from kvstore.engine.memory.slots import Slots
 from kvstore.units import MIB
 from kvstore.wire.messages import LEASE_LIVES_MAX

@@ -7,8 +7,9 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.pins import Account
-from kvstore.engine.memory.policy.port import prints
+from kvstore.engine.memory.policies import prints
+from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading_run
+from kvstore.engine.memory.shares import Account
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
@@ -17,7 +18,6 @@ from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.owners import Connection
-from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.why.curve import BlockEvent
 from kvstore.engine.witness import Origin, Wanted
@@ -73,7 +73,7 @@ class Lookups:
         keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // shards]
         if not state.leases.may_add(session, ask.lease):
             keys = keys[:0]
-        run = leading_run(state, asker.scopes, keys)
+        run = leading_run(state.residency, asker.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         account = state.slots.pins.account(connection.id)
@@ -99,7 +99,7 @@ class Lookups:
                 ttl_ms=state.config.lease_ttl_ms,
                 slots=state.slots.slots_of(words).tobytes(),
                 generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state, asked=ask.with_checksums),
+                checksums=run.checksums(state.residency, asked=ask.with_checksums),
                 promoting=promoting,
                 promoting_ms=estimate[0],
                 promoting_from=estimate[1],

@@ -15,12 +15,12 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
+from kvstore.engine.memory.residency import LOOKED_UP_MAX, leading
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.sessions.askers import A_ROUTER, Asker
 from kvstore.engine.sessions.awaited import Awaited
-from kvstore.engine.sessions.runs import LOOKED_UP_MAX, leading
 from kvstore.engine.state import State
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S

@@ -6,7 +6,7 @@ Uses of blocks are numbered (`Slots.stamps`; on disk by location, as a log is wr
 a few marks of (number, time) give the time of each, and no use of a block costs anything more.
 Marks thin out with their age: about RESOLUTION of them for each doubling, so that an age is at most
 1 s and 5 % above the true one. Blocks of an earlier process count as used at the start of this one.
-Does not cover: the choice of victims (`policy`).
+Does not cover: the choice of victims (`policies`).
 """
 
 from __future__ import annotations

@@ -33,12 +33,10 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvstore.engine.memory.policy.choose import maker
-from kvstore.engine.memory.policy.disk import NS_PER_DAY
-from kvstore.engine.memory.policy.port import Policy, Prints, Stamps, Words, prints
+from kvstore.engine.memory.policies import Policy, Prints, Stamps, Words, maker, prints
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
-from kvstore.units import NS_PER_MS
+from kvstore.units import NS_PER_DAY, NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 SCALES: Final = (0.5, 1, 2, 4, 8)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.memory.table import Keys, each
 from kvstore.engine.state import State

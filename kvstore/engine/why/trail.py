@@ -24,7 +24,7 @@ from kvstore.engine.why.tombstones import Tombstones
 from kvstore.engine.witness import Origins, PushReport, Wanted
 
 if TYPE_CHECKING:
-    from kvstore.engine.sessions.runs import Run
+    from kvstore.engine.memory.residency import Run
     from kvstore.engine.state import State
 
 FINDINGS_MAX: Final = 4096

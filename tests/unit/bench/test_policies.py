@@ -11,7 +11,7 @@ from bench.scenarios import policies, s3fifo
 from bench.scenarios.policies import optimum
 from bench.scenarios.replay import Disk, Hits, replay
 from bench.scenarios.workloads import GENERATED, Request, Workload, recorded
-from kvstore.engine.memory.policy.choose import POLICIES
+from kvstore.engine.memory.policies import POLICIES
 from kvstore.types import AdmissionMode
 
 

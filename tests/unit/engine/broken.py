@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Pool, Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.owners import Connection, Owner

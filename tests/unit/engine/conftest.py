@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.engine.memory.policy.choose import POLICIES
+from kvstore.engine.memory.policies import POLICIES
 from tests.unit.engine.harness import DEFAULTS
 
 

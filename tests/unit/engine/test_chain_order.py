@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.engine.memory.policy.expected import KEYS_MIN, Expected
+from kvstore.engine.memory.policies import KEYS_MIN, Expected
 from kvstore.types import SLOT_BYTES_MIN
 from tests.unit.engine.harness import Node, Peer
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import Clear, Promoted
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvstore.engine import state
 from kvstore.engine.events import Exited
-from kvstore.engine.memory import adoption, journal as journal_module
+from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Quiesce, Quiet, Verified
@@ -245,7 +246,7 @@ def test_blocks_are_there_again_and_their_readers_are_told_to_verify() -> None:
 def test_a_kept_block_that_goes_and_soon_comes_back_counts_as_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adoption, "CHUNK_BLOCKS", 4)
+    monkeypatch.setattr(state, "CHUNK_BLOCKS", 4)
     node, peer = attached(MortalNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
     for number in range(10):
         peer.seal(number)

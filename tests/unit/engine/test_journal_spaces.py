@@ -7,9 +7,13 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import AnswerPeer, Serve
-from kvstore.engine.memory import journal_spaces
-from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
+from kvstore.engine.memory.journal import (
+    PAGE_WORDS,
+    SPACE_COUNT_MAX,
+    Journal,
+    Remembered,
+    SpaceTable,
+)
 from kvstore.types import PAGE_BYTES, Shard, SpaceId
 from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.space import fingerprint
@@ -72,7 +76,7 @@ def test_an_entry_with_any_bit_flipped_is_none_and_its_space_waits_for_an_engine
 
 
 def table() -> SpaceTable:
-    return SpaceTable(np.zeros(SPACE_COUNT_MAX * SPACE_WORDS, np.uint64))
+    return SpaceTable(np.zeros(SPACE_COUNT_MAX * PAGE_WORDS, np.uint64))
 
 
 def remember(spaces: SpaceTable, number: int, *, shards: int = 1) -> None:
@@ -105,6 +109,6 @@ def test_any_space_that_an_engine_may_tell_of_has_room() -> None:
         **{name: "x" * 255 for name, kind in SMALL.__annotations__.items() if kind == "Label"},
     )
     body = msgspec.msgpack.encode(
-        journal_spaces.Remembered("x" * 64, bytes(32), "x" * 64, ((0, 1, 0, 1),) * 8, longest)
+        Remembered("x" * 64, bytes(32), "x" * 64, ((0, 1, 0, 1),) * 8, longest)
     )
     assert len(body) < PAGE_BYTES - 16

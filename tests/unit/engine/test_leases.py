@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.sessions import leases as module
 from kvstore.engine.sessions.leases import (

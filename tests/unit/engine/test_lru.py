@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy import lru as module
-from kvstore.engine.memory.policy.lru import Lru
+from kvstore.engine.memory import policies
+from kvstore.engine.memory.policies import Lru
 
 WORDS = 20
 
@@ -16,7 +16,7 @@ WORDS = 20
 @pytest.fixture(autouse=True, params=[2, 1024], ids=["short queue", "long queue"])
 def queue_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a short queue it is made again and again; with a long one it holds everything."""
-    monkeypatch.setattr(module, "_QUEUE_MIN", request.param)
+    monkeypatch.setattr(policies, "_QUEUE_MIN", request.param)
 
 
 class Checked:
@@ -111,7 +111,7 @@ def test_behaves_like_a_list_in_order_of_use(todo: list[tuple[str, list[int]]]) 
 def test_one_that_was_passed_over_goes_before_what_is_younger(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_QUEUE_MIN", 1024)
+    monkeypatch.setattr(policies, "_QUEUE_MIN", 1024)
     lru = Checked()
     lru.touch(*range(WORDS))
     assert lru.pop(1) == [0]

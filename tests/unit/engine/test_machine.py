@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore.engine.events import Clear, Exited
-from kvstore.engine.memory.pins import Pins
+from kvstore.engine.memory.shares import Pins
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (

@@ -8,8 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, OffersUntold
-from kvstore.engine.memory.residency import Change, Residency
-from kvstore.engine.moves.offers import Offers
+from kvstore.engine.memory.residency import Change, Offers, Residency
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Removed, Stored
 from tests.unit.engine.disk import DiskNode, known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import PeerGone
-from kvstore.engine.memory.pins import Pins, Processes
+from kvstore.engine.memory.shares import Pins, Processes
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.engine.memory.policy.choose import POLICIES, maker
-from kvstore.engine.memory.policy.port import Mask, Words
+from kvstore.engine.memory.policies import POLICIES, Mask, Words, maker
 from kvstore.errors import ConfigError
 from tests.steps import verify_machine
 from tests.unit.engine.disk import DiskNode, known

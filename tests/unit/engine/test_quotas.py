@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.quotas import OTHERS, QuotaGroup, Quotas
+from kvstore.engine.memory.shares import OTHERS, QuotaGroup, Quotas
 from kvstore.engine.memory.slots import Pool
+from kvstore.engine.moves.intake import Admission
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import OwnerGroup
 from kvstore.types import SLOT_BYTES_MIN

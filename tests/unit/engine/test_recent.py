@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.engine.memory.policy.port import Prints, prints
-from kvstore.engine.memory.policy.reuse import WAYS, RecentKeys
+from kvstore.engine.memory.policies import WAYS, Prints, RecentKeys, prints
 
 N = 1 << 15
 

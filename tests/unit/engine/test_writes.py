@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.engine.events import Clear, FileKnown, FileReclaim, FileWritten
-from kvstore.engine.memory.policy.disk import NS_PER_DAY
+from kvstore.engine.moves.writes import NS_PER_DAY
 from kvstore.engine.why.report import TierReport
 from kvstore.types import AdmissionMode
 from kvstore.wire.record import Scope

@@ -1,36 +1,93 @@
-"""Pins: protection of slots against eviction, by account, and limits of each account (ADR 4).
+"""Shares of dram: what quotas guarantee to groups, and what accounts may pin of it (ADR 4).
 
-A slot is pinned while it is leased, served to another node, written to disk from, or writable:
-granted, in quarantine, read or fetched into. A slot counts once for its group, and for each account
-that pins it:
+    engine ─▶ group, by its model or tenant ─▶ share of dram ─▶ order in which groups give way
+    lease, grant, read ─▶ account ─▶ account above it ─▶ what may still be pinned of the share
 
-    group ─┬─ the engines of one tenant ─── one engine        ENGINE_PART each time
-           └─ all other nodes ───────────── one node          NODE_PART each time
-
-1. Pinned slots of a group are no more than its share. So the excess of others can be evicted, and
-   every group reaches its share, whatever is pinned. One block is always allowed.
-2. An account may pin a part of the rest that its siblings' pins leave of the limit of the account
-   above it: alone it may have most, and some is left for the next one.
-3. A pin ends with its block: a freed slot has no leases.
-
-Names of accounts come from engines. Their writable slots are bounded by process, as the kernel
-identifies it (`Processes`). Does not cover: life of a lease (`leases`), evictions (`quotas`,
-`admission`).
+Does not cover: order of evictions within a group (`policies`), life of a lease (`leases`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.table import tallied
+from kvstore.types import QUOTA_COUNT_MAX
 
 if TYPE_CHECKING:
     from kvstore.engine.memory.slots import Slots
+
+# ── quotas ────────────────────────────────────────────────────────────────────────────────────────
+# Guaranteed shares of dram, and the order in which groups give way.
+#
+# A group has the name of one quota: engines whose model label, or else whose tenant, is that name.
+# All others together are the group OTHERS, with the rest of dram.
+#
+# 1. Unused memory is for every group: a quota is a guarantee, not a wall.
+# 2. A group at or above its share makes room out of its own slots before those of others.
+# 3. A group below its share takes from groups above theirs, the furthest above first, and only so
+#    much that they keep their share; then from itself.
+# 4. So no group loses a slot to others while at or below its share.
+#
+# A group's slots are those granted to it and not free again: written, being written or being read
+# into. They are counted where slots are granted and freed (`slots`).
+
+QuotaGroup = NewType("QuotaGroup", int)
+OTHERS = QuotaGroup(0)
+
+
+class Quotas:
+    """Shares and use of groups, in bytes, by group."""
+
+    def __init__(self, quotas: Sequence[tuple[str, int]], *, arena_bytes: int) -> None:
+        assert len(quotas) <= QUOTA_COUNT_MAX
+        promised = [size for _, size in quotas]
+        assert sum(promised) <= arena_bytes, "more is promised than there is"
+        self.names = ["", *(name for name, _ in quotas)]
+        self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
+        self.held = np.zeros(len(self.share), dtype=np.int64)
+        self.pinned = [0] * len(self.share)
+        """Bytes of each group's slots that are pinned."""
+        self.floor = [0] * len(self.share)
+        """Bytes pinned by group when an earlier process's state was taken over."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are quotas."""
+        return len(self.share) > 1
+
+    def group(self, *, label: str, tenant: str) -> QuotaGroup:
+        """Group of an engine: of its model's quota, or else its tenant's."""
+        for name in (label, tenant):
+            if name and name in self.names:
+                return QuotaGroup(self.names.index(name))
+        return OTHERS
+
+    def is_full(self, group: QuotaGroup, more_bytes: int) -> bool:
+        """Whether a group would exceed its share with `more_bytes`."""
+        return bool(self.held[group] + more_bytes > self.share[group])
+
+    def givers(self, asker: QuotaGroup, more_bytes: int) -> list[QuotaGroup]:
+        """Groups that make room for `more_bytes` of `asker`, in the order in which they give
+        way."""
+        above = np.argsort(self.share - self.held, kind="stable").tolist()
+        others = [QuotaGroup(g) for g in above if g != asker and self.held[g] > self.share[g]]
+        return [asker, *others] if self.is_full(asker, more_bytes) else [*others, asker]
+
+    def spare_bytes(self, giver: QuotaGroup, asker: QuotaGroup) -> int:
+        """Bytes that `giver` can lose to `asker`."""
+        surplus = self.held[giver] - self.share[giver]
+        return int(self.held[giver] if giver == asker else max(0, surplus))
+
+    def can_lose(self, asker: QuotaGroup, size_bytes: int) -> NDArray[np.bool_]:
+        """Mask of groups that can lose `size_bytes` in one piece to `asker`."""
+        may: NDArray[np.bool_] = self.held - self.share >= size_bytes
+        may[asker] = True
+        return may
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────
@@ -40,7 +97,7 @@ if TYPE_CHECKING:
 # of engines and tenants come from engines, while the kernel identifies a process: one with many
 # names has one part. Slots count while they are granted or in quarantine.
 #
-# Does not cover: other pins of an account (`pins`), processes that fork.
+# Does not cover: other pins of an account, processes that fork.
 
 Weights = list[tuple[int, int]]
 """Bytes of some slots by group: [(group, bytes)]."""
@@ -116,6 +173,23 @@ class Processes:
 
 
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────
+# Protection of slots against eviction, by account, and limits of each account.
+#
+# A slot is pinned while it is leased, served to another node, written to disk from, or writable:
+# granted, in quarantine, read or fetched into. A slot counts once for its group, and for each
+# account that pins it:
+#
+#     group ─┬─ the engines of one tenant ─── one engine        ENGINE_PART each time
+#            └─ all other nodes ───────────── one node          NODE_PART each time
+#
+# 1. Pinned slots of a group are no more than its share. So the excess of others can be evicted, and
+#    every group reaches its share, whatever is pinned. One block is always allowed.
+# 2. An account may pin a part of the rest that its siblings' pins leave of the limit of the account
+#    above it: alone it may have most, and some is left for the next one.
+# 3. A pin ends with its block: a freed slot has no leases.
+#
+# Names of accounts come from engines. Their writable slots are bounded by process, as the kernel
+# identifies it (`Processes`).
 
 ENGINE_PART: Final = (15, 16)
 """Part of the rest that an engine may pin, and a tenant: with both, a single engine gets seven
