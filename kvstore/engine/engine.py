@@ -56,10 +56,9 @@ from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.moves.intake import Intake
-from kvstore.engine.moves.pushes import Pushes
+from kvstore.engine.moves.pushes import Pushes, Transfers
 from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.stores import Stores
-from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.lookups import Lookups

@@ -25,7 +25,7 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words, prints
 from kvstore.engine.memory.residency import Change, Offers, Residency
 from kvstore.engine.memory.slots import Slots
-from kvstore.engine.moves.pace import Paces
+from kvstore.engine.moves.jobs import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from kvstore.engine.memory.policies import NONE, Words
-from kvstore.engine.moves.expected import Expectation, Expectations, ExpectedKeys
 from kvstore.engine.moves.fetches import (
     ABSENT_MAX,
     COMING_BYTES,
@@ -19,14 +18,13 @@ from kvstore.engine.moves.fetches import (
     LOCATES_MAX,
     Fetches,
 )
-from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.grants import Extents, Grants, LandingSlab
 from kvstore.engine.moves.hbm import MOVING_BYTES_MAX, HbmCopies
 from kvstore.engine.moves.jobs import Jobs
-from kvstore.engine.moves.landing import Extents, LandingSlab
 from kvstore.engine.moves.pushes import JOBS_MAX, Pushes
 from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.writes import Writes
-from kvstore.engine.sessions.awaited import Awaited
+from kvstore.engine.sessions.awaited import Awaited, Expectation, Expectations, ExpectedKeys
 
 
 def words_of(jobs: Jobs[Any]) -> Words:

@@ -15,7 +15,7 @@ import pytest
 from kvstore.client.core import costs
 from kvstore.client.core.pace import LOADS_MIN
 from kvstore.client.core.waits import ADVANCE_SHARE, BlockWait, Odds, WaitAccount
-from kvstore.engine.moves.pace import READS, ReadPace
+from kvstore.engine.moves.jobs import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.amounts import amount
 from tests.sim.slow_disk import Setting, SlowDiskWorld, Story

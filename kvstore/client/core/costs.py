@@ -5,7 +5,7 @@
     wait          for blocks that are on their way: those that come in time are loaded, the rest is
                   computed (`waits`)
 
-Pure. Does not cover: the estimates of disks and nodes (`kvstore.engine.moves.pace`).
+Pure. Does not cover: the estimates of disks and nodes (`kvstore.engine.moves.jobs`).
 """
 
 from __future__ import annotations

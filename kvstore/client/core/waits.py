@@ -22,7 +22,7 @@ over some minutes, but for the advance to the first request that meets a source 
 slow.
 
 No wait loses more than computing takes, as with ski rental (Karlin et al., 1988).
-Pure. Does not cover: the estimate (`kvstore.engine.moves.pace`).
+Pure. Does not cover: the estimate (`kvstore.engine.moves.jobs`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Does not cover: bringing the blocks (`files`, `fetches`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -220,3 +220,16 @@ class Arrivals:
 def count_of(origins: Origins | None, origin: Origin) -> int:
     """Number of blocks from this origin."""
     return 0 if origins is None else int(np.count_nonzero(tiers_of(origins) == origin))
+
+
+def flags_of(
+    groups: Mapping[tuple[int, ...], Collection[bytes]], scopes: Sequence[int], keys: Keys
+) -> NDArray[np.bool_]:
+    """Flags [S][n] of the keys that are in `groups`, of keys by the scopes (all shards) in which
+    they are wanted."""
+    flags = np.zeros((len(scopes), len(keys)), dtype=bool)
+    for these, its in groups.items():
+        if not frozenset(these).isdisjoint(scopes):
+            found = (key in its for key in each(keys))
+            flags[np.isin(scopes, these)] |= np.fromiter(found, dtype=bool, count=len(keys))
+    return flags

@@ -27,11 +27,9 @@ from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.memory.residency import leading
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
-from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
-from kvstore.engine.moves.expected import flags_of
+from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name, flags_of
 from kvstore.engine.moves.intake import Incoming, Intake
-from kvstore.engine.moves.jobs import Jobs, pieces
-from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
+from kvstore.engine.moves.jobs import NS_PER_BYTE_GUESS, Jobs, ReadPace, pieces
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason

@@ -19,8 +19,8 @@ from kvstore.engine.events import (
     Serve,
 )
 from kvstore.engine.moves import files as files_module
-from kvstore.engine.moves.pace import ReadPace
-from kvstore.engine.moves.read_queue import STALE_MAX
+from kvstore.engine.moves.files import STALE_MAX
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import MIB
 from kvstore.wire.messages import Hint, LeaseMore, LeaseRelease

@@ -23,9 +23,9 @@ from kvstore.engine.events import (
     Received,
     Tick,
 )
-from kvstore.engine.moves import read_queue as queue_module
-from kvstore.engine.moves.landing import LandingSlab
-from kvstore.engine.moves.pace import ReadPace
+from kvstore.engine.moves import files as queue_module
+from kvstore.engine.moves.grants import LandingSlab
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.types import PAGE_BYTES, ConnectionId
 from kvstore.wire.messages import (
     Distrust,

@@ -16,7 +16,7 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
 )
-from kvstore.engine.moves.pace import ReadPace
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,

@@ -16,7 +16,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
-from kvstore.engine.moves.pace import READS, ReadPace
+from kvstore.engine.moves.jobs import READS, ReadPace
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.layout import shard_bytes

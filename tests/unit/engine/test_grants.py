@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvstore.engine.events import AnswerPeer, LandingUp, Pushed, PushOver
-from kvstore.engine.moves import expected, grants, pushes, transfers
-from kvstore.engine.moves.expected import STALLED_NS
-from kvstore.engine.moves.landing import LandingSlab
+from kvstore.engine.moves import grants, pushes
+from kvstore.engine.moves.grants import LandingSlab
 from kvstore.engine.moves.pushes import LOOK_NS, NEWS_NS
 from kvstore.engine.sessions import awaited
+from kvstore.engine.sessions.awaited import STALLED_NS
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushEnd, PushExpect, PushOpen
@@ -206,8 +206,8 @@ def test_a_peer_with_more_than_its_share_takes_nothing() -> None:
 def test_another_engine_can_name_as_many_transfers_as_it_likes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
-    monkeypatch.setattr(transfers, "ALL_MAX", 8)
+    monkeypatch.setattr(pushes, "TRANSFERS_MAX", 4)
+    monkeypatch.setattr(pushes, "ALL_MAX", 8)
     pair = opened()
     other = Peer(pair.p, "other", tenant="u")
     for number in range(20):
@@ -221,7 +221,7 @@ def test_another_engine_can_name_as_many_transfers_as_it_likes(
 def test_an_engine_forgets_transfers_that_have_ended_before_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
+    monkeypatch.setattr(pushes, "TRANSFERS_MAX", 4)
     pair = opened()
     for number in range(20):
         pair.open(f"x{number}")
@@ -238,7 +238,7 @@ def test_an_engine_forgets_transfers_that_have_ended_before_others(
 
 
 def test_transfers_of_engines_that_are_gone_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "ALL_MAX", 8)
+    monkeypatch.setattr(pushes, "ALL_MAX", 8)
     pair = opened()
     for number in range(3):
         gone = Peer(pair.p, f"gone{number}", tenant="u")
@@ -253,10 +253,10 @@ def test_transfers_of_engines_that_are_gone_go_first(monkeypatch: pytest.MonkeyP
 
 def test_a_process_and_all_processes_expect_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of engines are no way around it; what is refused is reported as any other push."""
-    monkeypatch.setattr(expected, "KEYS_MAX", 4)
-    monkeypatch.setattr(expected, "ALL_KEYS_MAX", 5)
-    monkeypatch.setattr(expected, "EXPECTS_MAX", 2)
-    monkeypatch.setattr(expected, "ALL_EXPECTS_MAX", 3)
+    monkeypatch.setattr(awaited, "KEYS_MAX", 4)
+    monkeypatch.setattr(awaited, "ALL_KEYS_MAX", 5)
+    monkeypatch.setattr(awaited, "EXPECTS_MAX", 2)
+    monkeypatch.setattr(awaited, "ALL_EXPECTS_MAX", 3)
     pair = PushPair()
     engines = [Peer(pair.d, f"e{n}", process=process) for n, process in enumerate((1, 1, 2, 3))]
 

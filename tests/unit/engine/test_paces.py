@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.moves.pace import READS, Paces, ReadPace
+from kvstore.engine.moves.jobs import READS, Paces, ReadPace
 from kvstore.types import SpaceId
 from kvstore.units import MIB
 from kvstore.wire.learned import (

@@ -16,10 +16,9 @@ from kvstore.engine.events import (
     WritePush,
 )
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
-from kvstore.engine.moves.pushes import LOOK_NS
-from kvstore.engine.moves.transfers import SEALS_NS
+from kvstore.engine.moves.pushes import LOOK_NS, SEALS_NS
+from kvstore.engine.sessions.awaited import STALLED_GAPS, STALLED_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
