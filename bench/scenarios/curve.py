@@ -30,7 +30,7 @@ from bench.scenarios.workloads import BLOCK_TOKENS, GENERATED, Workload, recorde
 from kvstore.engine.memory.policies import POLICIES, Words, maker
 from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.why.curve import SCALES, BlockEvent, Curve
 from kvstore.types import KEY_BYTES, SLOT_BYTES_MIN, SpaceId
 

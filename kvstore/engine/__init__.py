@@ -6,11 +6,10 @@
 | `events`    | the values that go in and come out                | –                           |
 | `agenda`    | what is looked at when: by time, by name          | –                           |
 | `state`     | tables that the rooms share, counts for /metrics | –                       |
-| `witness`   | values of reports about blocks, for `why`         | –                           |
 | `memory/`   | slots, tiers of each block, eviction              | transitions → states        |
 | `sessions/` | attached engines, their lookups and leases        | Hellos, asks → replies      |
 | `moves/`    | blocks that come to dram and leave it             | seals, ends → reads, writes |
-| `trust/`    | scrubs, and spaces that are switched off          | –                           |
+| `trust`     | scrubs, and spaces that are switched off          | findings → counts, off, on  |
 | `why/`      | results of lookups, stories, snapshots            | engine → rows               |
 
 Other packages import only names of this module and of `events`, by a contract of pyproject.toml.
@@ -38,19 +37,23 @@ if TYPE_CHECKING:
         JournalUnusable as JournalUnusable,
     )
     from kvstore.engine.memory.policies import POLICIES as POLICIES
-    from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
-    from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
-    from kvstore.engine.trust.scrubs import NO_PASS as NO_PASS, Sealed as Sealed
-    from kvstore.engine.why.ages import BOUNDS_S as BOUNDS_S, Ages as Ages
-    from kvstore.engine.why.curve import CurveReport as CurveReport
+    from kvstore.engine.sessions.owners import (
+        OwnerKey as OwnerKey,
+        UnservedReport as UnservedReport,
+    )
+    from kvstore.engine.trust import NO_PASS as NO_PASS, Sealed as Sealed
+    from kvstore.engine.why.curve import (
+        BOUNDS_S as BOUNDS_S,
+        Ages as Ages,
+        CurveReport as CurveReport,
+    )
     from kvstore.engine.why.explain import (
         HashingReport as HashingReport,
         RequestReport as RequestReport,
     )
     from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS, RangeReport as RangeReport
-    from kvstore.engine.why.hottest import hottest_runs as hottest_runs
     from kvstore.engine.why.ledger import Ledger as Ledger, SavingsReport as SavingsReport
-    from kvstore.engine.why.reasons import Reason as Reason
+    from kvstore.engine.why.reasons import PushReport as PushReport, Reason as Reason
     from kvstore.engine.why.report import (
         NO_BUDGET as NO_BUDGET,
         BlockReport as BlockReport,
@@ -60,26 +63,22 @@ if TYPE_CHECKING:
         QuotaReport as QuotaReport,
         SpaceReport as SpaceReport,
         TierReport as TierReport,
+        hottest_runs as hottest_runs,
     )
-    from kvstore.engine.witness import PushReport as PushReport
 
 _PLACES: Final = {
     "engine": "CLEAR_ROWS_MAX Engine EngineConfig",
     "memory.journal": "LAYOUT_VERSION UNREADABLE Journal JournalUnusable",
     "memory.policies": "POLICIES",
-    "sessions.owners": "OwnerKey",
-    "sessions.unserved": "UnservedReport",
-    "trust.scrubs": "NO_PASS Sealed",
-    "why.ages": "BOUNDS_S Ages",
-    "why.curve": "CurveReport",
+    "sessions.owners": "OwnerKey UnservedReport",
+    "trust": "NO_PASS Sealed",
+    "why.curve": "BOUNDS_S Ages CurveReport",
     "why.explain": "HashingReport RequestReport",
     "why.findings": "SPACE_DIGITS RangeReport",
-    "why.hottest": "hottest_runs",
     "why.ledger": "Ledger SavingsReport",
-    "why.reasons": "Reason",
+    "why.reasons": "PushReport Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
-    " TierReport",
-    "witness": "PushReport",
+    " TierReport hottest_runs",
 }
 
 

@@ -61,21 +61,17 @@ from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import Awaited
-from kvstore.engine.sessions.lookups import Lookups
-from kvstore.engine.sessions.owners import Connection
-from kvstore.engine.sessions.prepares import Prepares
+from kvstore.engine.sessions.lookups import Lookups, Prepares
+from kvstore.engine.sessions.owners import Connection, UnservedReport, unserved
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.engine.sessions.unserved import UnservedReport, unserved
 from kvstore.engine.state import Counters, EngineConfig, State, adopt
-from kvstore.engine.trust.scrubs import Scrubs, Sealed
-from kvstore.engine.trust.switches import Switches
+from kvstore.engine.trust import Scrubs, Sealed, Switches
 from kvstore.engine.why import report
-from kvstore.engine.why.ages import Ages
-from kvstore.engine.why.curve import CurveReport
+from kvstore.engine.why.curve import Ages, CurveReport
 from kvstore.engine.why.explain import Explain
-from kvstore.engine.why.hottest import NamedBlocks, UsedSlots, named, used_slots
 from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.report import NamedBlocks, UsedSlots, named, used_slots
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Stored
 from kvstore.wire.learned import Learned, within_bounds

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvstore.engine.memory.journal import JournalContents
-from kvstore.engine.witness import Staged as Staged, StoryTold as StoryTold
+from kvstore.engine.why.reasons import Staged as Staged, StoryTold as StoryTold
 from kvstore.tier_events import (
     FileCommand as FileCommand,
     FileEvent as FileEvent,

@@ -27,13 +27,10 @@ from kvstore.engine.memory.residency import Change, Offers, Residency
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.jobs import Paces
 from kvstore.engine.sessions.leases import Leases
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
-from kvstore.engine.sessions.unserved import Refusals
-from kvstore.engine.why.ages import Ages
-from kvstore.engine.why.curve import Curve
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey, Refusals
+from kvstore.engine.why.curve import Ages, Curve
 from kvstore.engine.why.ledger import Ledger
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.tombstones import Names, stamp
+from kvstore.engine.why.reasons import Names, Reason, stamp
 from kvstore.engine.why.trail import Trail
 from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
@@ -174,7 +171,7 @@ class KnownSpace(msgspec.Struct, frozen=True):
 
 
 class Off(msgspec.Struct, frozen=True):
-    """A space that is switched off (`switches`)."""
+    """A space that is switched off (`trust`)."""
 
     tier: Tier | None
     """Tier that is off for the space; None: all."""

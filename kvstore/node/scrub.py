@@ -7,7 +7,7 @@ after that, so a slot that was reused meanwhile is nobody's fault. The loop is a
 some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
 
 Does not cover: what is logged (`passes.py`), which blocks, and what becomes of bad ones
-(`kvstore.engine.trust.scrubs`), how fast (`kvstore.tiers.file.config`), the disk tier's scrub
+(`kvstore.engine.trust`), how fast (`kvstore.tiers.file.config`), the disk tier's scrub
 (`kvstore.tiers.file.scrub`).
 """
 

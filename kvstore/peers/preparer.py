@@ -16,8 +16,8 @@ Each peer takes one run after the other, by the means and limits of any fetch; w
 since no engine of that space is attached to it, or since computing is quicker there, is offered to
 the next. Meanwhile the node that leaves serves as before.
 
-Does not cover: what is brought, and for whom (`engine.sessions.prepares`), which blocks are hottest
-(`engine.why.hottest`), when the process ends (`supervisor`, `node.node`).
+Does not cover: what is brought, and for whom (`engine.sessions.lookups`), which blocks are hottest
+(`engine.why.report`), when the process ends (`supervisor`, `node.node`).
 """
 
 from __future__ import annotations

@@ -28,12 +28,10 @@ REFUSALS = {
     "kvstore/engine/sessions/awaited.py": "Hangup, PushEnd",
     "kvstore/engine/moves/pushes.py": "the last word about a grant",
     "kvstore/engine/moves/stores.py": "Hangup",
-    "kvstore/engine/sessions/lookups.py": "Hangup",
-    "kvstore/engine/sessions/owners.py": "refused Hellos",
-    "kvstore/engine/sessions/prepares.py": "preparations refused, for routers",
+    "kvstore/engine/sessions/lookups.py": "Hangup; preparations refused, for routers",
+    "kvstore/engine/sessions/owners.py": "refused Hellos; engines without a session",
     "kvstore/engine/sessions/sessions.py": "refused Hellos",
     "kvstore/client/core/dial.py": "notices of an attachment",
-    "kvstore/engine/sessions/unserved.py": "engines without a session",
 }
 """File → what its sentences are."""
 WORDS_MIN = 4

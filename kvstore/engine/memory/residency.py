@@ -24,8 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.memory.table import FEW_SCOPES, NO_ROWS, BlockTable, Keys, Rows, tallied
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.tombstones import Tombstones, restamp
+from kvstore.engine.why.reasons import Reason, Tombstones, restamp
 from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX

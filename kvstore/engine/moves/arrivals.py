@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.residency import Run, leading, leading_run
 from kvstore.engine.memory.table import Keys, Rows, each
-from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.leases import Lease
-from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
+from kvstore.engine.why.reasons import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 16

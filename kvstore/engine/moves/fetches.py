@@ -30,10 +30,9 @@ from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name, flags_of
 from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import NS_PER_BYTE_GUESS, Jobs, ReadPace, pieces
-from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.witness import Wanted
+from kvstore.engine.why.reasons import Reason, Wanted
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 

@@ -44,7 +44,7 @@ from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name
 from kvstore.engine.moves.intake import Copies, Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs, ReadPace
 from kvstore.engine.moves.writes import Writes
-from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier

@@ -27,8 +27,7 @@ from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.intake import Admission
 from kvstore.engine.moves.jobs import Jobs, pieces
-from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import OwnerGroup
+from kvstore.engine.sessions.owners import Asker, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, NS_PER_S

@@ -25,10 +25,9 @@ from kvstore.engine.memory.slots import Pool, Slots
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.writes import Writes
-from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.witness import Origin
+from kvstore.engine.why.reasons import Origin, Reason
 from kvstore.types import Tier
 from kvstore.wire.messages import checksums_array
 

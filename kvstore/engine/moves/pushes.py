@@ -36,11 +36,10 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.servings import Servings
-from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.leases import Lease
-from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.witness import PushReport, PushTimes
+from kvstore.engine.why.reasons import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushClose, PushOpen, keys_array

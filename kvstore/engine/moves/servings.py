@@ -23,8 +23,8 @@ from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.sessions.askers import Asker, asker
 from kvstore.engine.sessions.leases import Lease
+from kvstore.engine.sessions.owners import Asker, asker
 from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S

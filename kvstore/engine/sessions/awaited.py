@@ -25,10 +25,9 @@ from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name, flags_of
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.pushes import EVER, LOOK_NS, Transfers
-from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.witness import PushReport, PushTimes
+from kvstore.engine.why.reasons import PushReport, PushTimes
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import PushEnd, PushExpect, keys_array

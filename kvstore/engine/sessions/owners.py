@@ -1,20 +1,99 @@
 """Owners: attached engine instances, their connections and sessions.
 
 An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 3 for how a session
-forms, ADR 2 for ranks that hold the same shard. Holds facts only; `sessions` acts on them (frees
-slots, sends datagrams).
+forms, ADR 2 for ranks that hold the same shard. Holds facts only, whether an engine's parts fit,
+and which engines are not served; `sessions` acts on them (frees slots, sends datagrams).
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
 
-from kvstore.engine.sessions.askers import Asker
+import msgspec
+
+from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.types import ConnectionId, Shard, SpaceId
+from kvstore.units import NS_PER_S
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
-from kvstore.wire.space import Group
+from kvstore.wire.space import Group, Space
+
+# ── askers ────────────────────────────────────────────────────────────────────────────────────────
+# For whom blocks are brought to dram: an engine, another node that fetches from this one, or a
+# router on behalf of an engine. Blocks on their way outlive the engine that asked, so nothing here
+# refers to it.
+
+ANOTHER_NODE = "(another node)"
+"""Title of an asker that is another node."""
+A_ROUTER = "(a router)"
+"""Title of an asker that is a router, for blocks that are brought before an engine asks."""
+
+
+class Asker(msgspec.Struct, frozen=True):
+    """One KV cache group that blocks are brought for; one column per distinct shard, as in a
+    session."""
+
+    tenant: str
+    space: SpaceId
+    shards: tuple[Shard, ...]
+    scopes: tuple[int, ...]
+    """Scopes of the shards, valid while the engine is attached or blocks of them are held."""
+    slot_sizes: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    head_bytes: tuple[int, ...]
+    block_tokens: int
+    quota: QuotaGroup
+    engine: str
+    """Engine whose share of bounded resources is used."""
+    title: str
+    """Name for people, in explanations of evictions."""
+    is_ahead: bool = False
+    """Whether no request waits for the blocks yet: they take at most half of the room in motion."""
+
+    @property
+    def address(self) -> tuple[str, SpaceId]:
+        """Tenant and space."""
+        return self.tenant, self.space
+
+    def is_of(self, tenant: str | None, space: bytes | None) -> bool:
+        """Whether its blocks are of this tenant and space; None: of any."""
+        return tenant in (None, self.tenant) and space in (None, self.space)
+
+    def column(self, number: int) -> Asker:
+        """This asker for the shard in one column only."""
+        its = ("shards", "scopes", "slot_sizes", "block_bytes")
+        return msgspec.structs.replace(self, **{f: (getattr(self, f)[number],) for f in its})
+
+
+def asker(
+    address: tuple[str, SpaceId],
+    space: Space,
+    columns: Sequence[tuple[Shard, int]],
+    *,
+    quota: QuotaGroup = OTHERS,
+    engine: str = ANOTHER_NODE,
+    title: str = ANOTHER_NODE,
+) -> Asker:
+    """The asker for an engine or for another node. `columns`: shards and their scopes."""
+    sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
+    return Asker(
+        tenant=address[0],
+        space=address[1],
+        shards=tuple(shard for shard, _ in columns),
+        scopes=tuple(scope for _, scope in columns),
+        slot_sizes=tuple(slot_bytes(size) for size in sizes),
+        block_bytes=sizes,
+        head_bytes=space.head_bytes,
+        block_tokens=space.block_tokens,
+        quota=quota,
+        engine=engine,
+        title=title,
+    )
+
+
+# ── owners ────────────────────────────────────────────────────────────────────────────────────────
 
 OwnerKey = tuple[str, str, str]
 """Tenant, engine id, nonce."""
@@ -222,3 +301,74 @@ def _overlap(shards: list[Shard]) -> bool:
         and b.head_begin < a.head_end
         for a, b in itertools.combinations(shards, 2)
     )
+
+
+# ── unserved ──────────────────────────────────────────────────────────────────────────────────────
+# Engines that this node does not serve, and why: an operator must see them.
+#
+# Three kinds. An engine that reports that its ranks cannot be served, such as ones whose cache is
+# on a GPU (`Unserved`). One that this node refused (`objection`), for as long as it asks again. One
+# whose scheduler is attached, but whose session does not open. Not among them: ranks without a
+# scheduler, which are an engine that is still starting; and refusals before there is an engine,
+# such as of a uid (`kvstore.node.connection`).
+
+FORMS_NS_MAX: Final = 30 * NS_PER_S
+"""A session that has not opened this long after its scheduler attached will not open: ranks attach
+before their scheduler does."""
+REFUSED_NS_MAX: Final = 30 * NS_PER_S
+"""A refusal is shown for this long: a refused engine asks again after 10 s, and one that did not is
+gone."""
+REFUSED_COUNT_MAX: Final = 64
+
+
+class UnservedReport(msgspec.Struct, frozen=True):
+    """An engine without a session."""
+
+    engine: str
+    tenant: str
+    reason: str
+
+
+class Refusals:
+    """Engines that were refused lately; at most REFUSED_COUNT_MAX."""
+
+    def __init__(self) -> None:
+        self._last: dict[OwnerKey, tuple[str, int, bool]] = {}
+
+    def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
+        """Add a refusal, in place of an earlier one of this engine; the latest ones stay.
+        `is_full`: the node had no room for it."""
+        self._last.pop(owner, None)
+        self._last[owner] = (reason, now_ns, is_full)
+        if len(self._last) > REFUSED_COUNT_MAX:
+            del self._last[next(iter(self._last))]
+
+    def rows(self, now_ns: int, *, is_full: bool) -> list[UnservedReport]:
+        """Rows of refused engines that may still be there. `is_full`: whether the node has no room
+        now; if it has, refusals for want of room are left out."""
+        return [
+            UnservedReport(engine, tenant, f"refused: {reason}")
+            for (tenant, engine, _), (reason, at_ns, was_full) in self._last.items()
+            if now_ns - at_ns <= REFUSED_NS_MAX and (is_full or not was_full)
+        ]
+
+
+def unserved(
+    owners: Iterable[Owner], refusals: Refusals, now_ns: int, *, is_full: bool
+) -> list[UnservedReport]:
+    """One row for each engine that is attached without being served, or was refused lately."""
+    attached = [(owner, _reason(owner, now_ns)) for owner in owners]
+    rows = [UnservedReport(each.title, each.key[0], reason) for each, reason in attached if reason]
+    return rows + refusals.rows(now_ns, is_full=is_full)
+
+
+def _reason(owner: Owner, now_ns: int) -> str:
+    if owner.open_session:
+        return ""
+    if owner.unserved:
+        return owner.unserved
+    if owner.scheduler is None or now_ns - owner.waits_since_ns <= FORMS_NS_MAX:
+        return ""
+    if owner.is_complete:
+        return "its ranks do not answer: one of them may be stopped"
+    return f"{len(owner.ranks)} of its {owner.rank_count} ranks are attached"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.sessions.askers import asker
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, objection
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, asker, objection
 from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId, EngineSource, SpaceId
 from kvstore.wire.layout import Slab

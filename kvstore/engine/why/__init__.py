@@ -2,15 +2,11 @@
 
 | module     | cares about                                | in → out          |
 |------------|--------------------------------------------|-------------------|
-| `reasons`  | codes of misses, in one table              | –                 |
+| `reasons`  | codes of misses, tombstones, values of reports | –             |
 | `trail`    | reports of moves, in a bounded history     | calls → those below |
-| `tombstones` | blocks that left, why and when           | keys → stamps     |
-| `findings` | results of lookups, and why not more       | LeaseAsk → ranges |
-| `searches` | results of questions to other nodes        | questions → counts |
+| `findings` | results of lookups and searches, and why not more | LeaseAsk → ranges |
 | `explain`  | recent requests                            | Story, findings → rows |
-| `ages`     | time since the last use of evicted blocks  | order, time → counts |
-| `curve`    | hits with dram of other sizes              | lookups → ratios  |
+| `curve`    | hits with dram of other sizes, ages of evictions | lookups → ratios |
 | `ledger`   | sums over all requests                     | Story, rows → counts |
-| `hottest`  | blocks used last                           | engine → keys     |
-| `report`   | snapshots for inspect                      | engine → rows     |
+| `report`   | snapshots for inspect, blocks used last    | engine → rows     |
 """

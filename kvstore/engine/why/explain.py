@@ -20,8 +20,7 @@ from kvstore.engine.events import Staged, StoryTold
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeReport, cut, examine
-from kvstore.engine.why.reasons import Reason, reason_of
-from kvstore.engine.witness import PushReport
+from kvstore.engine.why.reasons import PushReport, Reason, reason_of
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_US
 from kvstore.wire.layout import whole_block_bytes

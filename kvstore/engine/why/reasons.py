@@ -1,17 +1,33 @@
-"""Why a block is not here, was not loaded, or did not come: codes, for rows and tombstones.
+"""Why a block is not here, was not loaded, or did not come: codes, tombstones that keep them, and
+the values that moves and lookups report to the trail.
 
-Numbers never change: rows cross from a node to a command of another version. Those of departures
-fit the byte that a tombstone has for them. Does not cover: their texts (`kvstore.obs.reasons`).
+Does not cover: texts of reasons (`kvstore.obs.reasons`), the records that are kept (`trail`).
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.table import Keys
+from kvstore.units import NS_PER_MS, NS_PER_US
+from kvstore.wire.messages import Story
+
+if TYPE_CHECKING:
+    from kvstore.engine.why.explain import RequestReport
+    from kvstore.engine.why.findings import RangeReport
 
 
 class Reason(enum.IntEnum):
-    """Reason of a range of blocks, of a request, or of a question to the index."""
+    """Reason of a range of blocks, of a request, or of a question to the index.
+
+    Numbers never change: rows cross from a node to a command of another version. Those of
+    departures fit the byte that a tombstone has for them.
+    """
 
     NONE = 0
 
@@ -109,3 +125,203 @@ _OF_ENGINES: Final = {
 def reason_of(outcome: str) -> Reason:
     """Reason for an engine's `Story.outcome`, which says why no blocks, or no more, were loaded."""
     return _OF_ENGINES.get(outcome, Reason.OTHER_VERSION)
+
+
+# ── tombstones ────────────────────────────────────────────────────────────────────────────────────
+# Tombstones of blocks that left: why, when, and for which engine. Bounded; newest wins.
+#
+#     block ── leaves its last tier ──▶ one entry of 16 bytes at a place given by its print
+#
+# One flat array. If the prints of two blocks lead to one place, the later block stays, so a block
+# that is not found here was never stored or left too long ago. A print is 64 bits of scope and key:
+# a tombstone may, very rarely, be another block's. This affects explanations, never bytes. Does not
+# cover: blocks that a tier still holds (`residency`), use by lookups (`findings`).
+
+COUNT_MAX: Final = 1 << 20
+"""Most entries; 16 MiB."""
+NAMES_MAX: Final = 4096
+_MIX: Final = 0x9E3779B97F4A7C15
+_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
+NAME_SHIFT: Final = 8
+TIME_SHIFT: Final = 24
+
+Stamps = NDArray[np.uint64]
+"""Packed: time in ms from bit 24 on, number of a name from bit 8 on, reason. 0: not known."""
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A stamp, unpacked."""
+
+    why: Reason
+    name: int
+    at_ms: int
+
+
+class Names:
+    """Short texts by number; 0 is the empty text, and any new text when all numbers are taken."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {"": 0}
+
+    def number(self, name: str) -> int:
+        """Number of this text, a new one for a new text."""
+        if len(self._numbers) < NAMES_MAX:
+            self._numbers.setdefault(name, len(self._numbers))
+        return self._numbers.get(name, 0)
+
+    def text(self, number: int) -> str:
+        return list(self._numbers)[number]
+
+
+def stamp(why: Reason, name: int, now_ns: int) -> int:
+    """Packed stamp of a reason, a name's number and a time; never 0."""
+    assert 0 <= name < NAMES_MAX
+    return now_ns // NS_PER_MS << TIME_SHIFT | name << NAME_SHIFT | why
+
+
+def restamp(packed: int, why: Reason) -> int:
+    """`packed` with another reason, without a name; 0 stays 0."""
+    return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
+
+
+def unpack(packed: int) -> Departure:
+    """The parts of a stamp."""
+    low = packed & ((1 << TIME_SHIFT) - 1)
+    why = Reason(low & ((1 << NAME_SHIFT) - 1))
+    return Departure(why=why, name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT)
+
+
+class Tombstones:
+    """Stamps of the blocks that left one node, by scope and key."""
+
+    def __init__(self, *, block_count_max: int) -> None:
+        size = min(COUNT_MAX, 1 << max(4, (block_count_max - 1).bit_length()))
+        self._mask = np.uint64(size - 1)
+        # Print and stamp side by side: one cache line a block.
+        self._entries = np.zeros((size, 2), dtype=np.uint64)
+        self.has_overwritten = False
+        """Whether any entry gave way to another block's."""
+
+    def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
+        """Record that these blocks left, all with one stamp."""
+        prints = keys[:, 0] ^ (scopes.astype(np.uint64) * np.uint64(_MIX))
+        places = (prints & self._mask).astype(np.int64)
+        if not self.has_overwritten:
+            old = self._entries[places]
+            self.has_overwritten = bool(((old[:, 1] != 0) & (old[:, 0] != prints)).any())
+        self._entries[places, 0] = prints
+        self._entries[places, 1] = packed
+        if not self.has_overwritten:  # by another one of these
+            self.has_overwritten = bool((self._entries[places, 0] != prints).any())
+
+    def find(self, scope: int, keys: Keys) -> Stamps:
+        """Stamp of each key, 0 where none is known."""
+        prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
+        entries = self._entries[(prints & self._mask).astype(np.int64)]
+        return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))
+
+
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Origin(enum.IntEnum):
+    """Place of a leased block when it was asked for."""
+
+    DRAM = 0
+    FILE = 1
+    PEER = 2
+
+
+Origins = NDArray[np.int64]
+"""An `Origin` per block, and from bit SEARCH_SHIFT on the number of the index query that led to
+it."""
+SEARCH_SHIFT: Final = 8
+
+
+def tiers_of(origins: Origins) -> NDArray[np.int64]:
+    """The `Origin` of each block alone."""
+    return origins & ((1 << SEARCH_SHIFT) - 1)
+
+
+class Wanted(NamedTuple):
+    """Result of asking other nodes for blocks of a lookup: how many may come, and by which
+    query."""
+
+    coming: int = 0
+    """Number of leading blocks that are on their way from other nodes, or may be."""
+    number: int = 0
+    """Number of the index query or fetch that brings these blocks, or that brought none; 0: other
+    nodes were not asked."""
+    at: int = 0
+    """Place of the lookup's first key among the keys of that query or fetch."""
+
+
+class PushReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One push of a request's blocks, to this node (`side` decode) or from it for a grant (`side`
+    prefill). Times are in µs since the blocks were asked for; 0: never."""
+
+    side: str
+    node: str
+    """The node at the other end."""
+    group: int = 0
+    first_block: int = 0
+    """Number of the first block, in the prompt (decode) or in the grant (prefill)."""
+    blocks: int
+    held: int = 0
+    """Blocks of these that were here before."""
+    pushed: int
+    reason: str
+    """Why the rest of the blocks did not come; empty: all came."""
+    granted_us: int = 0
+    first_us: int = 0
+    last_us: int = 0
+    sealed_us: int = 0
+    ended_us: int = 0
+
+
+class PushTimes(msgspec.Struct):
+    """When a push reached its stages, on the node's clock; 0: not yet."""
+
+    since_ns: int
+    granted_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    sealed_ns: int = 0
+
+    def moved(self, now_ns: int) -> None:
+        """Note that bytes came, or were written, at this time."""
+        self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
+
+    def as_us(self, now_ns: int) -> dict[str, int]:
+        """Fields of a PushReport made now: name of each time, in µs since `since_ns`. A stage
+        reached in the step that asked counts as 1 µs, because 0 means never."""
+        reached = {f.removesuffix("_ns"): getattr(self, f) for f in self.__struct_fields__[1:]}
+        reached["ended"] = now_ns
+        return {
+            f"{name}_us": max(1, (at_ns - self.since_ns) // NS_PER_US) if at_ns else 0
+            for name, at_ns in reached.items()
+        }
+
+
+class StoryTold(msgspec.Struct, frozen=True):
+    """A request ended, for traces. Only if EngineConfig.tell_stories."""
+
+    row: RequestReport
+    ranges: tuple[RangeReport, ...]
+    story: Story
+    ended_ns: int
+    """When the request ended, on the node's clock."""
+    block_bytes: int
+    """Size of a block of the first KV cache group, all shards together; 0: not known."""
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """Duration of a stage of pushes from a peer, for metrics and warnings; the stage has ended."""
+
+    stage: Literal["push_seal", "push_token"]
+    """push_seal: from the message that blocks are there until they are sealed. push_token: from the
+    end of the push until the first token of its request."""
+    node: str
+    took_ns: int
+    size_bytes: int
+    cause: int

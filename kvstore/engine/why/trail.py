@@ -15,13 +15,17 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import Connection, OwnerKey
-from kvstore.engine.why.findings import NO_FLAGS, RANGES_MAX, Finding, RangeReport, examine
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.searches import SEARCHES_MAX, Searches
-from kvstore.engine.why.tombstones import Tombstones
-from kvstore.engine.witness import Origins, PushReport, Wanted
+from kvstore.engine.sessions.owners import Asker, Connection, OwnerKey
+from kvstore.engine.why.findings import (
+    NO_FLAGS,
+    RANGES_MAX,
+    SEARCHES_MAX,
+    Finding,
+    RangeReport,
+    Searches,
+    examine,
+)
+from kvstore.engine.why.reasons import Origins, PushReport, Reason, Tombstones, Wanted
 
 if TYPE_CHECKING:
     from kvstore.engine.memory.residency import Run

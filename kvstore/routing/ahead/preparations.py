@@ -9,7 +9,7 @@ bounded: `open_max` without an answer; KEYS_MAX keys each, PARTS_MAX for a reque
 once; `copies_max` copies at a time and `copy_bytes_per_s` in the mean; HEAT_MAX prefixes are
 counted. 3: each Prepare is answered by one PrepareAnswered.
 
-Does not cover: what a node does with it (`kvstore.engine.sessions.prepares`).
+Does not cover: what a node does with it (`kvstore.engine.sessions.lookups`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli import tables
-from kvstore.engine.trust.scrubs import NO_PASS
+from kvstore.engine.trust import NO_PASS
 from kvstore.engine.why.report import NO_BUDGET, LeaseReport, NodeReport, QuotaReport, TierReport
 from kvstore.proto.rows import Row, TransferReport
 from kvstore.supervisor.upgrade import not_yours

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kvstore.engine.why import ages
-from kvstore.engine.why.ages import BOUNDS_S, Ages
+from kvstore.engine.why import curve
+from kvstore.engine.why.curve import BOUNDS_S, Ages
 from kvstore.types import Tier
 from kvstore.units import NS_PER_S
 from tests.unit.engine.harness import Node, Peer
@@ -38,7 +38,7 @@ def test_marks_of_a_year_are_few_and_near_at_every_age() -> None:
     # Every second of the last hours, and each minute before: number = its second.
     for at_s in itertools.chain(range(0, 365 * day, 60), range(365 * day, 365 * day + 9999)):
         made.mark(at_s, at_s * SECOND)
-        assert made._count <= ages.MARKS_MAX
+        assert made._count <= curve.MARKS_MAX
     now_s = 365 * day + 9998
     for age_s in (0, 1, 59, 600, 3_600, 86_400, 30 * 86_400, 364 * 86_400):
         before = made.total_ns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import Clear
-from kvstore.engine.why import hottest
-from kvstore.engine.why.hottest import hottest_runs
+from kvstore.engine.why import report
+from kvstore.engine.why.report import hottest_runs
 from kvstore.wire.peers import PrepareRequest
 from tests.unit.engine.harness import HALVES, Node, Peer, attached, keys, space
 
@@ -38,7 +38,7 @@ def test_a_share_of_the_arena_is_not_exceeded(share: float, count: int) -> None:
 
 
 def test_spaces_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hottest, "RUN_KEYS", 2)
+    monkeypatch.setattr(report, "RUN_KEYS", 2)
     node, peer = attached(Node(slots=SLOTS))
     other = Peer(node, "f", space=space("other"))
     peer.store(1, 2, 3)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.engine.events import BlocksPrepared, Clear, PrepareBlocks
 from kvstore.engine.moves.fetches import AHEAD_LOCATES_MAX
-from kvstore.engine.sessions.prepares import AHEAD_NS, AHEAD_SHARE
+from kvstore.engine.sessions.lookups import AHEAD_NS, AHEAD_SHARE
 from kvstore.engine.state import Off
 from kvstore.types import Shard
 from kvstore.units import NS_PER_MS

@@ -9,9 +9,8 @@ import pytest
 from kvstore.engine.events import Staged
 from kvstore.engine.why import trail
 from kvstore.engine.why.explain import RequestReport
-from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.reasons import PushReport, Reason
 from kvstore.engine.why.trail import Trail
-from kvstore.engine.witness import PushReport
 from kvstore.obs.reasons import of_pushes, of_range, story_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS

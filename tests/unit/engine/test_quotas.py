@@ -9,8 +9,7 @@ from hypothesis import given, settings, strategies as st
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup, Quotas
 from kvstore.engine.memory.slots import Pool
 from kvstore.engine.moves.intake import Admission
-from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import OwnerGroup
+from kvstore.engine.sessions.owners import Asker, OwnerGroup
 from kvstore.types import SLOT_BYTES_MIN
 from tests.unit.engine.harness import SMALL, Node, Peer, space
 

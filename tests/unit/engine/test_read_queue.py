@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
-from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Asker
 from kvstore.types import SLOT_BYTES_MIN, Shard, SpaceId
 from tests.steps import verify_machine
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from kvstore.engine import trust
 from kvstore.engine.events import Clear, Scrubbed, Tick
-from kvstore.engine.trust import scrubs
-from kvstore.engine.trust.scrubs import NO_PASS, Sealed
+from kvstore.engine.trust import NO_PASS, Sealed
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
@@ -57,8 +57,8 @@ def test_every_sealed_block_is_listed_with_its_address_and_checksum() -> None:
 
 
 def test_looks_are_short_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrubs, "BLOCKS_PER_LOOK", 2)
-    monkeypatch.setattr(scrubs, "WORDS_PER_LOOK", 5)
+    monkeypatch.setattr(trust, "BLOCKS_PER_LOOK", 2)
+    monkeypatch.setattr(trust, "WORDS_PER_LOOK", 5)
     node = Node()
     one, other = Peer(node, "one"), Peer(node, "other", tenant="u", shards=HALVES)
     one.store(1, 2, 3, 4, 5)

@@ -9,9 +9,9 @@ import pytest
 from kvstore.engine.events import Candidate, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
-from kvstore.engine.why import searches
+from kvstore.engine.why import findings
+from kvstore.engine.why.findings import Searches
 from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.searches import Searches
 from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
@@ -207,7 +207,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
 
 
 def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searches, "SEARCHES_MAX", 2)
+    monkeypatch.setattr(findings, "SEARCHES_MAX", 2)
     kept = Searches()
     for number in range(1, 8):
         kept.asked(number, 1, Reason.NO_ANSWER_YET)
@@ -216,7 +216,7 @@ def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searches, "SEARCHES_MAX", 1)
+    monkeypatch.setattr(findings, "SEARCHES_MAX", 1)
     node, peer = attached()
     peer.lease(1, 1)
     node.locate(("far", 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine import engine as engine_module
+from kvstore.engine import engine as engine_module, trust
 from kvstore.engine.events import (
     Clear,
     Command,
@@ -14,7 +14,6 @@ from kvstore.engine.events import (
     SwitchedOff,
     VoidFile,
 )
-from kvstore.engine.trust import switches
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
@@ -251,7 +250,7 @@ def test_explain_says_that_the_space_is_off() -> None:
 
 
 def test_the_list_is_bounded_and_a_tenant_pays_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switches, "OFF_MAX", 3)
+    monkeypatch.setattr(trust, "OFF_MAX", 3)
     node = Node(slots=64)
     for tenant, model in (("v", "a"), ("t", "a"), ("t", "b"), ("t", "c"), ("t", "d")):
         peer = Peer(

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.tombstones import (
+from kvstore.engine.why.reasons import (
     NAMES_MAX,
     Names,
+    Reason,
     Tombstones,
     restamp,
     stamp,

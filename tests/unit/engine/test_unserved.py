@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.sessions.unserved import (
+from kvstore.engine.sessions.owners import (
     FORMS_NS_MAX,
     REFUSED_COUNT_MAX,
     REFUSED_NS_MAX,

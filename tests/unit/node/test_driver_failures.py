@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Scrubbed, Send, Tick
-from kvstore.engine.trust.scrubs import Sealed
+from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import RECOVERIES_MAX, Driver, StepFailed

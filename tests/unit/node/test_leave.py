@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.engine.why.hottest import UsedSlots
+from kvstore.engine.why.report import UsedSlots
 from kvstore.net.aio import LoopThread
 from kvstore.node.node import _make_leave
 

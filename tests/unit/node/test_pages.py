@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.engine.sessions.unserved import UnservedReport
+from kvstore.engine.sessions.owners import UnservedReport
 from kvstore.engine.why.curve import SCALES
 from kvstore.engine.why.ledger import NAMES_MAX, PAIRS_MAX
 from kvstore.errors import NodeBusy

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Scrubbed
-from kvstore.engine.trust.scrubs import Sealed
+from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.kernels.reference import checksum
 from kvstore.node import scrub as scrub_module
