@@ -23,8 +23,7 @@ from kvstore.wire.record import Scope
 
 class WriteFile(msgspec.Struct, frozen=True):
     """Append these blocks, whose slots are pinned until FileWritten. `slots` u32 [n]: the first
-    4 KiB page of each in the arena. `cause` is the number of the event that led to it, here and
-    below."""
+    4 KiB page of each in the arena."""
 
     job: int
     """Unique among the jobs under way."""
@@ -33,7 +32,6 @@ class WriteFile(msgspec.Struct, frozen=True):
     slots: Any
     checksums: bytes
     """Checksums as made by the rank that stored the block."""
-    cause: int
 
 
 class ReadFile(msgspec.Struct, frozen=True):
@@ -46,7 +44,6 @@ class ReadFile(msgspec.Struct, frozen=True):
     slots: Any
     checksums: bytes
     """Checksums to verify with; empty: those in the records."""
-    cause: int
 
 
 class VoidFile(msgspec.Struct, frozen=True):
@@ -55,7 +52,6 @@ class VoidFile(msgspec.Struct, frozen=True):
 
     tenant: str | None
     space: bytes | None
-    cause: int
 
 
 class ReclaimFile(msgspec.Struct, frozen=True):
@@ -63,7 +59,6 @@ class ReclaimFile(msgspec.Struct, frozen=True):
 
     segment: int
     keep: bytes
-    cause: int
 
 
 class RaiseGenerations(msgspec.Struct, frozen=True):
@@ -72,7 +67,6 @@ class RaiseGenerations(msgspec.Struct, frozen=True):
 
     slots: Any
     generations: Any
-    cause: int
     tier: Tier = Tier.DRAM
 
 
@@ -82,7 +76,6 @@ class Shown(msgspec.Struct, frozen=True):
 
     slots: Any
     targets: Any
-    cause: int
 
 
 class Promote(msgspec.Struct, frozen=True):
@@ -95,7 +88,6 @@ class Promote(msgspec.Struct, frozen=True):
     slots: Any
     targets: Any
     checksums: bytes
-    cause: int
 
 
 class Promoted(msgspec.Struct, frozen=True):

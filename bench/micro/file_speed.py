@@ -126,7 +126,7 @@ class Timed:
         begin = time.perf_counter()
         for job in jobs:
             keys, slots, sums = self.batch(job)
-            assert self.tier.submit(WriteFile(job, SCOPE, keys, slots, sums, 0))
+            assert self.tier.submit(WriteFile(job, SCOPE, keys, slots, sums))
         self.wait(FileWritten, len(jobs))
         wrote = time.perf_counter() - begin
         assert self.places.all()
@@ -135,7 +135,7 @@ class Timed:
         for job in jobs:
             keys, slots, sums = self.batch(job)
             places = self.places[job * BATCH : (job + 1) * BATCH]
-            assert self.tier.submit(ReadFile(job, SCOPE, keys, places.tobytes(), slots, sums, 0))
+            assert self.tier.submit(ReadFile(job, SCOPE, keys, places.tobytes(), slots, sums))
         self.wait(FileRead, len(jobs))
         read = time.perf_counter() - begin
         assert self.good == BLOCKS, "every block is verified"

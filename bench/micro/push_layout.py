@@ -88,7 +88,6 @@ def orders(there: int, here: int, block_bytes: int) -> list[Land]:
             source_bytes=(block_bytes // there,) * there,
             checksums=bytes(CHECKSUM_BYTES * there * len(extents[at : at + per])),
             extents=extents[at : at + per].tobytes(),
-            cause=0,
         )
         for at in range(0, count, per)
     ]

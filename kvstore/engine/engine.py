@@ -7,49 +7,11 @@ attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), events
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstore.engine.events import (
-    Adopt,
-    Changed,
-    Clear,
-    Cleared,
-    Command,
-    Ended,
-    Event,
-    Exited,
-    Fetched,
-    FileGone,
-    FileKnown,
-    FileLate,
-    FileMoved,
-    FileRead,
-    FileReclaim,
-    FileWritten,
-    Hangup,
-    Landed,
-    LandingUp,
-    Located,
-    PeerGone,
-    PrepareBlocks,
-    Promoted,
-    PushAsked,
-    Pushed,
-    PushOver,
-    PushRevoked,
-    Ready,
-    Received,
-    Release,
-    Scrubbed,
-    Serve,
-    ServingReturned,
-    Tick,
-    Written,
-)
+from kvstore.engine import events
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.policies import Words
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
@@ -62,43 +24,17 @@ from kvstore.engine.moves.stores import Stores
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.lookups import Lookups, Prepares
-from kvstore.engine.sessions.owners import Connection, UnservedReport, unserved
+from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import Counters, EngineConfig, State, adopt
 from kvstore.engine.trust import Scrubs, Sealed, Switches
-from kvstore.engine.why import report
-from kvstore.engine.why.curve import Ages, CurveReport
 from kvstore.engine.why.explain import Explain
-from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.report import NamedBlocks, UsedSlots, named, used_slots
-from kvstore.types import SpaceId, Tier
+from kvstore.engine.why.report import Snapshots, TierReport
+from kvstore.types import Tier
+from kvstore.wire import messages
 from kvstore.wire.feed import Stored
 from kvstore.wire.learned import Learned, within_bounds
-from kvstore.wire.load import EngineEntry, Load
-from kvstore.wire.messages import (
-    Compared,
-    Distrust,
-    Drop,
-    EngineMessage,
-    HelloRank,
-    HelloScheduler,
-    Hint,
-    LeaseAsk,
-    LeaseRelease,
-    LeaseRenew,
-    Measured,
-    Pinned,
-    PushCancel,
-    PushClose,
-    PushExpect,
-    PushOpen,
-    Quiet,
-    Seal,
-    Story,
-    Unserved,
-    Verified,
-)
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -107,79 +43,76 @@ CLEAR_ROWS_MAX = 32_768
 reported."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_PUSH_WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
-_FROM_SCHEDULER = (
-    *(Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved),
-    *_PUSH_WORDS,
+_FROM_RANK = (
+    *(messages.Seal, messages.Drop, messages.Quiet),
+    *(messages.Distrust, messages.Verified, messages.Pinned),
 )
 
 
-class Engine:
+class Engine(Snapshots):
     """The engine of one node. One thread; only `step` changes its state.
 
     Each step also writes the state to `journal`, so that another process can go on with it.
     """
 
     def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
+        state = State(config, journal or fresh_journal(config))
+        super().__init__(state)
         self.config = config
-        self._state = State(config, journal or fresh_journal(config))
-        self._sessions = Sessions(self._state)
-        numbers = itertools.count(1)
-        self._arrivals = Arrivals(self._state)
-        writes = Writes(self._state, numbers)
-        intake = Intake(self._state, self._arrivals, writes)
-        self._files = Files(self._state, intake, self._arrivals, writes, numbers)
-        self._stores = Stores(self._state, intake)
-        self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
-        self._servings = Servings(self._state, self._files, self._arrivals)
-        self._transfers = Transfers(self._state)
-        self._awaited = Awaited(self._state, self._files, self._arrivals, self._transfers, numbers)
-        self._grants = Grants(self._state, intake, self._awaited, numbers)
-        self._pushes = Pushes(
-            self._state, self._files, self._arrivals, self._servings, self._transfers, numbers
-        )
-        for source in (self._files, self._fetches, self._awaited):
+        self._sessions = Sessions(state)
+        self._arrivals = Arrivals(state)
+        writes = Writes(state)
+        intake = Intake(state, self._arrivals, writes)
+        self._files = Files(state, intake, self._arrivals, writes)
+        self._stores = Stores(state, intake)
+        self._fetches = Fetches(state, intake, self._arrivals)
+        self._servings = Servings(state, self._files, self._arrivals)
+        self._transfers = Transfers(state)
+        self._awaited = Awaited(state, self._files, self._arrivals, self._transfers)
+        self._grants = Grants(state, intake, self._awaited)
+        beside = self._files, self._arrivals, self._servings, self._transfers
+        self._pushes = Pushes(state, *beside)
+        self._hbm = HbmCopies(state, state.hbm) if state.hbm is not None else None
+        sources = self._files, self._fetches, self._awaited
+        for source in sources:
             self._arrivals.add(source)
-        slots = self._state.hbm
-        self._hbm = HbmCopies(self._state, slots, numbers) if slots is not None else None
-        moves = self._files, self._fetches, self._awaited, self._arrivals, self._hbm
-        self._lookups = Lookups(self._state, *moves)
-        self._prepares = Prepares(self._state, self._files, self._fetches, self._awaited)
-        self._switches = Switches(self._state, self._files)
-        self._scrubs = Scrubs(self._state)
+        self._lookups = Lookups(state, *sources, self._arrivals, self._hbm)
+        self._prepares = Prepares(state, *sources)
+        self._switches = Switches(state, self._files)
+        self._scrubs = Scrubs(state)
         self._handlers = self._handlers_of_rooms()
         """Method for each type of event that one part of the engine handles alone."""
         if self._hbm is not None:
-            self._handlers[Promoted] = self._hbm.promoted
+            self._handlers[events.Promoted] = self._hbm.promoted
         self._clear_from = 0
         """Table row after the last one that a Clear emptied: the next slice begins there."""
-        self.explain = Explain(self._state)
+        self.explain = Explain(state)
         """Findings about recent requests: why they hit or missed."""
 
-    def _handlers_of_rooms(self) -> dict[type[Event], Callable[[Any], None]]:
+    def _handlers_of_rooms(self) -> dict[type[events.Event], Callable[[Any], None]]:
         return {
-            Received: self._received,
-            Scrubbed: self._scrubs.take,
-            Located: self._fetches.located,
-            Fetched: self._fetches.fetched,
-            PrepareBlocks: self._prepares.prepare,
-            Serve: self._servings.serve,
-            ServingReturned: self._servings.returned,
-            PeerGone: self._peer_gone,
-            LandingUp: self._grants.transfer_worker_changed,
-            Pushed: self._grants.pushed,
-            PushOver: self._grants.grant_ended,
-            Landed: self._grants.landed,
-            PushAsked: self._pushes.asked,
-            PushRevoked: self._pushes.revoked,
-            Written: self._pushes.written,
-            FileKnown: self._files.known,
-            FileMoved: self._files.moved,
-            FileGone: self._files.gone,
-            FileWritten: self._files.written,
-            FileRead: self._files.read,
-            FileLate: self._files.late,
-            FileReclaim: self._files.reclaim,
+            events.Received: self._received,
+            events.Scrubbed: self._scrubs.take,
+            events.Located: self._fetches.located,
+            events.Fetched: self._fetches.fetched,
+            events.PrepareBlocks: self._prepares.prepare,
+            events.Serve: self._servings.serve,
+            events.ServingReturned: self._servings.returned,
+            events.PeerGone: self._peer_gone,
+            events.LandingUp: self._grants.transfer_worker_changed,
+            events.Pushed: self._grants.pushed,
+            events.PushOver: self._grants.grant_ended,
+            events.Landed: self._grants.landed,
+            events.PushAsked: self._pushes.asked,
+            events.PushRevoked: self._pushes.revoked,
+            events.Written: self._pushes.written,
+            events.FileKnown: self._files.known,
+            events.FileMoved: self._files.moved,
+            events.FileGone: self._files.gone,
+            events.FileWritten: self._files.written,
+            events.FileRead: self._files.read,
+            events.FileLate: self._files.late,
+            events.FileReclaim: self._files.reclaim,
         }
 
     @property
@@ -193,7 +126,7 @@ class Engine:
         parts = self._files, self._awaited, self._pushes
         return self._arrivals.has_news or any(part.is_behind for part in parts)
 
-    def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
+    def step(self, events: Iterable[events.Event], now_ns: int) -> list[events.Command]:
         """Take events in order at time `now_ns`; returns commands, in order. The next event is
         drawn from `events` when the one before is done: the caller can end an iterator when time is
         up."""
@@ -214,17 +147,17 @@ class Engine:
         commands, state.commands = state.commands, []
         return commands
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: events.Event) -> None:
         state = self._state
         match event:
-            case Ended(connection=connection):
+            case events.Ended(connection=connection):
                 self._sessions.ended(connection)
-            case Exited(connection=connection):
+            case events.Exited(connection=connection):
                 self._sessions.exited(connection)
-            case Ready(ready_bytes=ready_bytes):
+            case events.Ready(ready_bytes=ready_bytes):
                 state.slots.ready(ready_bytes)
                 state.credits_due = True
-            case Tick(file_used_bytes=used_bytes, file_breakers=breakers):
+            case events.Tick(file_used_bytes=used_bytes, file_breakers=breakers):
                 state.file_used_bytes, state.file_breakers = used_bytes, breakers
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
@@ -238,36 +171,36 @@ class Engine:
                 self._awaited.tick()
                 self._grants.tick()
                 self._empty_what_is_off()
-            case Adopt():
+            case events.Adopt():
                 adopt(state, event)
-            case Clear(space=space, tenant=tenant):
+            case events.Clear(space=space, tenant=tenant):
                 count = self._clear(space, tenant, Reason.CLEARED)
                 if count < CLEAR_ROWS_MAX:
                     self._files.void(tenant, space)
                     self._switches.clear(tenant, space)
                 state.publish_generations()
-                state.say(Cleared(count))
+                state.say(events.Cleared(count))
             case _:
                 self._handlers[type(event)](event)
 
-    def _peer_gone(self, event: PeerGone) -> None:
+    def _peer_gone(self, event: events.PeerGone) -> None:
         self._pushes.gone(event)
         self._servings.gone(event)
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: events.Received) -> None:
         id, message = event.connection, event.message
         connection = self._state.connections.get(id)
         if connection is None and id in self._state.hung_up:
             return
-        if isinstance(message, HelloScheduler | HelloRank):
+        if isinstance(message, messages.HelloScheduler | messages.HelloRank):
             if connection is None:
                 self._sessions.hello(id, message, event.process)
             else:
                 self._sessions.hang_up(connection, "a second Hello on one connection")
         elif connection is None:
             self._state.counters.protocol_refusals += 1
-            self._state.say(Hangup(id, "the first datagram must be a Hello", self._state.cause))
-            self._state.say(Release(id))
+            self._state.say(events.Hangup(id, "the first datagram must be a Hello"))
+            self._state.say(events.Release(id))
         elif connection.ended:
             pass  # queued before the end; its session is over
         else:
@@ -275,55 +208,55 @@ class Engine:
             if objection:
                 self._sessions.hang_up(connection, objection)
 
-    def _dispatch(self, connection: Connection, message: EngineMessage) -> str:
+    def _dispatch(self, connection: Connection, message: messages.EngineMessage) -> str:
         """Handle a message of an attached process. Returns why the connection must end, or
         nothing."""
-        if (connection.role == "scheduler") != isinstance(message, _FROM_SCHEDULER):
+        if (connection.role == "rank") != isinstance(message, _FROM_RANK):
             return f"{type(message).__name__} from a {connection.role}"
         state, session = self._state, connection.owner.open_session
         match message:
-            case LeaseAsk():
+            case messages.LeaseAsk():
                 return self._lookups.lease(connection, message)
-            case Hint():
+            case messages.Hint():
                 return self._lookups.hint(connection, message)
-            case Story():
+            case messages.Story():
                 self.explain.tell(connection, message)
-            case Compared():
+            case messages.Compared():
                 self._switches.take(connection, message)
                 self._empty_what_is_off()
-            case LeaseRenew(leases=leases):
+            case messages.LeaseRenew(leases=leases):
                 state.leases.renew(session, leases, state.now_ns)
-            case LeaseRelease(leases=leases):
+            case messages.LeaseRelease(leases=leases):
                 state.credits_due |= state.slots.any_starved
                 state.leases.release(session, leases)
-            case Measured():
+            case messages.Measured():
                 if session:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)
-            case Unserved(reason=reason):
+            case messages.Unserved(reason=reason):
                 connection.owner.unserved = reason
-            case PushExpect():
+            case messages.PushExpect():
                 objection = self._awaited.expect(connection, message)
                 self._grants.give_room()
                 return objection
-            case PushCancel(transfer=transfer):
+            case messages.PushCancel(transfer=transfer):
                 self._awaited.cancel(connection, transfer)
-            case PushOpen():
+            case messages.PushOpen():
                 self._transfers.open(connection, message)
                 self._prefill_named(connection, message.transfer)
-            case PushClose():
+            case messages.PushClose():
                 self._transfers.close(connection, message)
                 self._prefill_named(connection, message.transfer)
-            case Seal():
+            case messages.Seal():
                 return self._stores.seal(connection, message)
-            case Drop():
+            case messages.Drop():
                 self._stores.drop(connection, message)
-            case Quiet(session=session):
+            case messages.Quiet(session=session):
                 return self._sessions.quiet(connection, session)
-            case Distrust():
+            case messages.Distrust():
                 self._stores.distrust(connection, message)
-            case Verified():
+            case messages.Verified():
                 self._stores.verified(connection, message)
-            case Pinned(size_bytes=pinned, trouble=trouble):
+            case messages.Pinned(size_bytes=pinned, trouble=trouble):
                 connection.pinned_bytes, connection.trouble = pinned, trouble
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
@@ -363,7 +296,7 @@ class Engine:
         self._grants.void(tenant, space)
         return len(rows)
 
-    def salvage(self) -> list[Command]:
+    def salvage(self) -> list[events.Command]:
         """Commands that were decided before `step` raised, raised generations included. Without
         these a slot could be reused unnoticed by its readers."""
         self._state.publish_generations()
@@ -388,87 +321,21 @@ class Engine:
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
-    def nodes(self) -> list[report.NodeReport]:
-        """Report of this node, as one row."""
-        return report.nodes(self._state)
-
-    def unserved(self) -> list[UnservedReport]:
-        """Engines that this node does not serve, and why."""
-        state = self._state
-        is_full = len(state.attached()) >= self.config.connection_count_max
-        return unserved(state.owners.values(), state.refusals, state.now_ns, is_full=is_full)
-
-    def unpinned(self) -> str:
-        """Error of a rank that cannot pin the arena's memory; empty if all ranks can."""
-        return report.unpinned(self._state)
-
-    def load(self) -> Load:
-        """Load of this node, without its traffic with other nodes."""
-        return report.load(self._state, self.explain.ledger)
-
-    def eviction_ages(self) -> dict[Tier, Ages]:
-        """Ages of evicted blocks, by tier."""
-        return self._state.ages
-
-    def savings(self) -> list[SavingsReport]:
-        """Savings and costs of loads, by model, tenant and tier."""
-        return report.savings(self.explain.ledger)
-
-    def engines(self) -> tuple[EngineEntry, ...]:
-        """The engines that this node serves, for the index."""
-        return report.engines(self._state)
-
-    def tiers(self) -> list[report.TierReport]:
+    def tiers(self) -> list[TierReport]:
         """One row per tier."""
-        budget_left_bytes = self._files.writes.budget_left_bytes()
-        return report.tiers(self._state, budget_left_bytes, self._scrubs.tiers)
+        return self.tier_rows(self._files.writes.budget_left_bytes(), self._scrubs.tiers)
 
     def sealed(self, first_word: int) -> Sealed:
         """Blocks in dram to be scrubbed, from word `first_word` of the arena on: see
         `Scrubs.sealed`."""
         return self._scrubs.sealed(first_word)
 
-    def curve(self) -> list[CurveReport]:
-        """Expected hit ratio by capacity of dram, one row each."""
-        return self._state.curve.report(self._state.now_ns)
-
-    def used_slots(self) -> UsedSlots:
-        """Slots of dram with their last use, for `hottest_runs`."""
-        return used_slots(self._state)
-
-    def named(self, words: Words) -> NamedBlocks:
-        """Blocks in these slots now, for `hottest_runs`."""
-        return named(self._state, words)
-
-    def quotas(self) -> list[report.QuotaReport]:
-        """One row per quota and one for all others; none without quotas."""
-        return report.quotas(self._state)
-
-    def spaces(self) -> list[report.SpaceReport]:
-        """One row per (tenant, space)."""
-        return report.spaces(self._state)
-
-    def space_ids(self) -> list[SpaceId]:
-        """Full ids of the spaces that hold a block or have had an engine."""
-        state = self._state
-        return sorted(
-            {space for _, space, _ in state.residency.scopes()} | {space for _, space in state.off}
-        )
-
-    def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
-        """(tenant, space, tier or all) of the spaces that a shadow check switched off."""
-        return [(*address, off.tier) for address, off in self._state.off.items()]
-
     @property
     def worst_shadow_error(self) -> float:
         """Largest relative error that a shadow check found since the start."""
         return self._switches.worst_error
 
-    def blocks(self, *, limit: int = 1000, space: str = "") -> list[report.BlockReport]:
-        """Up to `limit` blocks whose space begins with the hex digits `space`."""
-        return report.blocks(self._state, limit=limit, space=space)
-
-    def held(self, begin_row: int) -> tuple[list[Changed], int]:
+    def held(self, begin_row: int) -> tuple[list[events.Changed], int]:
         """Blocks that the tiers hold, one slice per call: from `begin_row` on. Returns the slice
         and the row of the next one, -1 after the last. `Changed` reports changes between two
         slices."""
@@ -485,21 +352,13 @@ class Engine:
         end = begin_row + HELD_ROWS_MAX
         return end if end < len(self._state.residency.table.used_scopes) else -1
 
-    def leases(self) -> list[report.LeaseReport]:
-        """Leases, at most report.ROWS_MAX."""
-        return report.leases(self._state)
-
     def landing_bytes(self) -> dict[tuple[str], int]:
         """Bytes of the landing slab, by (state,): free, granted or limbo."""
-        return {(state,): size for state, size in self._grants.landing_bytes().items()}
+        return self._grants.landing_bytes()
 
     def push_counts(self) -> dict[tuple[str], int]:
         """Number of pushes under way, by (side,) of this node in them: decode or prefill."""
         return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
-
-    def jobs(self) -> list[report.JobReport]:
-        """Ranks that hold slots they may write."""
-        return report.jobs(self._state)
 
 
 def fresh_journal(config: EngineConfig) -> Journal:

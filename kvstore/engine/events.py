@@ -58,7 +58,6 @@ class BlocksPrepared(msgspec.Struct, frozen=True):
 
     ask: int
     its: PrepareReply
-    cause: int
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
@@ -238,11 +237,10 @@ Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | F
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send one datagram. `cause` is the number of the event that led to it, here and below."""
+    """Send one datagram."""
 
     connection: ConnectionId
     message: Message
-    cause: int
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -252,7 +250,6 @@ class Admit(msgspec.Struct, frozen=True):
     connection: ConnectionId
     welcome: Welcome
     with_arena: bool
-    cause: int
 
 
 class Hangup(msgspec.Struct, frozen=True):
@@ -260,7 +257,6 @@ class Hangup(msgspec.Struct, frozen=True):
 
     connection: ConnectionId
     reason: str
-    cause: int
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -332,7 +328,6 @@ class Locate(msgspec.Struct, frozen=True):
     tenant: str
     space: SpaceId
     keys: bytes
-    cause: int
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -349,7 +344,6 @@ class Fetch(msgspec.Struct, frozen=True):
     head_bytes: tuple[int, ...]
     keys: bytes
     slots: Any
-    cause: int
 
 
 class AnswerPeer(msgspec.Struct, frozen=True):
@@ -359,7 +353,6 @@ class AnswerPeer(msgspec.Struct, frozen=True):
 
     peer: int
     its: Answer
-    cause: int
 
 
 class AskPush(msgspec.Struct, frozen=True):
@@ -368,7 +361,6 @@ class AskPush(msgspec.Struct, frozen=True):
 
     node: str
     its: PushGrant
-    cause: int
 
 
 class RevokePush(msgspec.Struct, frozen=True):
@@ -376,7 +368,6 @@ class RevokePush(msgspec.Struct, frozen=True):
 
     grant: int
     node: str
-    cause: int
 
 
 class Land(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,7 +387,6 @@ class Land(msgspec.Struct, frozen=True, kw_only=True):
     source_bytes: tuple[int, ...]
     checksums: bytes
     extents: bytes
-    cause: int
 
 
 class RecycleTransferWorker(msgspec.Struct, frozen=True):
@@ -404,7 +394,6 @@ class RecycleTransferWorker(msgspec.Struct, frozen=True):
     follows."""
 
     reason: str
-    cause: int
 
 
 class WritePush(msgspec.Struct, frozen=True, kw_only=True):
@@ -417,7 +406,6 @@ class WritePush(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     block_bytes: tuple[int, ...]
     slots: Any
-    cause: int
 
 
 LandCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged

@@ -6,6 +6,7 @@ Holds no decision. `sessions`, `stores` and `lookups` decide; `engine` dispatche
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -185,6 +186,8 @@ class State:
     def __init__(self, config: EngineConfig, journal: Journal) -> None:
         self.config, self.journal = config, journal
         self.counters = Counters()
+        self.numbers = itertools.count(1)
+        """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
         self.slots = Slots(
             arena_bytes=config.arena_bytes,
             landing_bytes=config.landing_bytes,
@@ -234,7 +237,7 @@ class State:
         self.file_breakers = ("closed", "closed")
         """Circuit breakers of disk reads and writes at the last Tick."""
         self.cause = 0
-        """Number of the event that is being handled; commands carry it."""
+        """Number of the event that is being handled, for the history of slots."""
         self.commands: list[Command] = []
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
@@ -258,7 +261,7 @@ class State:
         first."""
         if not connection.ended:
             self.publish_generations()
-            self.commands.append(Send(connection.id, message, self.cause))
+            self.commands.append(Send(connection.id, message))
 
     def publish_generations(self) -> None:
         """Send raised generations before any command that shows the slots."""
@@ -271,7 +274,7 @@ class State:
         words = np.concatenate(slots.raised)
         slots.raised.clear()
         raised = slots.slots_of(words), slots.generation[words]
-        self.commands.append(RaiseGenerations(*raised, self.cause, tier))
+        self.commands.append(RaiseGenerations(*raised, tier))
 
     def tell_changes(self) -> None:
         """Append commands for what the tiers gained and lost in this step, as far as wanted."""

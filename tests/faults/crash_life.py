@@ -265,7 +265,7 @@ class Life:
                 gone = frozenset(address for address, _ in held[1:])
                 self._drop(gone)
                 keep = np.array([place for _, place in held[:1]], np.uint64)
-                self._tier.submit(ReclaimFile(segment, keep.tobytes(), 0))
+                self._tier.submit(ReclaimFile(segment, keep.tobytes()))
             case FileMoved(scope=scope, keys=keys, locations=locations):
                 moved = {(scope, _number(keys, row)): p for row, p in enumerate(u64(locations))}
                 self._said(moved)
@@ -288,7 +288,7 @@ class Life:
         job = next(self._jobs)
         keys = b"".join(map(key, numbers))
         self.steps.append(Asked(frozenset((scope, number) for number in numbers)))
-        assert self._tier.submit(WriteFile(job, scope, keys, slots, b"".join(sums), 0))
+        assert self._tier.submit(WriteFile(job, scope, keys, slots, b"".join(sums)))
         places: list[int] = []
         while not places:
             assert self._threads.run_one(), "the write never ends"
@@ -302,7 +302,7 @@ class Life:
     def _clear(self, tenant: str | None) -> None:
         gone = frozenset(a for a in self._places if tenant in (None, a[0].tenant))
         self._drop(gone)
-        self._tier.submit(VoidFile(tenant, None, 0))
+        self._tier.submit(VoidFile(tenant, None))
         self._settle()
         assert self._tier._log._writer.voids_are_durable
         self.steps.append(Cleared(gone))

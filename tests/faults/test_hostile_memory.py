@@ -218,7 +218,7 @@ def stored(driver: Driver, job: int, scope: Scope, numbers: list[int], first: in
     """Write through, with the checksums of what was meant; the locations."""
     slots = np.arange(first, first + len(numbers), dtype=np.uint32) * PAGES
     sums = b"".join(checksum(scope, key(n), payload(n)) for n in numbers)
-    assert driver.tier.submit(WriteFile(job, scope, b"".join(map(key, numbers)), slots, sums, 0))
+    assert driver.tier.submit(WriteFile(job, scope, b"".join(map(key, numbers)), slots, sums))
     return driver.wait(FileWritten, lambda event: event.job == job).locations
 
 
@@ -228,7 +228,7 @@ def fetched(
     """Read back beside the scribbler; whatever is called good is compared."""
     slots = np.arange(first_slot, first_slot + len(numbers), dtype=np.uint32) * PAGES
     names = b"".join(map(key, numbers))
-    assert driver.tier.submit(ReadFile(job, scope, names, places, slots, b"", 0))
+    assert driver.tier.submit(ReadFile(job, scope, names, places, slots, b""))
     good = [bool(b) for b in driver.wait(FileRead, lambda event: event.job == job).good]
     for slot, number, is_good in zip(itertools.count(first_slot), numbers, good, strict=False):
         assert not is_good or driver.slot(slot).tobytes() == payload(number), "a wrong byte"

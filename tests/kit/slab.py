@@ -31,7 +31,6 @@ def order_of(
         np.array([source for source, _, _ in blocks], np.uint32),
         np.array([target for _, target, _ in blocks], np.uint32),
         b"".join(sums) if checksums is None else checksums,
-        0,
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -93,19 +93,12 @@ class _PeerPace(msgspec.Struct):
 class Fetches:
     """Decides which blocks to query the index for, and which to fetch from which node."""
 
-    def __init__(
-        self,
-        state: State,
-        intake: Intake,
-        arrivals: Arrivals,
-        numbers: Iterator[int],
-    ) -> None:
+    def __init__(self, state: State, intake: Intake, arrivals: Arrivals) -> None:
         self._state = state
         self._intake = intake
         self._arrivals = arrivals
-        self._numbers = numbers
         self._locating: dict[int, _Locating] = {}
-        self._fetching: Jobs[_Fetching] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
+        self._fetching: Jobs[_Fetching] = Jobs(state.numbers, arena_bytes=state.config.arena_bytes)
         self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
         """Number of the query or fetch for each key, by all the scopes together in which the key is
         wanted."""
@@ -144,7 +137,7 @@ class Fetches:
             return self._unasked(keys, Reason.INDEX_UNREACHABLE)
         if len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
-        number = next(self._numbers)
+        number = next(state.numbers)
         keys = keys.copy()  # not the rest of the message
         self._locating[number] = _Locating(asker, keys)
         state.trail.searches.asked(number, len(keys), Reason.NO_ANSWER_YET)
@@ -156,7 +149,6 @@ class Fetches:
                 tenant=asker.tenant,
                 space=asker.space,
                 keys=keys.tobytes(),
-                cause=state.cause,
             )
         )
         return Wanted(len(keys), number)
@@ -169,7 +161,7 @@ class Fetches:
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
 
     def _unasked(self, keys: Keys, why: Reason) -> Wanted:
-        number = next(self._numbers)
+        number = next(self._state.numbers)
         self._state.trail.searches.asked(number, len(keys), why)
         return Wanted(0, number)
 
@@ -330,7 +322,6 @@ class Fetches:
                 head_bytes=asker.head_bytes,
                 keys=keys.tobytes(),
                 slots=state.slots.slots_of(fetching.words),
-                cause=state.cause,
             )
         )
 

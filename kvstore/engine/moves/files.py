@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -227,7 +227,6 @@ class Files:
         intake: Intake,
         arrivals: Arrivals,
         writes: Writes,
-        numbers: Iterator[int],
     ) -> None:
         self._state = state
         self._intake = intake
@@ -243,7 +242,7 @@ class Files:
         all was looked at."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Flag of each row: whether a request named the block since its record was written."""
-        self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
+        self._reads: Jobs[_Read] = Jobs(state.numbers, arena_bytes=state.config.arena_bytes)
         self.next_location = 1
         """A location greater than those of all own records so far: the log is written in ascending
         order."""
@@ -374,7 +373,6 @@ class Files:
                 locations=state.residency.file[rows].tobytes(),
                 slots=state.slots.slots_of(read.words),
                 checksums=checksums.tobytes(),
-                cause=state.cause,
             )
         )
 
@@ -504,12 +502,12 @@ class Files:
             state.ages[Tier.FILE].evicted(written, state.now_ns)
             state.residency.drop_file(gone, state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
-        state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
+        state.say(ReclaimFile(segment=event.segment, keep=keep))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Void cleared blocks on disk, so that they do not come back with a restart."""
         if self.enabled:
-            self._state.say(VoidFile(tenant=tenant, space=space, cause=self._state.cause))
+            self._state.say(VoidFile(tenant=tenant, space=space))
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

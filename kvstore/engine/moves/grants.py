@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -182,16 +181,9 @@ class _Landing(Incoming):
 class Grants:
     """Grants of this node's landing slab to prefill nodes, and the blocks that arrive by them."""
 
-    def __init__(
-        self,
-        state: State,
-        intake: Intake,
-        awaited: Awaited,
-        numbers: Iterator[int],
-    ) -> None:
+    def __init__(self, state: State, intake: Intake, awaited: Awaited) -> None:
         config = state.config
         self._state, self._intake, self._awaited = state, intake, awaited
-        self._numbers = numbers
         awaited.revoke = self._revoke
         begin_bytes = config.arena_bytes - config.landing_bytes
         self._slab = LandingSlab(begin_bytes=begin_bytes, size_bytes=config.landing_bytes)
@@ -203,7 +195,7 @@ class Grants:
         """Time at which each revoked grant counts as unanswered, in order."""
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
-        self._landings: Jobs[_Landing] = Jobs(numbers, arena_bytes=config.arena_bytes)
+        self._landings: Jobs[_Landing] = Jobs(state.numbers, arena_bytes=config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
         """Time since which some extents are in limbo; 0: none are."""
@@ -241,7 +233,7 @@ class Grants:
         if not count:
             return False
         self._awaited.budget -= LOOK_COST
-        number = next(self._numbers)
+        number = next(state.numbers)
         its = (number, expect, expect.granted, rest[:count], extents, pages)
         granted = self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool))
         for whose in (message.node, expect):
@@ -259,14 +251,14 @@ class Grants:
             block_bytes=block_bytes,
             deadline_ms=max(1, (expect.until_ns - state.now_ns) // NS_PER_MS),
         )
-        state.say(AskPush(message.node, grant, state.cause))
+        state.say(AskPush(message.node, grant))
         return True
 
     def _revoke(self, expect: Expectation) -> None:
         """Revoke the grants of an expectation that has ended."""
         for granted in self._grants_of.of(expect):
             self._revoked.setdefault(granted.number, self._state.now_ns + REVOKED_NS)
-            self._state.say(RevokePush(granted.number, granted.node, self._state.cause))
+            self._state.say(RevokePush(granted.number, granted.node))
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
@@ -327,7 +319,6 @@ class Grants:
                 source_bytes=event.block_bytes,
                 checksums=event.checksums,
                 extents=granted.extents[places].astype("<u4").tobytes(),
-                cause=state.cause,
             )
         )
 
@@ -343,7 +334,7 @@ class Grants:
         state.counters.push_blocks_landed += int(good.sum())
         expect.times.sealed_ns = state.now_ns
         took_ns = state.now_ns - job.since_ns
-        state.say(Staged("push_seal", granted.node, took_ns, job.size_bytes, state.cause))
+        state.say(Staged("push_seal", granted.node, took_ns, job.size_bytes))
         granted.copying -= len(keys)
         if not good.all():
             self._awaited.end(expect, "cleared meanwhile" if job.is_void else "damaged on its way")
@@ -422,7 +413,7 @@ class Grants:
         if self._limbo_ns and state.now_ns >= self._limbo_ns + LIMBO_NS:
             self._limbo_ns = state.now_ns
             why = "a peer may write to the landing memory, and nobody knows until when"
-            state.say(RecycleTransferWorker(why, state.cause))
+            state.say(RecycleTransferWorker(why))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """End expectations of cleared blocks, and drop their blocks that are being copied. None: of
@@ -433,9 +424,9 @@ class Grants:
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
-    def landing_bytes(self) -> dict[str, int]:
-        """Bytes of the landing slab by state."""
+    def landing_bytes(self) -> dict[tuple[str], int]:
+        """Bytes of the landing slab by (state,)."""
         limbo = sum(len(extents) * pages for extents, pages in self._limbo)
         free = self._slab.free_pages
         pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}
-        return {state: count * PAGE_BYTES for state, count in pages.items()}
+        return {(state,): count * PAGE_BYTES for state, count in pages.items()}

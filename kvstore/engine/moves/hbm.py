@@ -14,7 +14,6 @@ Does not cover: how ranks find copies (`kvstore.wire.layout`), copying (`kvstore
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -56,12 +55,11 @@ class _Rise(NamedTuple):
 class HbmCopies:
     """Decides which blocks of dram get copies in hbm; slots of hbm are in `state.hbm`."""
 
-    def __init__(self, state: State, slots: Slots, numbers: Iterator[int]) -> None:
-        """`numbers`: source of job numbers, shared by jobs of all kinds."""
+    def __init__(self, state: State, slots: Slots) -> None:
         self._state = state
         self._slots = slots
         self._admission = Admission(slots, 0, state.config.low_watermark, self._demote)
-        self._jobs: Jobs[_Rise] = Jobs(numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
+        self._jobs: Jobs[_Rise] = Jobs(state.numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
         count = len(state.slots.state)
         self._leased_ns = np.zeros(count, dtype=np.int64)
         """Time of the last lease of each slot of dram, for the generation in `_generation`."""
@@ -118,7 +116,6 @@ class HbmCopies:
                     slots=state.slots.slots_of(piece),
                     targets=self._slots.slots_of(targets),
                     checksums=state.residency.checksum[rows].tobytes(),
-                    cause=state.cause,
                 )
             )
 
@@ -142,7 +139,7 @@ class HbmCopies:
         state.residency.put_hbm(sources, words)
         slots = state.slots.slots_of(sources), self._slots.slots_of(words)
         state.publish_generations()
-        state.say(Shown(*slots, state.cause))
+        state.say(Shown(*slots))
 
     def _demote(self, words: Words) -> None:
         self._state.counters.hbm_blocks_demoted += len(words)

@@ -39,7 +39,7 @@ J = TypeVar("J", bound=Moving)
 
 
 class Jobs(Generic[J]):
-    """Running jobs of one kind, by number. `numbers` is shared by jobs of all kinds."""
+    """Running jobs of one kind, by number. `numbers` is `State.numbers`."""
 
     def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
         self._numbers = numbers

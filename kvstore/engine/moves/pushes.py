@@ -15,7 +15,6 @@ the other node (`grants` there), moving bytes (`kvstore.peers`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -254,10 +253,9 @@ class Pushes:
         arrivals: Arrivals,
         servings: Servings,
         transfers: Transfers,
-        numbers: Iterator[int],
     ) -> None:
         self._state, self._files, self._arrivals, self._servings = state, files, arrivals, servings
-        self._transfers, self._numbers = transfers, numbers
+        self._transfers = transfers
         self._asks: dict[tuple[int, int], _Ask] = {}
         self._groups = Groups[int | tuple[str, str], _Ask]()
         """Grants by peer, and by (tenant, transfer)."""
@@ -270,7 +268,7 @@ class Pushes:
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
             over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
-            state.say(AnswerPeer(event.peer, over, state.cause))
+            state.say(AnswerPeer(event.peer, over))
             return
         ask = self._asks[name] = _Ask(
             *name,
@@ -343,7 +341,7 @@ class Pushes:
         while at < run.count and ask.jobs < JOBS_MAX:
             piece = words[at * shards : min(at + per_write, run.count) * shards]
             count = state.leases.fitting(-ask.peer, account, piece, shards)
-            job = next(self._numbers)
+            job = next(state.numbers)
             if not count or not state.leases.may_add(-ask.peer, LEASE + job):
                 state.counters.pins_refused += 1
                 ask.is_called = True
@@ -366,7 +364,6 @@ class Pushes:
                     first=ask.next,
                     block_bytes=asker.block_bytes,
                     slots=state.slots.slots_of(piece),
-                    cause=state.cause,
                 )
             )
             ask.next += count
@@ -428,7 +425,7 @@ class Pushes:
             block_bytes=block_bytes,
             checksums=checksums,
         )
-        self._state.say(AnswerPeer(ask.peer, word, self._state.cause))
+        self._state.say(AnswerPeer(ask.peer, word))
 
     def revoked(self, event: PushRevoked) -> None:
         """The other node takes its grant back."""
@@ -503,7 +500,7 @@ class Pushes:
         self._state.counters.pushes_cut_short += bool(ask.reason)
         reason = ask.reason[:REASON_CHARS_MAX]
         over = PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
-        self._state.say(AnswerPeer(ask.peer, over, self._state.cause))
+        self._state.say(AnswerPeer(ask.peer, over))
         report = PushReport(
             side="prefill",
             node=ask.node,

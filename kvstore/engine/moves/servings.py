@@ -225,10 +225,10 @@ class Servings:
             state.slots.slots_of(words).astype("<u4").tobytes(),
             run.every_checksum(state.residency).astype("<u8").tobytes(),
         )
-        state.say(AnswerPeer(peer, answer, state.cause))
+        state.say(AnswerPeer(peer, answer))
 
     def _say_nothing(self, peer: int, serving: int) -> None:
-        self._state.say(AnswerPeer(peer, ServeAnswer(serving), self._state.cause))
+        self._state.say(AnswerPeer(peer, ServeAnswer(serving)))
 
     def _look(self, waiting: _Waiting) -> Keys:
         """Answer a waiting serving whose blocks came or whose time is up. Returns the keys that it
@@ -260,7 +260,7 @@ class Servings:
         state.credits_due |= state.slots.any_starved
         state.counters.served_blocks_changed += int((~intact).sum())
         answer = GivenBack(event.serving, intact.tobytes())
-        state.say(AnswerPeer(event.peer, answer, state.cause))
+        state.say(AnswerPeer(event.peer, answer))
 
     def gone(self, event: PeerGone) -> None:
         """The connection to a peer has ended, so the peer reads no more, or drops the bytes that it

@@ -14,7 +14,6 @@ Does not cover: places on disk (`files`), the I/O and its queues (`kvstore.tiers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -143,10 +142,9 @@ class _Write(msgspec.Struct, frozen=True):
 
 
 class Writes:
-    """Decides which blocks are written to disk, and follows these writes; `numbers` are those of
-    jobs."""
+    """Decides which blocks are written to disk, and follows these writes."""
 
-    def __init__(self, state: State, numbers: Iterator[int]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         config = state.config
         self._admission = DiskAdmission(
@@ -156,7 +154,7 @@ class Writes:
             seed=config.incarnation,
             spent_bytes=config.file_spent_bytes,
         )
-        self._jobs: Jobs[_Write] = Jobs(numbers, arena_bytes=config.arena_bytes)
+        self._jobs: Jobs[_Write] = Jobs(state.numbers, arena_bytes=config.arena_bytes)
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
         """Number of the job that writes each slot; 0: none does."""
 
@@ -216,7 +214,6 @@ class Writes:
                 keys=state.residency.table.keys[rows].tobytes(),
                 slots=state.slots.slots_of(words),
                 checksums=state.residency.checksum[rows].tobytes(),
-                cause=state.cause,
             )
         )
 

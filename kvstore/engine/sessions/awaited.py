@@ -277,10 +277,9 @@ class Awaited:
         files: Files,
         arrivals: Arrivals,
         transfers: Transfers,
-        numbers: Iterator[int],
     ) -> None:
         self._state, self._files, self._arrivals = state, files, arrivals
-        self._transfers, self._numbers = transfers, numbers
+        self._transfers = transfers
         self.expects = Expectations()
         self._ended: deque[Expectation] = deque()
         """Expectations whose PushEnd is not sent yet."""
@@ -316,7 +315,7 @@ class Awaited:
             state.now_ns + message.deadline_ms * NS_PER_MS,
             np.zeros(len(missing), bool),
         )
-        its = (next(self._numbers), connection, process, owner.open_session, message, asker)
+        its = (next(state.numbers), connection, process, owner.open_session, message, asker)
         news = PushNews(state.now_ns), PushNews(state.now_ns)
         is_here = message.node == state.config.node
         expect = Expectation(*its, missing, times, until_ns, *news, has_come, is_here)

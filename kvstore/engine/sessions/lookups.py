@@ -264,7 +264,7 @@ class Prepares:
             reply = self._bring(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)])
         state.counters.prepares += 1
         state.counters.prepared_blocks += reply.reading + reply.sought
-        state.say(BlocksPrepared(event.ask, reply, state.cause))
+        state.say(BlocksPrepared(event.ask, reply))
 
     def _asker(self, address: tuple[str, SpaceId], engine: str) -> Asker | None:
         """The asker for blocks of a (tenant, space): a group of an attached engine, `engine` if

@@ -65,9 +65,7 @@ class Sessions:
         self._state.connections[id] = connection
         self._state.slots.pins.join_engine(id, key, process or id)
         if replaced is not None:
-            self._state.say(
-                Hangup(replaced.id, f"the {replaced.role} attached again", self._state.cause)
-            )
+            self._state.say(Hangup(replaced.id, f"the {replaced.role} attached again"))
             self.ended(replaced.id)
         if isinstance(hello, HelloRank):
             self._rank_is_quiet_again(owner, hello)
@@ -84,7 +82,7 @@ class Sessions:
             generation_bytes=self._state.config.generation_bytes,
             hbm=_slab_for(hello, self._state.config.hbm),
         )
-        self._state.say(Admit(id, welcome, isinstance(hello, HelloRank), self._state.cause))
+        self._state.say(Admit(id, welcome, isinstance(hello, HelloRank)))
         self._form(owner)
 
     def _attached_as(self, hello: HelloScheduler | HelloRank) -> Connection | None:
@@ -101,8 +99,8 @@ class Sessions:
 
     def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
         self._state.counters.protocol_refusals += 1
-        self._state.say(Send(id, Refused(reason=reason, permanent=permanent), self._state.cause))
-        self._state.say(Hangup(id, reason, self._state.cause))
+        self._state.say(Send(id, Refused(reason=reason, permanent=permanent)))
+        self._state.say(Hangup(id, reason))
 
     def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
         """Free the slots of ended connections of this rank and process: its new Hello shows that no
@@ -287,7 +285,7 @@ class Sessions:
             return
         if not connection.ended:
             # A forked grandchild may hold the socket open; the process is gone all the same.
-            self._state.say(Hangup(id, "its process is gone", self._state.cause))
+            self._state.say(Hangup(id, "its process is gone"))
             self.ended(id)
         self._state.free(self._state.slots.of_writer(id))
         if id in self._state.connections:
@@ -319,7 +317,7 @@ class Sessions:
     def hang_up(self, connection: Connection, reason: str) -> None:
         self._state.counters.protocol_refusals += 1
         if not connection.ended:
-            self._state.say(Hangup(connection.id, reason, self._state.cause))
+            self._state.say(Hangup(connection.id, reason))
             self.ended(connection.id)
 
 

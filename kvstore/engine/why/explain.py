@@ -159,7 +159,7 @@ class Explain:
             if is_from_there and each.pushed and story.first_token_ns:
                 # It asks nothing before its push has ended.
                 took_ns = max(0, story.first_token_ns - story.queued_ns)
-                state.say(Staged("push_token", each.node, took_ns, 0, state.cause))
+                state.say(Staged("push_token", each.node, took_ns, 0))
                 return
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────

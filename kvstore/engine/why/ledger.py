@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.engine.why.findings import TIERS, RangeReport
 from kvstore.engine.why.reasons import CLASSES, Reason
+from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from kvstore.wording import printable
 
@@ -113,6 +114,18 @@ class Ledger:
     def stored(self, pair: Pair, size_bytes: int) -> None:
         """Add bytes that an engine of this model and tenant stored."""
         self._account(pair).stored_bytes += size_bytes
+
+    def report(self) -> list[SavingsReport]:
+        """One row per model, tenant and tier, the greatest saving first and losses last."""
+        rows = [
+            SavingsReport(
+                *(*name, its.loaded_tokens),
+                *(ns // NS_PER_MS for ns in (its.saved_ns, its.spent_ns, its.lost_ns)),
+                its.net_gpu_ns // NS_PER_MS,
+            )
+            for name, its in self.savings.items()
+        ]
+        return sorted(rows, key=lambda row: (-row.net_gpu_ms, row.model, row.tenant, row.tier))
 
     def total(self) -> Savings:
         """Sums over all models, tenants and tiers."""

@@ -324,4 +324,3 @@ class Staged(msgspec.Struct, frozen=True):
     node: str
     took_ns: int
     size_bytes: int
-    cause: int

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.memory.table import Keys, each
-from kvstore.engine.sessions.owners import ANOTHER_NODE
+from kvstore.engine.sessions.owners import ANOTHER_NODE, UnservedReport, unserved
 from kvstore.engine.state import State
-from kvstore.engine.why.ledger import Ledger, SavingsReport
+from kvstore.engine.why.ledger import SavingsReport
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import EngineEntry, Load
@@ -27,6 +27,7 @@ from kvstore.wire.space import group_kind
 if TYPE_CHECKING:
     from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.trust import TierScrub
+    from kvstore.engine.why.curve import Ages, CurveReport
 
 
 ROWS_MAX = 10_000
@@ -146,254 +147,6 @@ class JobReport(msgspec.Struct, frozen=True):
     slots_quarantined: int
 
 
-def nodes(state: State) -> list[NodeReport]:
-    """State of this node, as one row."""
-    return [
-        NodeReport(
-            incarnation=f"{state.config.incarnation:016x}",
-            connections=sum(not c.ended for c in state.connections.values()),
-            owners=len(state.owners),
-            sessions=sum(bool(owner.open_session) for owner in state.owners.values()),
-            leases=len(state.leases),
-            blocks=len(state.residency.table),
-            restarts=state.config.restarts,
-            blocks_kept=state.counters.blocks_kept,
-        )
-    ]
-
-
-def engines(state: State) -> tuple[EngineEntry, ...]:
-    """Engines that have a session, for routers."""
-    return tuple(
-        EngineEntry(
-            engine=owner.key[1],
-            tenant=owner.key[0],
-            space=owner.groups[0].asker.space,
-            model=hello.label,
-            rank=hello.data_rank,
-            role=hello.role,
-            address=hello.address,
-        )
-        for owner in state.owners.values()
-        if owner.open_session and owner.scheduler is not None
-        if isinstance(hello := owner.scheduler.hello, HelloScheduler)
-    )
-
-
-def tiers(
-    state: State, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
-) -> list[TierReport]:
-    """One row per tier."""
-    config, counters, slots, hbm = state.config, state.counters, state.slots, state.hbm
-    rows = [
-        _memory(
-            "dram",
-            slots,
-            capacity_bytes=config.arena_bytes - config.landing_bytes,
-            ready_bytes=slots.slabs_ready * slots.slab_bytes,
-            pinned_bytes=max((c.pinned_bytes for c in _ranks(state)), default=0),
-            blocks=state.residency.count(Tier.DRAM),
-            slots_leased=slots.pins.leased,
-            policy=config.policy,
-            **_scrubbed(scrubs[Tier.DRAM], state),
-        ),
-        TierReport(
-            tier="file",
-            capacity_bytes=config.file_bytes,
-            ready_bytes=config.file_bytes,
-            used_bytes=state.file_used_bytes,
-            blocks=state.residency.count(Tier.FILE),
-            policy=config.file_admission.value,
-            not_admitted=counters.file_blocks_not_admitted,
-            over_budget=counters.file_blocks_over_budget,
-            budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
-            reads=state.file_breakers[0],
-            writes=state.file_breakers[1],
-            **_scrubbed(scrubs[Tier.FILE], state),
-        ),
-    ]
-    if hbm is not None:
-        # Copies in a GPU's memory: verified when they are made, and not scrubbed.
-        size_bytes, blocks = hbm.slab_count * hbm.slab_bytes, int(hbm.counts[SlotState.SEALED])
-        sizes = {"capacity_bytes": size_bytes, "ready_bytes": size_bytes}
-        rows.append(_memory("hbm", hbm, blocks=blocks, policy="lru", **sizes))
-    return rows
-
-
-def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
-    """Row of a tier in memory, from counts that are kept up to date: a scrape scans no column,
-    however large the arena is."""
-    its |= _slots(slots.counts, SlotState.SEALED, SlotState.GRANTED, SlotState.QUARANTINED)
-    return TierReport(tier=tier, used_bytes=slots.sealed_bytes, **its)
-
-
-def _scrubbed(scrub: TierScrub, state: State) -> dict[str, Any]:
-    its = {"scrubbed_blocks": scrub.blocks, "scrubbed_bytes": scrub.size_bytes}
-    return its | {"scrub_bad": scrub.bad, "scrub_age_ms": scrub.age_ms(state.now_ns)}
-
-
-def _ranks(state: State) -> Iterator[Connection]:
-    """Attached ranks."""
-    connections = state.connections.values()
-    return (each for each in connections if each.role == "rank" and not each.ended)
-
-
-def unpinned(state: State) -> str:
-    """Error of a rank that cannot pin the arena's memory, with its engine, for operators; empty if
-    all ranks can."""
-    found = [each for each in _ranks(state) if each.trouble]
-    more = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
-    return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
-
-
-def load(state: State, ledger: Ledger) -> Load:
-    """Load of this node, published every few seconds: made from counters, without a pass over any
-    table."""
-    counters, slots, total = state.counters, state.slots, ledger.total()
-    return Load(
-        at_ms=state.now_ns // NS_PER_MS,
-        dram_bytes=state.config.arena_bytes - state.config.landing_bytes,
-        dram_used_bytes=slots.sealed_bytes,
-        file_bytes=state.config.file_bytes,
-        file_used_bytes=state.file_used_bytes,
-        blocks_hit=sum(ledger.hits.values()),
-        blocks_missed=sum(ledger.misses.values()),
-        saved_ms=total.saved_ns // NS_PER_MS,
-        waited_ms=total.spent_ns // NS_PER_MS,
-        stored_bytes=counters.stored_bytes,
-        leased_bytes=counters.leased_bytes,
-        served_bytes=counters.served_bytes,
-        leases=len(state.leases),
-        engines=sum(bool(owner.open_session) for owner in state.owners.values()),
-        slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),
-    )
-
-
-def savings(ledger: Ledger) -> list[SavingsReport]:
-    """One row per model, tenant and tier, the greatest saving first and losses last."""
-    rows = [
-        SavingsReport(
-            *(*name, its.loaded_tokens),
-            *(ns // NS_PER_MS for ns in (its.saved_ns, its.spent_ns, its.lost_ns, its.net_gpu_ns)),
-        )
-        for name, its in ledger.savings.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.net_gpu_ms, row.model, row.tenant, row.tier))
-
-
-def quotas(state: State) -> list[QuotaReport]:
-    """One row per quota and one for all others; none without quotas."""
-    table = state.slots.quotas
-    if not table.any:
-        return []
-    rows = zip(table.names, table.share.tolist(), table.held.tolist(), strict=True)
-    others, *named = (QuotaReport(name, share, held) for name, share, held in rows)
-    return [*named, others]
-
-
-def spaces(state: State) -> list[SpaceReport]:
-    """One row per (tenant, space) that holds a block or has an engine."""
-    residency = state.residency
-    used = residency.table.used_rows()
-    scopes, words = residency.table.scopes[used], residency.words(used)
-    # Counted over whole columns: no pass per scope.
-    count, is_held = int(scopes.max(initial=0)) + 1, words >= 0
-    in_dram = np.bincount(scopes[is_held], minlength=count)
-    in_file = np.bincount(scopes[residency.file[used] != 0], minlength=count)
-    word_of = np.zeros(count, dtype=np.int64)
-    word_of[scopes[is_held]] = words[is_held]  # one of its words: they are of one size
-    found: defaultdict[tuple[str, SpaceId], Counter[str]] = defaultdict(Counter)
-    for scope in np.flatnonzero(in_dram + in_file).tolist():
-        tenant, space, _ = residency.address(scope)
-        blocks, its = int(in_dram[scope]), found[tenant, space]
-        its["blocks_dram"] += blocks
-        its["blocks_file"] += int(in_file[scope])
-        if blocks:
-            its["bytes_dram"] += blocks * state.slots.pool_of(int(word_of[scope])).slot_bytes
-    for group in state.open_groups():
-        found[group.asker.address]["engines"] += 1
-    return [_space(state, each, found[each]) for each in sorted({*found, *state.off})]
-
-
-def _space(state: State, address: tuple[str, SpaceId], counts: Counter[str]) -> SpaceReport:
-    # Of the latest engine, also when it is gone.
-    known, off = state.known.get(address), state.off.get(address)
-    return SpaceReport(
-        space=address[1].hex(),
-        tenant=address[0],
-        label=known.label if known else "",
-        group=group_kind(known.space) if known else "",
-        off="" if off is None else off.tier.name.lower() if off.tier else "all",
-        **{name: counts[name] for name in ("blocks_dram", "blocks_file", "bytes_dram", "engines")},
-    )
-
-
-def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
-    """Up to `limit` blocks whose space begins with the hex digits `space`."""
-    residency, slots = state.residency, state.slots
-    wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
-    rows, out = residency.rows_in(wanted, min(limit, ROWS_MAX)), []
-    for row, word in zip(rows.tolist(), residency.words(rows).tolist(), strict=True):
-        tenant, its_space, its = residency.address(int(residency.table.scopes[row]))
-        is_held, place = word >= 0, (-1, 0, 0)
-        if is_held:
-            slot = int(slots.slots_of(np.array([word]))[0])
-            place = slot, int(slots.generation[word]), int(slots.leases[word])
-        has_copy = state.hbm is not None and is_held and residency.hbm_of_word[word] >= 0
-        held = {"hbm": has_copy, "dram": is_held, "file": int(residency.file[row]) != 0}
-        key = residency.table.keys[row].tobytes()[:4].hex()
-        shard = f"layers {its.layer_begin}-{its.layer_end} heads {its.head_begin}-{its.head_end}"
-        tiers = "+".join(name for name, there in held.items() if there)
-        out.append(BlockReport(key, its_space.hex(), tenant, shard, tiers, *place))
-    return out
-
-
-def leases(state: State) -> list[LeaseReport]:
-    """Leases of engines and of other nodes, at most ROWS_MAX."""
-    owner_of = {owner.open_session: owner for owner in state.owners.values()}
-    return [
-        LeaseReport(
-            *((owner_of[session].key[1], session) if session in owner_of else (ANOTHER_NODE, 0)),
-            lease=number,
-            blocks=lease.block_count,
-            age_ms=(state.now_ns - lease.granted_ns) // NS_PER_MS,
-            expires_in_ms=(lease.expires_ns - state.now_ns) // NS_PER_MS,
-        )
-        for session, number, lease in state.leases.items()[:ROWS_MAX]
-    ]
-
-
-def jobs(state: State) -> list[JobReport]:
-    """One row for each rank that holds slots that it may still write to."""
-    slots, out = state.slots, []
-    for connection in state.connections.values():
-        hello, words = connection.hello, slots.of_writer(connection.id)
-        if isinstance(hello, HelloRank) and len(words):
-            counts = np.bincount(slots.state[words], minlength=len(SlotState))
-            its = _slots(counts, SlotState.GRANTED, SlotState.QUARANTINED)
-            who = hello.engine_id, hello.rank, connection.id
-            out.append(JobReport(*who, attached=not connection.ended, **its))
-    return out
-
-
-def _slots(counts: NDArray[np.int64], *states: SlotState) -> dict[str, Any]:
-    """Numbers of slots in these states, by field."""
-    return {f"slots_{state.name.lower()}": int(counts[state]) for state in states}
-
-
-# ── hottest ───────────────────────────────────────────────────────────────────────────────────────
-# Blocks in dram that were used last, in runs that another node can be asked to fetch.
-#
-#     engine: used_slots ─▶ hottest_runs ─ SLICE slots at a time ─▶ engine: named ─▶ runs
-#
-# The engine answers two short questions; sorting, which takes long, is done where it is asked. A
-# slot that has another block by the time of the second question counts as that one. Does not cover:
-# who takes them (`kvstore.peers.preparer`).
-
-RUN_KEYS: int = 512
-SLICE: Final = 4096
-
-
 class UsedSlots(NamedTuple):
     """Sealed slots of dram with their last use; arrays of shape [n]."""
 
@@ -413,21 +166,291 @@ class NamedBlocks(NamedTuple):
     """Scope → tenant and space."""
 
 
-def used_slots(state: State) -> UsedSlots:
-    """All sealed slots of dram. About 20 ms for a million."""
-    slots = state.slots
-    words = np.flatnonzero(slots.state == SlotState.SEALED)
-    return UsedSlots(words, slots.stamps[words], slots.sizes(words), state.config.arena_bytes)
+class Snapshots:
+    """What an engine shows of itself. Nothing here changes it."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def nodes(self) -> list[NodeReport]:
+        """State of this node, as one row."""
+        state = self._state
+        return [
+            NodeReport(
+                incarnation=f"{state.config.incarnation:016x}",
+                connections=sum(not c.ended for c in state.connections.values()),
+                owners=len(state.owners),
+                sessions=sum(bool(owner.open_session) for owner in state.owners.values()),
+                leases=len(state.leases),
+                blocks=len(state.residency.table),
+                restarts=state.config.restarts,
+                blocks_kept=state.counters.blocks_kept,
+            )
+        ]
+
+    def engines(self) -> tuple[EngineEntry, ...]:
+        """Engines that have a session, for routers."""
+        return tuple(
+            EngineEntry(
+                engine=owner.key[1],
+                tenant=owner.key[0],
+                space=owner.groups[0].asker.space,
+                model=hello.label,
+                rank=hello.data_rank,
+                role=hello.role,
+                address=hello.address,
+            )
+            for owner in self._state.owners.values()
+            if owner.open_session and owner.scheduler is not None
+            if isinstance(hello := owner.scheduler.hello, HelloScheduler)
+        )
+
+    def tier_rows(
+        self, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
+    ) -> list[TierReport]:
+        """One row per tier. `budget_left_bytes`: bytes that may be written to disk now."""
+        state = self._state
+        config, counters, slots, hbm = state.config, state.counters, state.slots, state.hbm
+        rows = [
+            _memory(
+                "dram",
+                slots,
+                capacity_bytes=config.arena_bytes - config.landing_bytes,
+                ready_bytes=slots.slabs_ready * slots.slab_bytes,
+                pinned_bytes=max((c.pinned_bytes for c in self._ranks()), default=0),
+                blocks=state.residency.count(Tier.DRAM),
+                slots_leased=slots.pins.leased,
+                policy=config.policy,
+                **_scrubbed(scrubs[Tier.DRAM], state),
+            ),
+            TierReport(
+                tier="file",
+                capacity_bytes=config.file_bytes,
+                ready_bytes=config.file_bytes,
+                used_bytes=state.file_used_bytes,
+                blocks=state.residency.count(Tier.FILE),
+                policy=config.file_admission.value,
+                not_admitted=counters.file_blocks_not_admitted,
+                over_budget=counters.file_blocks_over_budget,
+                budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
+                reads=state.file_breakers[0],
+                writes=state.file_breakers[1],
+                **_scrubbed(scrubs[Tier.FILE], state),
+            ),
+        ]
+        if hbm is not None:
+            # Copies in a GPU's memory: verified when they are made, and not scrubbed.
+            size_bytes, blocks = hbm.slab_count * hbm.slab_bytes, int(hbm.counts[SlotState.SEALED])
+            sizes = {"capacity_bytes": size_bytes, "ready_bytes": size_bytes}
+            rows.append(_memory("hbm", hbm, blocks=blocks, policy="lru", **sizes))
+        return rows
+
+    def _ranks(self) -> Iterator[Connection]:
+        """Attached ranks."""
+        connections = self._state.connections.values()
+        return (each for each in connections if each.role == "rank" and not each.ended)
+
+    def unpinned(self) -> str:
+        """Error of a rank that cannot pin the arena's memory, with its engine, for operators; empty
+        if all ranks can."""
+        found = [each for each in self._ranks() if each.trouble]
+        more = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
+        return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
+
+    def load(self) -> Load:
+        """Load of this node, without its traffic with other nodes, published every few seconds:
+        made from counters, without a pass over any table."""
+        state = self._state
+        counters, slots, ledger = state.counters, state.slots, state.ledger
+        total = ledger.total()
+        return Load(
+            at_ms=state.now_ns // NS_PER_MS,
+            dram_bytes=state.config.arena_bytes - state.config.landing_bytes,
+            dram_used_bytes=slots.sealed_bytes,
+            file_bytes=state.config.file_bytes,
+            file_used_bytes=state.file_used_bytes,
+            blocks_hit=sum(ledger.hits.values()),
+            blocks_missed=sum(ledger.misses.values()),
+            saved_ms=total.saved_ns // NS_PER_MS,
+            waited_ms=total.spent_ns // NS_PER_MS,
+            stored_bytes=counters.stored_bytes,
+            leased_bytes=counters.leased_bytes,
+            served_bytes=counters.served_bytes,
+            leases=len(state.leases),
+            engines=sum(bool(owner.open_session) for owner in state.owners.values()),
+            slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),
+        )
+
+    def eviction_ages(self) -> dict[Tier, Ages]:
+        """Ages of evicted blocks, by tier."""
+        return self._state.ages
+
+    def savings(self) -> list[SavingsReport]:
+        """Savings and costs of loads, by model, tenant and tier."""
+        return self._state.ledger.report()
+
+    def curve(self) -> list[CurveReport]:
+        """Expected hit ratio by capacity of dram, one row each."""
+        return self._state.curve.report(self._state.now_ns)
+
+    def unserved(self) -> list[UnservedReport]:
+        """Engines that this node does not serve, and why."""
+        state = self._state
+        is_full = len(state.attached()) >= state.config.connection_count_max
+        return unserved(state.owners.values(), state.refusals, state.now_ns, is_full=is_full)
+
+    def quotas(self) -> list[QuotaReport]:
+        """One row per quota and one for all others; none without quotas."""
+        table = self._state.slots.quotas
+        if not table.any:
+            return []
+        rows = zip(table.names, table.share.tolist(), table.held.tolist(), strict=True)
+        others, *named = (QuotaReport(name, share, held) for name, share, held in rows)
+        return [*named, others]
+
+    def spaces(self) -> list[SpaceReport]:
+        """One row per (tenant, space) that holds a block or has an engine."""
+        state = self._state
+        residency = state.residency
+        used = residency.table.used_rows()
+        scopes, words = residency.table.scopes[used], residency.words(used)
+        # Counted over whole columns: no pass per scope.
+        count, is_held = int(scopes.max(initial=0)) + 1, words >= 0
+        in_dram = np.bincount(scopes[is_held], minlength=count)
+        in_file = np.bincount(scopes[residency.file[used] != 0], minlength=count)
+        word_of = np.zeros(count, dtype=np.int64)
+        word_of[scopes[is_held]] = words[is_held]  # one of its words: they are of one size
+        found: defaultdict[tuple[str, SpaceId], dict[str, int]] = defaultdict(_no_counts)
+        for scope in np.flatnonzero(in_dram + in_file).tolist():
+            tenant, space, _ = residency.address(scope)
+            blocks, its = int(in_dram[scope]), found[tenant, space]
+            its["blocks_dram"] += blocks
+            its["blocks_file"] += int(in_file[scope])
+            if blocks:
+                its["bytes_dram"] += blocks * state.slots.pool_of(int(word_of[scope])).slot_bytes
+        for group in state.open_groups():
+            found[group.asker.address]["engines"] += 1
+        return [self._space(each, found[each]) for each in sorted({*found, *state.off})]
+
+    def _space(self, address: tuple[str, SpaceId], counts: dict[str, int]) -> SpaceReport:
+        # Of the latest engine, also when it is gone.
+        known, off = self._state.known.get(address), self._state.off.get(address)
+        return SpaceReport(
+            space=address[1].hex(),
+            tenant=address[0],
+            label=known.label if known else "",
+            group=group_kind(known.space) if known else "",
+            off="" if off is None else off.tier.name.lower() if off.tier else "all",
+            **counts,
+        )
+
+    def space_ids(self) -> list[SpaceId]:
+        """Full ids of the spaces that hold a block or have had an engine."""
+        state = self._state
+        held = {space for _, space, _ in state.residency.scopes()}
+        return sorted(held | {space for _, space in state.off})
+
+    def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
+        """(tenant, space, tier or all) of the spaces that a shadow check switched off."""
+        return [(*address, off.tier) for address, off in self._state.off.items()]
+
+    def blocks(self, *, limit: int = 1000, space: str = "") -> list[BlockReport]:
+        """Up to `limit` blocks whose space begins with the hex digits `space`."""
+        state = self._state
+        residency, slots = state.residency, state.slots
+        wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
+        rows, out = residency.rows_in(wanted, min(limit, ROWS_MAX)), []
+        for row, word in zip(rows.tolist(), residency.words(rows).tolist(), strict=True):
+            tenant, its_space, its = residency.address(int(residency.table.scopes[row]))
+            is_held, place = word >= 0, (-1, 0, 0)
+            if is_held:
+                slot = int(slots.slots_of(np.array([word]))[0])
+                place = slot, int(slots.generation[word]), int(slots.leases[word])
+            has_copy = state.hbm is not None and is_held and residency.hbm_of_word[word] >= 0
+            held = {"hbm": has_copy, "dram": is_held, "file": int(residency.file[row]) != 0}
+            key = residency.table.keys[row].tobytes()[:4].hex()
+            shard = f"layers {its.layer_begin}-{its.layer_end}"
+            shard += f" heads {its.head_begin}-{its.head_end}"
+            tiers = "+".join(name for name, there in held.items() if there)
+            out.append(BlockReport(key, its_space.hex(), tenant, shard, tiers, *place))
+        return out
+
+    def leases(self) -> list[LeaseReport]:
+        """Leases of engines and of other nodes, at most ROWS_MAX."""
+        state = self._state
+        who = {its.open_session: (its.key[1], its.open_session) for its in state.owners.values()}
+        return [
+            LeaseReport(
+                *who.get(session, (ANOTHER_NODE, 0)),
+                lease=number,
+                blocks=lease.block_count,
+                age_ms=(state.now_ns - lease.granted_ns) // NS_PER_MS,
+                expires_in_ms=(lease.expires_ns - state.now_ns) // NS_PER_MS,
+            )
+            for session, number, lease in state.leases.items()[:ROWS_MAX]
+        ]
+
+    def jobs(self) -> list[JobReport]:
+        """One row for each rank that holds slots that it may still write to."""
+        state = self._state
+        slots, out = state.slots, []
+        for connection in state.connections.values():
+            hello, words = connection.hello, slots.of_writer(connection.id)
+            if isinstance(hello, HelloRank) and len(words):
+                counts = np.bincount(slots.state[words], minlength=len(SlotState))
+                its = _slots(counts, SlotState.GRANTED, SlotState.QUARANTINED)
+                who = hello.engine_id, hello.rank, connection.id
+                out.append(JobReport(*who, attached=not connection.ended, **its))
+        return out
+
+    def used_slots(self) -> UsedSlots:
+        """All sealed slots of dram. About 20 ms for a million."""
+        slots, arena_bytes = self._state.slots, self._state.config.arena_bytes
+        words = np.flatnonzero(slots.state == SlotState.SEALED)
+        return UsedSlots(words, slots.stamps[words], slots.sizes(words), arena_bytes)
+
+    def named(self, words: Words) -> NamedBlocks:
+        """Blocks in these slots now; slots that were emptied are left out."""
+        residency = self._state.residency
+        rows = residency.row_of_word[words].astype(np.int64)
+        rows = rows[rows >= 0]
+        scopes = residency.table.scopes[rows]
+        addresses = {int(scope): residency.address(int(scope))[:2] for scope in np.unique(scopes)}
+        return NamedBlocks(scopes, residency.table.keys[rows], addresses)
 
 
-def named(state: State, words: Words) -> NamedBlocks:
-    """Blocks in these slots now; slots that were emptied are left out."""
-    residency = state.residency
-    rows = residency.row_of_word[words].astype(np.int64)
-    rows = rows[rows >= 0]
-    scopes = residency.table.scopes[rows]
-    addresses = {int(scope): residency.address(int(scope))[:2] for scope in np.unique(scopes)}
-    return NamedBlocks(scopes, residency.table.keys[rows], addresses)
+def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
+    """Row of a tier in memory, from counts that are kept up to date: a scrape scans no column,
+    however large the arena is."""
+    its |= _slots(slots.counts, SlotState.SEALED, SlotState.GRANTED, SlotState.QUARANTINED)
+    return TierReport(tier=tier, used_bytes=slots.sealed_bytes, **its)
+
+
+def _scrubbed(scrub: TierScrub, state: State) -> dict[str, Any]:
+    its = {"scrubbed_blocks": scrub.blocks, "scrubbed_bytes": scrub.size_bytes}
+    return its | {"scrub_bad": scrub.bad, "scrub_age_ms": scrub.age_ms(state.now_ns)}
+
+
+def _slots(counts: NDArray[np.int64], *states: SlotState) -> dict[str, Any]:
+    """Numbers of slots in these states, by field."""
+    return {f"slots_{state.name.lower()}": int(counts[state]) for state in states}
+
+
+def _no_counts() -> dict[str, int]:
+    return dict.fromkeys(("blocks_dram", "blocks_file", "bytes_dram", "engines"), 0)
+
+
+# ── hottest ───────────────────────────────────────────────────────────────────────────────────────
+# Blocks in dram that were used last, in runs that another node can be asked to fetch.
+#
+#     engine: used_slots ─▶ hottest_runs ─ SLICE slots at a time ─▶ engine: named ─▶ runs
+#
+# The engine answers two short questions; sorting, which takes long, is done where it is asked. A
+# slot that has another block by the time of the second question counts as that one. Does not cover:
+# who takes them (`kvstore.peers.preparer`).
+
+RUN_KEYS: int = 512
+SLICE: Final = 4096
 
 
 def hottest_runs(

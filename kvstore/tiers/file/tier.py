@@ -1,8 +1,8 @@
 """`FileTier`: blocks between slots of the arena and a disk. All that others call is here.
 
     tier = FileTier.open(FileConfig(Path("/var/lib/kvstore"), capacity_bytes=2 << 40), arena, clock)
-    tier.submit(WriteFile(7, scope, keys, slots, checksums, cause))      # → FileWritten
-    tier.submit(ReadFile(8, scope, keys, locations, slots, b"", cause))  # → FileRead
+    tier.submit(WriteFile(7, scope, keys, slots, checksums))      # → FileWritten
+    tier.submit(ReadFile(8, scope, keys, locations, slots, b""))  # → FileRead
 
 The contract is that of `kvstore.ports.FileStore`. Threads: one writer (`log_thread.py`), some
 readers, one that recovers and then looks after other nodes' segments, one that watches deadlines,

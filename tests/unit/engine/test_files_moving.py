@@ -105,7 +105,7 @@ def test_a_block_that_was_cleared_while_it_was_written_is_not_taken_for_written(
     node, peer = attached(DiskNode())
     peer.seal(1)
     node.step(Clear(None, None))
-    assert node.voids == [VoidFile(None, None, node.voids[0].cause)]
+    assert node.voids == [VoidFile(None, None)]
     node.write_all()
     assert node.blocks() == {}
 

@@ -12,7 +12,6 @@ from kvstore.cli.look import show_story
 from kvstore.engine.why import ledger
 from kvstore.engine.why.findings import RangeReport, Search
 from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
-from kvstore.engine.why.report import savings
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.wire.messages import Story
 from tests.unit.engine.harness import TOKENS, Node, Peer, attached, space
@@ -118,7 +117,7 @@ def test_rows_that_saved_the_same_have_an_order() -> None:
     sums = ledger.Ledger()
     for pair in (("b", "t"), ("a", "u"), ("a", "t")):
         sums.count(pair, Story("r", loaded_tokens=1, saved_ns=8, load_ns=2), [])
-    assert [(row.model, row.tenant) for row in savings(sums)] == [
+    assert [(row.model, row.tenant) for row in sums.report()] == [
         ("a", "t"),
         ("a", "u"),
         ("b", "t"),

@@ -181,7 +181,7 @@ def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
     def returned(self: Servings, event: ServingReturned) -> None:
         original(self, event)
         answer = GivenBack(event.serving, b"\x01" * 8)
-        self._state.commands[-1] = AnswerPeer(event.peer, answer, cause=0)
+        self._state.commands[-1] = AnswerPeer(event.peer, answer)
 
     return returned
 

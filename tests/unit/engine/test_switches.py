@@ -155,7 +155,7 @@ def test_what_came_from_disk_switches_the_disk_off_and_memory_starts_anew() -> N
     (told,) = in_words(compared(peer, 7, 0, blocks=2))
     assert told.tier is Tier.FILE
     assert node.blocks() == {}
-    assert node.voids == [VoidFile("t", SPACE, node.voids[0].cause)]
+    assert node.voids == [VoidFile("t", SPACE)]
     peer.seal(1, 2)
     assert node.blocks() == {key(n).hex()[:8]: "dram" for n in (1, 2)}
     assert node.writes == [], "nothing goes to disk"

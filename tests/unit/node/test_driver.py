@@ -54,8 +54,8 @@ def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Conn
 
         loop.attach.send = watched  # type: ignore[method-assign,assignment]
         return [
-            Send(connection=number, message=Quiesce(session=1), cause=0),
-            RaiseGenerations(slots=[16], generations=[5], cause=0),
+            Send(connection=number, message=Quiesce(session=1)),
+            RaiseGenerations(slots=[16], generations=[5]),
         ]
 
     assert raised is not None
@@ -68,8 +68,8 @@ def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Conn
 
 def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:
     loop.engine.answers[1] = lambda n: [
-        Send(connection=n, message=Quiesce(session=7), cause=0),
-        Hangup(connection=n, reason="replaced", cause=0),
+        Send(connection=n, message=Quiesce(session=7)),
+        Hangup(connection=n, reason="replaced"),
         Release(connection=n),
     ]
     peer = attached(loop, connect)

@@ -40,7 +40,7 @@ def test_a_failure_costs_one_connection(
         raise RuntimeError("a bug")
 
     loop.engine.answers[1] = fail
-    loop.engine.answers[2] = lambda n: [Send(connection=n, message=Quiesce(session=9), cause=0)]
+    loop.engine.answers[2] = lambda n: [Send(connection=n, message=Quiesce(session=9))]
     good = attached(loop, connect)
     for _ in range(3):
         bad = attached(loop, connect)
@@ -62,7 +62,7 @@ def test_a_failing_tick_does_not_stop_the_loop(
     peer = attached(loop, connect)
     while loop.driver.counters.failures < 2:
         loop.settle()
-    loop.engine.answers[1] = lambda n: [Send(connection=n, message=Quiesce(session=9), cause=0)]
+    loop.engine.answers[1] = lambda n: [Send(connection=n, message=Quiesce(session=9))]
     peer.say(Quiet(session=1))
     assert decode_from_node(peer.hear()) == Quiesce(session=9)
 
@@ -70,7 +70,7 @@ def test_a_failing_tick_does_not_stop_the_loop(
 def test_generations_that_a_failed_step_raised_are_published(loop: Loop, connect: Connect) -> None:
     def fail(number: ConnectionId) -> list[Command]:
         slots, generations = [SlotId(16), SlotId(48)], [7, 9]
-        loop.engine.decided = [RaiseGenerations(slots=slots, generations=generations, cause=0)]
+        loop.engine.decided = [RaiseGenerations(slots=slots, generations=generations)]
         raise RuntimeError("after the slots were freed, before anybody was told")
 
     loop.engine.answers[1] = fail
@@ -85,7 +85,7 @@ def test_generations_that_a_failed_step_raised_are_published(loop: Loop, connect
 def poison(loop: Loop) -> list[Command]:
     """Something that the tier refuses."""
     loop.tier.raise_generations([16], [9])
-    return [RaiseGenerations(slots=[16], generations=[8], cause=0)]
+    return [RaiseGenerations(slots=[16], generations=[8])]
 
 
 def is_poisoned(loop: Loop, connect: Connect) -> bool:
@@ -122,8 +122,7 @@ def test_what_a_failed_step_had_decided_and_cannot_be_is_told(loop: Loop, connec
 
     def fail(number: ConnectionId) -> list[Command]:
         loop.engine.decided = [
-            Send(connection=ConnectionId(1), message=Quiesce(session=k), cause=0)
-            for k in range(5000)
+            Send(connection=ConnectionId(1), message=Quiesce(session=k)) for k in range(5000)
         ]
         raise RuntimeError("a bug")
 

@@ -30,9 +30,9 @@ from kvstore.units import MIB
 from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock
 
 WHY = "a file lies there"
-WRITE = WriteFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"", 0)
-READ = ReadFile(1, SCOPE, b"", b"", np.zeros(0, "<u4"), b"", 0)
-CLEAR = VoidFile(SCOPE.tenant, SCOPE.space, 0)
+WRITE = WriteFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"")
+READ = ReadFile(1, SCOPE, b"", b"", np.zeros(0, "<u4"), b"")
+CLEAR = VoidFile(SCOPE.tenant, SCOPE.space)
 
 
 class Opening:
@@ -112,7 +112,7 @@ def test_what_is_cleared_before_it_opens_stays_so(
     monkeypatch.setattr(late, "VOIDS_MAX", voids_max)
     written(opening.config.directory)
     tier.submit(CLEAR)
-    tier.submit(VoidFile("another", None, 0))
+    tier.submit(VoidFile("another", None))
     opening.may.set()
     assert not any(isinstance(event, FileKnown) for event in events_until(tier, is_open))
     assert tier.wait_for_voids(60)

@@ -62,7 +62,7 @@ def ask(two: Two, count: int) -> list[Located]:
 
     fetcher._post = posted
     for number in range(count):
-        fetcher.locate(Locate(first + number, "t", SPACE, keys(100 + number), 0))
+        fetcher.locate(Locate(first + number, "t", SPACE, keys(100 + number)))
     return located
 
 

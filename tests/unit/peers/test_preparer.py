@@ -53,7 +53,7 @@ class Door:
     def _post(self, event: PrepareBlocks) -> None:
         self.asked.append(event)
         if self._answers:
-            self.preparer.prepared(BlocksPrepared(event.ask, PrepareReply(dram=3), cause=0))
+            self.preparer.prepared(BlocksPrepared(event.ask, PrepareReply(dram=3)))
 
     async def call(self, *names: str, keys: int = 1) -> PrepareReply:
         request = PrepareRequest("t", SpaceId(bytes(32)), "", bytes(32 * keys))
@@ -140,5 +140,5 @@ def test_a_busy_engine_and_its_late_answer(monkeypatch: pytest.MonkeyPatch) -> N
     door = Door(answers=False)
     with pytest.raises(Refused, match="the node is busy"):
         asyncio.run(door.call(R1))
-    door.preparer.prepared(BlocksPrepared(door.asked[0].ask, PrepareReply(), cause=0))
+    door.preparer.prepared(BlocksPrepared(door.asked[0].ask, PrepareReply()))
     assert not door.preparer._waiting

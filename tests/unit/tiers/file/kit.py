@@ -156,10 +156,10 @@ class StoreDriver:
         return taken
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        self.tier.submit(VoidFile(tenant, space, 0))
+        self.tier.submit(VoidFile(tenant, space))
 
     def reclaim(self, segment: int, keep: Sequence[int]) -> None:
-        self.tier.submit(ReclaimFile(segment, np.array(keep, np.uint64).tobytes(), 0))
+        self.tier.submit(ReclaimFile(segment, np.array(keep, np.uint64).tobytes()))
 
     def _note(self, event: FileTierEvent) -> None:
         if isinstance(event, FileReclaim) and self.on_reclaim is not None:
@@ -201,7 +201,7 @@ class StoreDriver:
         slots = np.arange(len(numbers), dtype=np.uint32) + np.uint32(first_slot)
         slots *= np.uint32(BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
-        accepted = self.tier.submit(WriteFile(self._job, scope, keys, slots, b"".join(sums), 0))
+        accepted = self.tier.submit(WriteFile(self._job, scope, keys, slots, b"".join(sums)))
         return self._job if accepted else 0
 
     def write(self, numbers: Sequence[int], scope: Scope = SCOPE) -> list[int]:
@@ -229,7 +229,7 @@ class StoreDriver:
         slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
         locations = np.array(where, np.uint64).tobytes()
-        accepted = self.tier.submit(ReadFile(self._job, scope, keys, locations, slots, sums, 0))
+        accepted = self.tier.submit(ReadFile(self._job, scope, keys, locations, slots, sums))
         return self._job if accepted else 0
 
     def read(self, numbers: Sequence[int], scope: Scope = SCOPE, **more: Any) -> list[bool]:

@@ -134,11 +134,11 @@ class VirtualTier:
                 data, np.uint8
             )
             sums += checksum(SCOPE, key(number), data)
-        return self.tier.submit(WriteFile(job, SCOPE, names, self.slots(0, len(numbers)), sums, 0))
+        return self.tier.submit(WriteFile(job, SCOPE, names, self.slots(0, len(numbers)), sums))
 
     def read(self, job: int, number: int, place: int) -> bool:
         places, slots = np.array([place], np.uint64).tobytes(), self.slots(40 + job % 20, 1)
-        return self.tier.submit(ReadFile(job, SCOPE, key(number), places, slots, b"", 0))
+        return self.tier.submit(ReadFile(job, SCOPE, key(number), places, slots, b""))
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_an_idle_tier_makes_no_file(start: Open) -> None:
 def test_a_block_too_large_for_a_segment_is_not_written(start: Open) -> None:
     driver = start()
     large = Scope("t", b"l" * 32, SCOPE.shard, SEGMENT_BYTES)
-    job = driver.tier.submit(WriteFile(1, large, key(1), np.zeros(1, np.uint32), bytes(16), 0))
+    job = driver.tier.submit(WriteFile(1, large, key(1), np.zeros(1, np.uint32), bytes(16)))
     assert job
     written = driver.wait(FileWritten)
     assert u64(written.locations) == [0]
