@@ -12,16 +12,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import (
-    Adopt,
-    Changed,
-    Command,
-    Hangup,
-    OffersUntold,
-    RaiseGenerations,
-    Release,
-    Send,
-)
+from kvstore.engine import events
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words, prints
 from kvstore.engine.memory.residency import Change, Offers, Residency
@@ -238,7 +229,7 @@ class State:
         """Circuit breakers of disk reads and writes at the last Tick."""
         self.cause = 0
         """Number of the event that is being handled, for the history of slots."""
-        self.commands: list[Command] = []
+        self.commands: list[events.Command] = []
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
         self._published_unknown: set[tuple[str, SpaceId]] = set()
@@ -250,9 +241,9 @@ class State:
         """Attached processes. Ended ones that only keep slots in quarantine do not count."""
         return [each for each in self.connections.values() if not each.ended]
 
-    def say(self, command: Command) -> None:
+    def say(self, command: events.Command) -> None:
         """Append a command."""
-        if isinstance(command, Hangup):
+        if isinstance(command, events.Hangup):
             self.hung_up.add(command.connection)
         self.commands.append(command)
 
@@ -261,7 +252,7 @@ class State:
         first."""
         if not connection.ended:
             self.publish_generations()
-            self.commands.append(Send(connection.id, message))
+            self.commands.append(events.Send(connection.id, message))
 
     def publish_generations(self) -> None:
         """Send raised generations before any command that shows the slots."""
@@ -274,7 +265,7 @@ class State:
         words = np.concatenate(slots.raised)
         slots.raised.clear()
         raised = slots.slots_of(words), slots.generation[words]
-        self.commands.append(RaiseGenerations(*raised, tier))
+        self.commands.append(events.RaiseGenerations(*raised, tier))
 
     def tell_changes(self) -> None:
         """Append commands for what the tiers gained and lost in this step, as far as wanted."""
@@ -284,7 +275,7 @@ class State:
         if self.config.tell_offers:
             self.commands += self.offers.offers_of(changes)
 
-    def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
+    def in_words(self, changes: Iterable[Change]) -> Iterator[events.Changed]:
         """`changes` as Changed commands, with the label and block size of their spaces. Readers
         take any block for a part of a prefix, so blocks of windows and recurrent layers are left
         out."""
@@ -297,7 +288,7 @@ class State:
                 change.stored or (tenant, space) not in self._published_unknown
             ):
                 continue
-            yield Changed(
+            yield events.Changed(
                 tier=change.tier,
                 stored=change.stored,
                 tenant=tenant,
@@ -313,7 +304,7 @@ class State:
         full, the space whose last session opened longest ago is dropped."""
         was_known = self.known.pop(address, None) is not None
         if self.config.tell_offers and not was_known and self.offers.any_held(address):
-            self.say(OffersUntold())
+            self.say(events.OffersUntold())
         self.known[address] = known
         shards = [self.residency.address(scope)[2] for scope in known.scopes]
         self.journal.spaces.remember(address, known.label, shards, known.space)
@@ -409,7 +400,7 @@ CHUNK_BLOCKS = 1 << 13
 """Number of rows taken over at a time, so that they stay in the CPU's cache."""
 
 
-def adopt(state: State, event: Adopt) -> None:
+def adopt(state: State, event: events.Adopt) -> None:
     """Set up the state of an engine from the journal in `event`, its first event."""
     found, residency = event.found, state.residency
     assert not state.connections, "something happened before the journal was taken over"
@@ -443,5 +434,5 @@ def adopt(state: State, event: Adopt) -> None:
             state.connections[connection.id] = connection
             state.slots.pins.join_engine(connection.id, owner.key, writer.process or connection.id)
         else:
-            state.say(Release(connection.id))
+            state.say(events.Release(connection.id))
     state.credits_due = True

@@ -25,18 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import (
-    FileGone,
-    FileKnown,
-    FileLate,
-    FileMoved,
-    FileRead,
-    FileReclaim,
-    FileWritten,
-    ReadFile,
-    ReclaimFile,
-    VoidFile,
-)
+from kvstore.engine import events
 from kvstore.engine.memory.residency import has_repeats, leading
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
@@ -255,7 +244,7 @@ class Files:
         """Whether this node has a disk tier."""
         return self._state.config.file_bytes > 0
 
-    def written(self, event: FileWritten) -> None:
+    def written(self, event: events.FileWritten) -> None:
         """A write ended, well or not: record the places on disk."""
         self._place(*self.writes.ended(event))
 
@@ -366,7 +355,7 @@ class Files:
         self.pace.begun(job, read.size_bytes, state.now_ns)
         self._reading[rows] = job
         state.say(
-            ReadFile(
+            events.ReadFile(
                 job=job,
                 scope=Scope(*asker.address, shard, block_bytes),
                 keys=keys.tobytes(),
@@ -376,7 +365,7 @@ class Files:
             )
         )
 
-    def read(self, event: FileRead) -> None:
+    def read(self, event: events.FileRead) -> None:
         """A read has truly ended: seal its good blocks that are still wanted. The tier reports
         damaged ones itself (FileGone)."""
         state, job = self._state, self._reads.end(event.job)
@@ -391,7 +380,7 @@ class Files:
         self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
         self.is_behind = True
 
-    def late(self, event: FileLate) -> None:
+    def late(self, event: events.FileLate) -> None:
         """A read is late: no lease waits for it any more, and its slots stay taken until it has
         ended."""
         job = self._reads.get(event.job)
@@ -436,7 +425,7 @@ class Files:
             live[live] = residency.file[rows[live]] == np.frombuffer(locations, dtype="<u8")[live]
         return rows, live
 
-    def known(self, event: FileKnown) -> None:
+    def known(self, event: events.FileKnown) -> None:
         """The tier reports blocks that it holds. If it holds a block in several places, the one
         written last counts."""
         state = self._state
@@ -467,13 +456,13 @@ class Files:
         self.next_location = max(self.next_location, int(own.max(initial=0)) + 1)
         self._state.residency.put_file(rows, locations)
 
-    def moved(self, event: FileMoved) -> None:
+    def moved(self, event: events.FileMoved) -> None:
         """Blocks kept from a reclaimed segment have new places. A block that was written again
         meanwhile keeps that later place."""
         rows, live = self._live(event.scope, event.keys, event.old_locations)
         self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
 
-    def gone(self, event: FileGone) -> None:
+    def gone(self, event: events.FileGone) -> None:
         """The tier holds these blocks no more, at these places."""
         rows, live = self._live(event.scope, event.keys, event.locations)
         if event.damaged:
@@ -481,7 +470,7 @@ class Files:
         stamp = self._state.stamp(Reason.FILE_LOST)
         self._state.residency.drop_file(np.unique(rows[live]), stamp)
 
-    def reclaim(self, event: FileReclaim) -> None:
+    def reclaim(self, event: events.FileReclaim) -> None:
         """A segment is to be reclaimed: answer which blocks to keep, those asked for since they
         were written, within KEEP_SHARE and the budget. The other blocks are forgotten."""
         state = self._state
@@ -502,12 +491,12 @@ class Files:
             state.ages[Tier.FILE].evicted(written, state.now_ns)
             state.residency.drop_file(gone, state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
-        state.say(ReclaimFile(segment=event.segment, keep=keep))
+        state.say(events.ReclaimFile(segment=event.segment, keep=keep))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Void cleared blocks on disk, so that they do not come back with a restart."""
         if self.enabled:
-            self._state.say(VoidFile(tenant=tenant, space=space))
+            self._state.say(events.VoidFile(tenant=tenant, space=space))
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

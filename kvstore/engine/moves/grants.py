@@ -22,18 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine import events
 from kvstore.engine.agenda import LOOK_COST, Groups
-from kvstore.engine.events import (
-    AskPush,
-    Land,
-    Landed,
-    LandingUp,
-    Pushed,
-    PushOver,
-    RecycleTransferWorker,
-    RevokePush,
-    Staged,
-)
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.intake import Incoming, Intake
@@ -251,18 +241,18 @@ class Grants:
             block_bytes=block_bytes,
             deadline_ms=max(1, (expect.until_ns - state.now_ns) // NS_PER_MS),
         )
-        state.say(AskPush(message.node, grant))
+        state.say(events.AskPush(message.node, grant))
         return True
 
     def _revoke(self, expect: Expectation) -> None:
         """Revoke the grants of an expectation that has ended."""
         for granted in self._grants_of.of(expect):
             self._revoked.setdefault(granted.number, self._state.now_ns + REVOKED_NS)
-            self._state.say(RevokePush(granted.number, granted.node))
+            self._state.say(events.RevokePush(granted.number, granted.node))
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
-    def pushed(self, event: Pushed) -> None:
+    def pushed(self, event: events.Pushed) -> None:
         """A peer reports that blocks are in their extents: copy them out. A report without blocks
         is news."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
@@ -291,7 +281,7 @@ class Grants:
             return
         self._land(event, granted, places)
 
-    def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
+    def _land(self, event: events.Pushed, granted: GrantedRoom, places: slice) -> None:
         state, expect, asker = self._state, granted.expect, granted.expect.asker
         count = places.stop - places.start
         if self._intake.room_for(asker, count) < count:
@@ -305,7 +295,7 @@ class Grants:
         granted.copying += count
         job = self._landings.begin(landing)
         state.say(
-            Land(
+            events.Land(
                 job=job,
                 node=granted.node,
                 tenant=asker.tenant,
@@ -322,7 +312,7 @@ class Grants:
             )
         )
 
-    def landed(self, event: Landed) -> None:
+    def landed(self, event: events.Landed) -> None:
         """Blocks were copied out and verified: seal the good ones that did not come otherwise."""
         state, job = self._state, self._landings.end(event.job)
         granted, expect, keys = job.granted, job.granted.expect, job.keys
@@ -334,7 +324,7 @@ class Grants:
         state.counters.push_blocks_landed += int(good.sum())
         expect.times.sealed_ns = state.now_ns
         took_ns = state.now_ns - job.since_ns
-        state.say(Staged("push_seal", granted.node, took_ns, job.size_bytes))
+        state.say(events.Staged("push_seal", granted.node, took_ns, job.size_bytes))
         granted.copying -= len(keys)
         if not good.all():
             self._awaited.end(expect, "cleared meanwhile" if job.is_void else "damaged on its way")
@@ -361,7 +351,7 @@ class Grants:
             for whose in (node, granted.expect):
                 self._grants_of.remove(whose, granted)
 
-    def grant_ended(self, event: PushOver) -> None:
+    def grant_ended(self, event: events.PushOver) -> None:
         """The peer's last word about a grant, or its session is lost."""
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:
@@ -388,7 +378,7 @@ class Grants:
 
     # ── the transfer worker ──────────────────────────────────────────────────────────────────────
 
-    def transfer_worker_changed(self, event: LandingUp) -> None:
+    def transfer_worker_changed(self, event: events.LandingUp) -> None:
         """The transfer worker was started or has ended, so nothing writes for an earlier one: free
         limbo and end all grants."""
         for extents, pages in self._limbo:
@@ -413,7 +403,7 @@ class Grants:
         if self._limbo_ns and state.now_ns >= self._limbo_ns + LIMBO_NS:
             self._limbo_ns = state.now_ns
             why = "a peer may write to the landing memory, and nobody knows until when"
-            state.say(RecycleTransferWorker(why))
+            state.say(events.RecycleTransferWorker(why))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """End expectations of cleared blocks, and drop their blocks that are being copied. None: of

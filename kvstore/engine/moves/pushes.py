@@ -19,17 +19,8 @@ from typing import Final
 
 import msgspec
 
+from kvstore.engine import events
 from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Agenda, Groups
-from kvstore.engine.events import (
-    AnswerPeer,
-    PeerGone,
-    PushAsked,
-    Pushed,
-    PushOver,
-    PushRevoked,
-    WritePush,
-    Written,
-)
 from kvstore.engine.memory.residency import Run, run_of
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
@@ -263,12 +254,14 @@ class Pushes:
         self._budget = LOOK_COST_MAX
         self._writes: dict[int, _PushWrite] = {}
 
-    def asked(self, event: PushAsked) -> None:
+    def asked(self, event: events.PushAsked) -> None:
         """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
-            over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
-            state.say(AnswerPeer(event.peer, over))
+            over = events.PushOver(
+                its.grant, its.epoch, "too many grants of one node", is_quiet=True
+            )
+            state.say(events.AnswerPeer(event.peer, over))
             return
         ask = self._asks[name] = _Ask(
             *name,
@@ -357,7 +350,7 @@ class Pushes:
                 sums[at * shards : (at + count) * shards].astype("<u8").tobytes(),
             )
             state.say(
-                WritePush(
+                events.WritePush(
                     job=job,
                     peer=ask.peer,
                     grant=ask.grant,
@@ -370,7 +363,7 @@ class Pushes:
             ask.jobs += 1
             at += count
 
-    def written(self, event: Written) -> None:
+    def written(self, event: events.Written) -> None:
         """A write has ended: report to the other node which blocks are there, and go on."""
         state, write = self._state, self._writes.pop(event.job)
         ask = write.ask
@@ -417,7 +410,7 @@ class Pushes:
         checksums: bytes = b"",
     ) -> None:
         ask.said_ns = self._state.now_ns
-        word = Pushed(
+        word = events.Pushed(
             grant=ask.grant,
             epoch=ask.epoch,
             first=first,
@@ -425,16 +418,16 @@ class Pushes:
             block_bytes=block_bytes,
             checksums=checksums,
         )
-        self._state.say(AnswerPeer(ask.peer, word))
+        self._state.say(events.AnswerPeer(ask.peer, word))
 
-    def revoked(self, event: PushRevoked) -> None:
+    def revoked(self, event: events.PushRevoked) -> None:
         """The other node takes its grant back."""
         ask = self._asks.get((event.peer, event.grant))
         if ask is not None:
             self._end(ask, "it was taken back")
             self._settle(ask)
 
-    def gone(self, event: PeerGone) -> None:
+    def gone(self, event: events.PeerGone) -> None:
         """The session with a peer has ended, and with it the peer's grants; writes under way end by
         themselves."""
         for ask in self._groups.of(event.peer):
@@ -499,8 +492,8 @@ class Pushes:
         self._forget(ask)
         self._state.counters.pushes_cut_short += bool(ask.reason)
         reason = ask.reason[:REASON_CHARS_MAX]
-        over = PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
-        self._state.say(AnswerPeer(ask.peer, over))
+        over = events.PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
+        self._state.say(events.AnswerPeer(ask.peer, over))
         report = PushReport(
             side="prefill",
             node=ask.node,

@@ -119,9 +119,8 @@ class Ledger:
         """One row per model, tenant and tier, the greatest saving first and losses last."""
         rows = [
             SavingsReport(
-                *(*name, its.loaded_tokens),
-                *(ns // NS_PER_MS for ns in (its.saved_ns, its.spent_ns, its.lost_ns)),
-                its.net_gpu_ns // NS_PER_MS,
+                *(*name, its.loaded_tokens, its.saved_ns // NS_PER_MS, its.spent_ns // NS_PER_MS),
+                *(its.lost_ns // NS_PER_MS, its.net_gpu_ns // NS_PER_MS),
             )
             for name, its in self.savings.items()
         ]

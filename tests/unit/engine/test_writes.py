@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.engine.events import Clear, FileKnown, FileReclaim, FileWritten
-from kvstore.engine.moves.writes import NS_PER_DAY
 from kvstore.engine.why.report import TierReport
 from kvstore.types import AdmissionMode
+from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import WHOLE, Peer, attached, keys
