@@ -53,9 +53,6 @@ class Agenda(Generic[T]):
                 return its
         return None
 
-    def __contains__(self, its: T) -> bool:
-        return its in self._entries
-
 
 class Groups(Generic[G, T]):
     """Things by name, several to a name, in the order in which they were added."""

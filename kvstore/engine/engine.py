@@ -23,7 +23,7 @@ from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import Awaited
-from kvstore.engine.sessions.lookups import Lookups, Prepares
+from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import Counters, EngineConfig, State, adopt
@@ -56,7 +56,7 @@ class Engine(Snapshots):
     """
 
     def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
-        state = State(config, journal or fresh_journal(config))
+        state = State(config, journal)
         super().__init__(state)
         self.config = config
         self._sessions = Sessions(state)
@@ -77,7 +77,6 @@ class Engine(Snapshots):
         for source in sources:
             self._arrivals.add(source)
         self._lookups = Lookups(state, *sources, self._arrivals, self._hbm)
-        self._prepares = Prepares(state, *sources)
         self._switches = Switches(state, self._files)
         self._scrubs = Scrubs(state)
         self._handlers = self._handlers_of_rooms()
@@ -95,7 +94,7 @@ class Engine(Snapshots):
             events.Scrubbed: self._scrubs.take,
             events.Located: self._fetches.located,
             events.Fetched: self._fetches.fetched,
-            events.PrepareBlocks: self._prepares.prepare,
+            events.PrepareBlocks: self._lookups.prepare,
             events.Serve: self._servings.serve,
             events.ServingReturned: self._servings.returned,
             events.PeerGone: self._peer_gone,
@@ -359,12 +358,3 @@ class Engine(Snapshots):
     def push_counts(self) -> dict[tuple[str], int]:
         """Number of pushes under way, by (side,) of this node in them: decode or prefill."""
         return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
-
-
-def fresh_journal(config: EngineConfig) -> Journal:
-    """An empty journal in private memory, which does not outlive this process."""
-    return Journal.fresh(
-        arena_bytes=config.arena_bytes,
-        slab_bytes=config.slab_bytes,
-        quotas=[name for name, _ in config.quotas],
-    )

@@ -174,8 +174,14 @@ class Off(msgspec.Struct, frozen=True):
 class State:
     """All state of one node's engine."""
 
-    def __init__(self, config: EngineConfig, journal: Journal) -> None:
-        self.config, self.journal = config, journal
+    def __init__(self, config: EngineConfig, journal: Journal | None) -> None:
+        """`journal`: None makes one that does not outlive this process."""
+        self.config = config
+        self.journal = journal or Journal.fresh(
+            arena_bytes=config.arena_bytes,
+            slab_bytes=config.slab_bytes,
+            quotas=[name for name, _ in config.quotas],
+        )
         self.counters = Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
@@ -186,7 +192,7 @@ class State:
             policy=config.policy,
             quotas=config.quotas,
             first_generation=config.first_generation,
-            journal=journal,
+            journal=self.journal,
         )
         self.hbm: Slots | None = None
         """Slots of hbm, whose policy is the least recently used; None: there is none."""
@@ -201,7 +207,7 @@ class State:
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
             tell_changes=config.tell_changes or config.tell_offers,
-            journal=journal,
+            journal=self.journal,
             seed=config.seed,
             hbm_word_count=len(self.hbm.state) if self.hbm is not None else 0,
             tombstones=self.trail.tombstones,

@@ -114,13 +114,8 @@ class Scrubs:
         if event.pass_ended:
             scrub.pass_ended_ns = state.now_ns
         if event.slots:
-            words, known = state.slots.words_of(slots_array(event.slots))
-            bad = (
-                known
-                & (state.slots.state[words] == SlotState.SEALED)
-                & (state.slots.generation[words] == generations_array(event.generations))
-            )
-            words = np.unique(words[bad])
+            generations = generations_array(event.generations)
+            words = state.slots.sealed_still(slots_array(event.slots), generations)
             scrub.bad += len(words)
             state.empty(words, state.stamp(Reason.FAILED_SCRUB))
 
@@ -178,37 +173,20 @@ class Switches:
         if not len(blocks):
             return
         tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
-        self._switch_off(finding.address, tier, owner.title, message, diverged=len(blocks))
+        counts = message.blocks, len(blocks), message.error_ppm
+        self._switch_off(SwitchedOff(*finding.address, tier, owner.title, *counts))
 
-    def _switch_off(
-        self,
-        address: tuple[str, SpaceId],
-        tier: Tier | None,
-        engine: str,
-        message: Compared,
-        *,
-        diverged: int,
-    ) -> None:
-        state, old = self._state, self._state.off.get(address)
-        if old is not None and (old.tier is None or old.tier is tier):
+    def _switch_off(self, event: SwitchedOff) -> None:
+        tenant, space = event.tenant, event.space
+        state, old = self._state, self._state.off.get((tenant, space))
+        if old is not None and (old.tier is None or old.tier is event.tier):
             return
-        self._make_room(address[0])
-        state.off[address] = Off(tier)
+        self._make_room(tenant)
+        state.off[tenant, space] = Off(event.tier)
         state.credits_due = True
-        tenant, space = address
         state.residency.let_end_with_the_process(state.residency.scopes_of(tenant, space))
         self._files.void(tenant, space)
-        state.say(
-            SwitchedOff(
-                tenant=tenant,
-                space=space,
-                tier=tier,
-                engine=engine,
-                blocks=message.blocks,
-                diverged=diverged,
-                error_ppm=message.error_ppm,
-            )
-        )
+        state.say(event)
 
     def _make_room(self, tenant: str) -> None:
         off = self._state.off

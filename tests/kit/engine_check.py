@@ -29,6 +29,7 @@ from tests.kit.moves_check import (
     pinned_words,
     words_of,
 )
+from tests.kit.parts_check import check_leases, check_queue, check_trail, published
 
 
 def check_engine(engine: Engine) -> None:
@@ -47,7 +48,7 @@ def check_engine(engine: Engine) -> None:
     _check_owners(state)
     if engine._hbm is not None:
         _check_hbm(state, engine._hbm)
-    state.trail.check()
+    check_trail(state.trail)
 
 
 def _check_hbm(state: State, hbm: HbmCopies) -> None:
@@ -113,7 +114,7 @@ def _check_slots(state: State) -> None:
     weight = sum(size_bytes for _, size_bytes in slots.weigh(np.flatnonzero(sealed)))
     assert slots.sealed_bytes == weight, "bytes of sealed slots are miscounted"
     assert slots.pins.leased == (slots.leases > 0).sum(), "leased slots are miscounted"
-    state.leases.check()
+    check_leases(state.leases)
     assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
     held = np.zeros_like(slots.quotas.held)
     for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():
@@ -153,7 +154,7 @@ def _check_journal(state: State) -> None:
     """The journal, with which another process would go on, agrees with the tables."""
     slots, residency, journal = state.slots, state.residency, state.journal
     sealed = np.flatnonzero(slots.state == SlotState.SEALED)
-    assert not np.setdiff1d(journal.published(), sealed).size, "the journal tells of what is gone"
+    assert not np.setdiff1d(published(journal), sealed).size, "the journal tells of what is gone"
     rows = residency.row_of_word[sealed].astype(np.int64)
     scopes = residency.table.scopes[rows]
     for scope in np.unique(scopes).tolist():
@@ -232,9 +233,9 @@ def _check_processes(state: State) -> None:
     slots, quotas = state.slots, state.slots.quotas
     pins, total = slots.pins, [0] * len(quotas.share)
     connections = list[int]()
-    for number, process in pins.processes._processes.items():
+    for number, held in pins.processes._processes.items():
         its = [each for each, owner in pins.processes._of.items() if owner == number]
-        connections, held = connections + its, process.held
+        connections = connections + its
         counted = dict.fromkeys(range(len(total)), 0)
         counted |= slots.weigh(np.concatenate([slots.of_writer(each) for each in its]))
         assert list(counted.values()) == held, "what a process may write is miscounted"
@@ -253,7 +254,7 @@ def _check_files(state: State, files: Files) -> None:
     reading = words_of(files._reads)
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
-    files._queue.check()
+    check_queue(files._queue)
     assert files.pace.begun_bytes or not files._queue or files.is_behind, "queued for ever"
     watches = files._arrivals._watches
     assert files._queue._reads.keys() <= watches.keys(), "queued for nobody"

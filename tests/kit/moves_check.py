@@ -91,7 +91,9 @@ def check_pushes(pushes: Pushes) -> None:
         assert name == (ask.peer, ask.grant)
         assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
         assert ask.reason is None or ask.jobs, "a grant that nobody ends"
-        assert (ask in pushes._agenda) is (ask.reason is None), "a grant that nobody looks at"
+        assert (ask in pushes._agenda._entries) is (ask.reason is None), (
+            "a grant that nobody looks at"
+        )
     assert len(pushes._groups) == 2 * len(pushes._asks), "grants of peers are miscounted"
 
 
@@ -128,7 +130,7 @@ def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -
         keys[its.process] += len(its.missing)
         is_waiting = its in waiting
         assert (its.reason is None) is is_waiting, "an expectation that has ended waits"
-        assert (its in expects.agenda) is is_waiting, "an expectation that nobody looks at"
+        assert (its in expects.agenda._entries) is is_waiting, "an expectation that nobody looks at"
         wants_room = is_waiting and not its.is_here and its.granted < len(its.missing)
         has_turn = its in expects.queue.of(its.lane)
         assert has_turn is wants_room, "an expectation without a turn"

@@ -420,12 +420,6 @@ class Journal:
                 found[int(self._entries[index, 1])] = address
         return found
 
-    # ── for checks ───────────────────────────────────────────────────────────────────────────────
-
-    def published(self) -> Words:
-        """Slots whose row is not void."""
-        return np.flatnonzero(self._rows[:, _CHECK_AT])
-
 
 def _part_words(word_count: int, slab_count: int) -> list[int]:
     """Size in words of each part of the journal, rounded up to whole pages."""

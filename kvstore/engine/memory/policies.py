@@ -50,10 +50,11 @@ Members = Callable[[], Mask]
 _MIX, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-def prints(scope: int, keys: NDArray[np.uint64]) -> Prints:
-    """Prints of keys, shape [n, 4], in a scope."""
-    mixed: Prints = keys[:, 0] ^ np.uint64(scope * _MIX & _WORD)
-    return mixed
+def prints(scopes: int | NDArray[np.uint32], keys: NDArray[np.uint64]) -> Prints:
+    """Prints of keys, shape [n, 4], in one scope or each in its own."""
+    if isinstance(scopes, int):
+        return keys[:, 0] ^ np.uint64(scopes * _MIX & _WORD)
+    return keys[:, 0] ^ scopes.astype(np.uint64) * np.uint64(_MIX)
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import NONE, Words
@@ -45,20 +45,17 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     keys: bytes
 
 
-class Column:
+class Column(msgspec.Struct, eq=False):
     """Places of blocks in one tier, by row; 0: the tier does not hold the block.
 
     The array has one place more than there are rows: row -1, "no such block", reads as held
     nowhere.
     """
 
-    __slots__ = ("count", "places", "tier")
-
-    def __init__(self, tier: Tier, row_count: int, dtype: DTypeLike) -> None:
-        self.tier = tier
-        self.places: NDArray[Any] = np.zeros(row_count + 1, dtype)
-        self.count = 0
-        """Number of blocks that the tier holds."""
+    tier: Tier
+    places: NDArray[Any]
+    count: int = 0
+    """Number of blocks that the tier holds."""
 
     def has(self, rows: Rows) -> NDArray[np.bool_]:
         held: NDArray[np.bool_] = self.places[rows] != 0
@@ -77,8 +74,8 @@ class Residency:
         *,
         block_count_max: int,
         word_count: int,
+        journal: Journal,
         tell_changes: bool = False,
-        journal: Journal | None = None,
         seed: int = 0,
         hbm_word_count: int = 0,
         tombstones: Tombstones | None = None,
@@ -87,9 +84,9 @@ class Residency:
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal
         self.table = BlockTable(row_count_max=block_count_max, seed=seed)
-        self._dram = Column(Tier.DRAM, block_count_max, np.int64)
+        self._dram = Column(Tier.DRAM, np.zeros(block_count_max + 1, np.int64))
         """Slot word of each row's block in dram, counted from 1."""
-        self._file = Column(Tier.FILE, block_count_max, np.uint64)
+        self._file = Column(Tier.FILE, np.zeros(block_count_max + 1, np.uint64))
         """Location of each row's block on disk; 0: none."""
         self._columns = {column.tier: column for column in (self._dram, self._file)}
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
@@ -144,9 +141,8 @@ class Residency:
     def let_end_with_the_process(self, scopes: set[int]) -> None:
         """Drop blocks of these scopes that are in dram now from the journal: no later process takes
         them over."""
-        if self._journal is not None:
-            for scope in scopes:
-                self._journal.forget_scope(scope)
+        for scope in scopes:
+            self._journal.forget_scope(scope)
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
         """Forget scopes that have no block and are not in `keep`, once there are many.
@@ -165,8 +161,7 @@ class Residency:
                 del self._shards[tenant, space][shard]
                 if not self._shards[tenant, space]:
                     del self._shards[tenant, space]
-                if self._journal is not None:
-                    self._journal.forget_scope(number)
+                self._journal.forget_scope(number)
         self._forget_from = max(SCOPE_COUNT_MAX, len(self._scopes) * 5 // 4)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
@@ -192,17 +187,11 @@ class Residency:
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         """Record that these rows' blocks are sealed in these slots, with these checksums [n][2]."""
         self._hold(rows, words, checksums)
-        if self._journal is not None:
-            scopes = self.table.scopes[rows]
-            for scope, _ in tallied(scopes):
-                its = scopes == scope
-                self._journal.publish(
-                    words[its],
-                    scope,
-                    self._scope_of[scope],
-                    self.table.keys[rows[its]],
-                    checksums[its],
-                )
+        scopes = self.table.scopes[rows]
+        for scope, _ in tallied(scopes):
+            its = scopes == scope
+            block = self.table.keys[rows[its]], checksums[its]
+            self._journal.publish(words[its], scope, self._scope_of[scope], *block)
 
     def adopt_dram(
         self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]
@@ -228,8 +217,7 @@ class Residency:
         Returns how many blocks on disk were forgotten because rows are scarce."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
-        if self._journal is not None:
-            self._journal.retract(words)
+        self._journal.retract(words)
         self._take_out(self._dram, rows)
         self.row_of_word[words] = -1
         self.unverified[words] = False

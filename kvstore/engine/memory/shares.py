@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NewType
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,16 +106,6 @@ Weights = list[tuple[int, int]]
 PROCESS_PART: Final = (1, 2)
 
 
-class _Process:
-    __slots__ = ("held", "writers")
-
-    def __init__(self, groups: int) -> None:
-        self.writers = 0
-        """Number of connections."""
-        self.held = [0] * groups
-        """Bytes that this process may write to, by group."""
-
-
 class Processes:
     """Writable bytes of each engine process of a node: of attached ones, and of living ones whose
     socket ended."""
@@ -122,15 +113,15 @@ class Processes:
     def __init__(self, *, groups: int) -> None:
         self.held = [0] * groups
         """Writable bytes of all engines, by group."""
-        self._groups = groups
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, list[int]] = {}
+        """Bytes that each process may write to, by group."""
         self._of: dict[int, int] = {}
         """Process of each connection."""
 
     def join(self, connection: int, process: int, weights: Weights) -> None:
         """Add a connection of a process; `weights`: bytes that it may write to already."""
         self._of[connection] = process
-        self._processes.setdefault(process, _Process(self._groups)).writers += 1
+        self._processes.setdefault(process, [0] * len(self.held))
         self.count(connection, weights, 1)
 
     def of(self, connection: int) -> int:
@@ -139,19 +130,14 @@ class Processes:
 
     def leave(self, connection: int) -> None:
         """Remove a connection, which holds no writable bytes any more."""
-        number = self._of.pop(connection, None)
-        if number is not None:
-            process = self._processes[number]
-            process.writers -= 1
-            if not process.writers:
-                del self._processes[number]
+        process = self._of.pop(connection, None)
+        if process is not None and process not in self._of.values():
+            del self._processes[process]
 
     def count(self, connection: int, weights: Weights, sign: int) -> None:
         """Add writable bytes, or remove them with -1."""
-        process = self._processes[self._of[connection]]
-        for group, size_bytes in weights:
-            process.held[group] += sign * size_bytes
-            self.held[group] += sign * size_bytes
+        _add(self._processes[self._of[connection]], weights, sign)
+        _add(self.held, weights, sign)
 
     def blocks(self, columns: list[tuple[int, int]], group: int, share_bytes: int) -> int:
         """Number of further blocks that may be granted, by the limit of each process. `columns`:
@@ -166,7 +152,7 @@ class Processes:
         )
 
     def _room(self, process: int, group: int, share_bytes: int, block_bytes: int) -> int:
-        held = self._processes[process].held[group]
+        held = self._processes[process][group]
         limit = (share_bytes - (self.held[group] - held)) * PROCESS_PART[0] // PROCESS_PART[1]
         # What is left of a block is one, and nobody is kept from a first one.
         return max(0 if held else block_bytes, limit - held + block_bytes - 1, 0)
@@ -199,30 +185,19 @@ NODE_PART: Final = (1, 2)
 of dram. A node of equal size has no more than that in motion."""
 
 
-class Account:
+class Account(msgspec.Struct, eq=False):
     """An account of pins: one engine or node, or the account of several (a tenant, all nodes)."""
 
-    __slots__ = ("counts", "held", "members", "name", "parent", "part")
-
-    def __init__(
-        self,
-        name: tuple[str, ...],
-        part: tuple[int, int],
-        parent: Account | None,
-        *,
-        words: int,
-        groups: int,
-    ) -> None:
-        self.name = name
-        self.part = part
-        self.parent = parent
-        self.members = 0
-        """Number of connections or nodes; of an upper account, number of accounts below it."""
-        self.counts = np.zeros(words, dtype=np.int32)
-        """Number of leases of each slot by this account. Untouched pages of the array take no
-        memory."""
-        self.held = [0] * groups
-        """Bytes pinned by this account, each slot counted once, by group."""
+    name: tuple[str, ...]
+    part: tuple[int, int]
+    parent: Account | None
+    counts: NDArray[np.int32]
+    """Number of leases of each slot by this account. Untouched pages of the array take no
+    memory."""
+    held: list[int]
+    """Bytes pinned by this account, each slot counted once, by group."""
+    members: int = 0
+    """Number of connections or nodes; of an upper account, number of accounts below it."""
 
     def line(self) -> Iterator[Account]:
         """This account and those above it, from the bottom up."""
@@ -268,17 +243,21 @@ class Pins:
     def _join(
         self, id: int, upper: tuple[str, ...], name: tuple[str, ...], part: tuple[int, int]
     ) -> None:
-        words, groups = len(self._slots.state), len(self._slots.quotas.share)
-        if name not in self.accounts:
-            if upper not in self.accounts:
-                self.accounts[upper] = Account(upper, part, None, words=words, groups=groups)
-            above = self.accounts[upper]
-            above.members += 1
-            self.accounts[name] = Account(name, part, above, words=words, groups=groups)
-        account = self._of[id] = self.accounts[name]
+        account = self._of[id] = self.accounts.get(name) or self._opened(
+            name, part, self.accounts.get(upper) or self._opened(upper, part, None)
+        )
         account.members += 1
         for each in account.line() if id > 0 else ():
             _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
+
+    def _opened(
+        self, name: tuple[str, ...], part: tuple[int, int], parent: Account | None
+    ) -> Account:
+        counts, held = np.zeros(len(self._slots.state), np.int32), [0] * len(self.processes.held)
+        self.accounts[name] = Account(name, part, parent, counts, held)
+        if parent is not None:
+            parent.members += 1
+        return self.accounts[name]
 
     def leave(self, id: int) -> None:
         """Remove a connection or node (negative), and accounts without members."""

@@ -20,6 +20,7 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,20 +50,6 @@ _SPARE = 1024
 """A writer's list is cleaned only if it has more returned slots than this, besides half of it."""
 
 
-class _Given:
-    """Batches of slots granted to one writer. Some slots may be returned since, or occur twice."""
-
-    __slots__ = ("batches", "size")
-
-    def __init__(self) -> None:
-        self.batches: list[Words] = []
-        self.size = 0
-
-    def add(self, words: Words) -> None:
-        self.batches.append(words)
-        self.size += len(words)
-
-
 class Writers:
     """Writer of each word (0: none), and slots of each writer."""
 
@@ -70,7 +57,10 @@ class Writers:
         self.column = np.zeros(word_count, dtype=np.int64)
         self.counts: Counter[int] = Counter()
         """Number of slots of each writer that has any."""
-        self._given: dict[int, _Given] = {}
+        self._given: dict[int, list[Words]] = {}
+        """Batches granted to each of these. Some slots may be returned since, or occur twice."""
+        self._given_count: Counter[int] = Counter()
+        """Number of slots in these batches."""
 
     def name(self, words: Words, writer: int) -> None:
         """Set the writer of these distinct slots; 0: none."""
@@ -81,7 +71,7 @@ class Writers:
         for old, count in tallied(before[before != 0]):
             self.counts[old] -= count
             if not self.counts[old]:
-                del self.counts[old]
+                del self.counts[old], self._given_count[old]
                 self._given.pop(old, None)
         if writer:
             self._give(words, writer)
@@ -100,16 +90,15 @@ class Writers:
 
     def _give(self, words: Words, writer: int) -> None:
         self.counts[writer] += len(words)
-        given = self._given.setdefault(writer, _Given())
-        given.add(words)
-        if given.size > 2 * self.counts[writer] + _SPARE:
+        self._given.setdefault(writer, []).append(words)
+        self._given_count[writer] += len(words)
+        if self._given_count[writer] > 2 * self.counts[writer] + _SPARE:
             self._tidied(writer)
 
     def _tidied(self, writer: int) -> Words:
-        words: Words = np.unique(np.concatenate(self._given[writer].batches))
+        words: Words = np.unique(np.concatenate(self._given[writer]))
         words = words[self.column[words] == writer]
-        tidy = self._given[writer] = _Given()
-        tidy.add(words)
+        self._given[writer], self._given_count[writer] = [words], len(words)
         return words
 
 
@@ -163,21 +152,19 @@ _NEXT = {
 }
 
 
-class Pool:
+class Pool(msgspec.Struct, eq=False):
     """All slots of one size."""
 
-    def __init__(self, *, slot_bytes: int, slots_per_slab: int, policy: Policy) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots_per_slab = slots_per_slab
-        self.policy = policy
-        self.slabs: set[int] = set()
-        self.free: list[int] = []
-        """Words of free slots; the last one is granted next."""
-        self.is_starved = False
-        """Whether the last try to free a slot found no victim; none is made again until a
-        change."""
-        self.starved_asker = OTHERS
-        """The group of that try: another one may find victims."""
+    slot_bytes: int
+    slots_per_slab: int
+    policy: Policy
+    slabs: set[int] = set()
+    free: list[int] = []
+    """Words of free slots; the last one is granted next."""
+    is_starved: bool = False
+    """Whether the last try to free a slot found no victim; none is made again until a change."""
+    starved_asker: QuotaGroup = OTHERS
+    """The group of that try: another one may find victims."""
 
     @property
     def capacity(self) -> int:
@@ -205,7 +192,7 @@ class Slots:
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
         self.slab_count = (arena_bytes - landing_bytes) // slab_bytes
-        self._slabs_ready = 0
+        self.slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
         """Slabs with an unreadable slot size: never to be used."""
@@ -231,7 +218,8 @@ class Slots:
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Id of the slot that begins in each word. Slots are packed at 4 KiB, so it is not always
         the word's first page."""
-        self._next_stamp = 1
+        self.next_stamp = 1
+        """Stamp of the next use."""
         self._expected = Expected(key_count=word_count)
         self._make_policy = maker(policy, self.stamps)
         self.pools: dict[int, Pool] = {}
@@ -251,6 +239,12 @@ class Slots:
         known = words < len(self.state)
         words = np.where(known, words, 0)
         return words, known & (self.slots_of(words) == slots)
+
+    def sealed_still(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Words:
+        """Distinct words of those of these slot ids that hold the block of the named generation."""
+        words, known = self.words_of(slots)
+        known &= (self.state[words] == SlotState.SEALED) & (self.generation[words] == generations)
+        return np.unique(words[known])
 
     def pool_of(self, word: int) -> Pool:
         pool = self._pool_of_slab[word // self._words_per_slab]
@@ -377,14 +371,9 @@ class Slots:
 
     def _new_stamps(self, count: int) -> Stamps:
         """`count` stamps greater than all before, ascending."""
-        first = self._next_stamp
-        self._next_stamp += count
-        return np.arange(first, self._next_stamp)
-
-    @property
-    def next_stamp(self) -> int:
-        """Stamp of the next use."""
-        return self._next_stamp
+        first = self.next_stamp
+        self.next_stamp += count
+        return np.arange(first, self.next_stamp)
 
     def _places(self, prints: Prints) -> Stamps:
         """Stamps of blocks that come in now, in chain order: reserved by a hint, or else new
@@ -429,14 +418,10 @@ class Slots:
         pool = self.pools.get(slot_bytes)
         if pool is None:
             slots_per_slab = self.slab_bytes // slot_bytes
-            pool = Pool(
-                slot_bytes=slot_bytes,
-                slots_per_slab=slots_per_slab,
-                policy=self._make_policy(
-                    lambda: self._members(slot_bytes), self.slab_count * slots_per_slab
-                ),
+            policy = self._make_policy(
+                lambda: self._members(slot_bytes), self.slab_count * slots_per_slab
             )
-            self.pools[slot_bytes] = pool
+            pool = self.pools[slot_bytes] = Pool(slot_bytes, slots_per_slab, policy)
         return pool
 
     def forget_pools(self, *, keep: set[int]) -> None:
@@ -462,9 +447,9 @@ class Slots:
     def ready(self, ready_bytes: int) -> None:
         """Make whole slabs usable up to `ready_bytes`, as far as the arena is backed by pages."""
         now = min(ready_bytes // self.slab_bytes, self.slab_count)
-        arrived = range(self._slabs_ready, now)
+        arrived = range(self.slabs_ready, now)
         self._slabs_free.extend(slab for slab in arrived if slab not in self._slabs_lost)
-        self._slabs_ready = max(self._slabs_ready, now)
+        self.slabs_ready = max(self.slabs_ready, now)
         self.retry_starved()
 
     def retry_starved(self) -> None:
@@ -476,10 +461,6 @@ class Slots:
     def any_starved(self) -> bool:
         """Whether a pool waits for a victim, or a session for room to pin its credits."""
         return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
-
-    @property
-    def slabs_ready(self) -> int:
-        return self._slabs_ready
 
     def extend(self, pool: Pool) -> bool:
         """Cut a free slab into slots of the pool. Returns False if no slab is free."""
@@ -584,7 +565,7 @@ class Slots:
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it had its stamp, or popped and not yet emptied.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps <= 0)] = 1
-        self._next_stamp = int(self.stamps.max(initial=0)) + 1
+        self.next_stamp = int(self.stamps.max(initial=0)) + 1
         for group, size_bytes in self.weigh(in_use):
             self.quotas.held[group] += size_bytes
         sizes = self._slot_bytes_of_slab

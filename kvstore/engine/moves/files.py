@@ -162,15 +162,6 @@ class ReadQueue:
         reads = [own, *filter(None, map(self._at, before))]
         return max(sum(min(each.new_bytes, each.size_bytes) for each in reads), own.size_bytes)
 
-    def check(self) -> None:
-        """Raise AssertionError if a count is wrong."""
-        queued = np.zeros_like(self._queued)
-        for read in self._reads.values():
-            queued[read.rows] += 1
-            assert len(read.keys) == read.rows.shape[1] > 0, "a read without blocks"
-            assert any(place.number == read.number for place in self._order), "without a place"
-        assert bool((self._queued == queued).all()), "a block in a read that is over"
-
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import ItemsView, Iterable, Iterator, ValuesView
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.types import MOVING_SHARE, SpaceId
 from kvstore.units import KIB, MIB, NS_PER_MS
@@ -116,10 +116,6 @@ class Paces:
         nothing = SpacePace(tenant, space.hex())
         return self._by_space.get((tenant, nothing.space), nothing)
 
-    def compute_ns_per_token(self, tenant: str, space: SpaceId) -> int:
-        """Pace of computing in this space; 0: not known."""
-        return self.of(tenant, space).compute_ns_per_token
-
     def all(self) -> tuple[SpacePace, ...]:
         """All paces, the last reported first."""
         return tuple(reversed(self._by_space.values()))
@@ -144,16 +140,13 @@ NS_PER_BYTE_GUESS = 1.0
 """Estimate until the first read was measured."""
 
 
-class _TimedRead:
-    __slots__ = ("ahead_bytes", "asked_bytes", "begin_ns", "size_bytes")
-
-    def __init__(self, size_bytes: int, ahead_bytes: int, asked_bytes: int, begin_ns: int) -> None:
-        self.size_bytes = size_bytes
-        self.ahead_bytes = max(ahead_bytes, SMALL_READ_BYTES)
-        """Bytes that the disk has to read until this read is done, its own included."""
-        self.asked_bytes = asked_bytes
-        """Bytes of all reads so far, this one included."""
-        self.begin_ns = begin_ns
+class _TimedRead(NamedTuple):
+    size_bytes: int
+    ahead_bytes: int
+    """Bytes that the disk has to read until this read is done, its own included."""
+    asked_bytes: int
+    """Bytes of all reads so far, this one included."""
+    begin_ns: int
 
 
 class ReadPace:
@@ -184,7 +177,8 @@ class ReadPace:
         """A read was requested."""
         self.begun_bytes += size_bytes
         self._asked_bytes += size_bytes
-        self._reads[job] = _TimedRead(size_bytes, self.begun_bytes, self._asked_bytes, now_ns)
+        ahead_bytes = max(self.begun_bytes, SMALL_READ_BYTES)
+        self._reads[job] = _TimedRead(size_bytes, ahead_bytes, self._asked_bytes, now_ns)
 
     def late(self, job: int) -> None:
         """A read is late and nobody waits for it: it counts again only when it ends."""

@@ -136,13 +136,8 @@ class Stores:
     def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
         """Slots of the message whose named generation is still sealed there and whose block the
         engine can read."""
-        words, known = self._state.slots.words_of(slots_array(message.slots))
-        bad = (
-            known
-            & (self._state.slots.state[words] == SlotState.SEALED)
-            & (self._state.slots.generation[words] == generations_array(message.generations))
-        )
-        words = np.unique(words[bad])
+        generations = generations_array(message.generations)
+        words = self._state.slots.sealed_still(slots_array(message.slots), generations)
         rows = self._state.residency.row_of_word[words]
         scopes = [s for group in connection.owner.groups for s in group.asker.scopes]
         own = np.isin(self._state.residency.table.scopes[rows], scopes)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,23 +34,18 @@ session gets at most half of what other sessions leave."""
 BYTES_MAX: Final = 256 * MIB
 
 
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """Pinned slots for one LeaseAsk, answered with at least one block now or by LeaseMore."""
 
-    __slots__ = ("_shards", "account", "expires_ns", "granted_ns", "pieces")
-
-    def __init__(
-        self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
-    ) -> None:
-        self.account = account
-        """Account that pins its slots."""
-        self._shards = shards
-        self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
-        """Slots and generations, as they were pinned: distinct within a piece. A piece is longer
-        than the next, but where a slot comes a second time: its block was cleared, and it holds
-        another one."""
-        self.granted_ns = granted_ns
-        self.expires_ns = expires_ns
+    account: Account | None
+    """Account that pins its slots."""
+    shards: int
+    granted_ns: int
+    expires_ns: int
+    pieces: list[tuple[Words, NDArray[np.uint64]]] = []
+    """Slots and generations, as they were pinned: distinct within a piece. A piece is longer than
+    the next, but where a slot comes a second time: its block was cleared, and it holds another
+    one."""
 
     @property
     def slot_count(self) -> int:
@@ -59,7 +55,7 @@ class Lease:
     @property
     def block_count(self) -> int:
         """Blocks pinned."""
-        return self.slot_count // self._shards
+        return self.slot_count // self.shards
 
     @property
     def size_bytes(self) -> int:
@@ -79,7 +75,7 @@ class Lease:
     def intact(self, slots: Slots) -> NDArray[np.bool_]:
         """Flags of its blocks, true where no slot has changed since it was pinned."""
         same = [slots.generation[words] == generations for words, generations in self.pieces]
-        flags: NDArray[np.bool_] = np.concatenate(same).reshape(-1, self._shards).all(axis=1)
+        flags: NDArray[np.bool_] = np.concatenate(same).reshape(-1, self.shards).all(axis=1)
         return flags
 
 
@@ -130,7 +126,7 @@ class Leases:
         """Make a lease that pins these slots, [n][shards] and distinct. The account has room
         (`Pins.fitting`)."""
         expires_ns = now_ns + self._ttl_ns
-        made = Lease(account, shards=shards, granted_ns=now_ns, expires_ns=expires_ns)
+        made = Lease(account, shards, now_ns, expires_ns)
         self._by_session.setdefault(session, {})[lease] = made
         self._agenda.put((session, lease), expires_ns)
         self._pin(session, made, words)
@@ -202,24 +198,12 @@ class Leases:
         if not self._bytes_of[session]:
             del self._bytes_of[session]
 
-    def check(self) -> None:
-        """Raises AssertionError when the bytes of leases are miscounted."""
-        found: Counter[int] = Counter()
-        for session, number, lease in self.items():
-            found[session] += lease.size_bytes
-            assert (session, number) in self._agenda, "a lease that nobody looks at"
-        assert found == self._bytes_of, "what leases of a session take is miscounted"
-        assert found.total() == self._bytes <= BYTES_MAX, "what leases take is miscounted"
-
     def _end(self, session: int, number: int, lease: Lease) -> None:
         self._count(session, -lease.size_bytes)
         self._agenda.drop((session, number))
-        self._unpin(lease)
-        if session > 0:
-            self.ended((session, number))
-
-    def _unpin(self, lease: Lease) -> None:
         for words, generations in lease.pieces:
             held = self._slots.generation[words] == generations
             self._slots.pins.unpin(words[held], lease.account)
         self._slots.retry_starved()
+        if session > 0:
+            self.ended((session, number))

@@ -4,6 +4,12 @@ or, before that, from a router.
     LeaseAsk ──▶ the longest run in dram, pinned; the rest begun to be brought ──▶ LeaseReply
     Hint, PrepareBlocks ──▶ touched in dram, read from disk, asked of other nodes ──▶ what is here
 
+Rules of PrepareBlocks, by which a router wants blocks before an engine asks for them. 1: nothing is
+pinned and nobody waits: what comes is a block like any other. 2: blocks come in the shards of an
+engine of their space that is attached here; without one nothing is brought. 3: what is brought
+ahead takes half of the room in motion at most (`Asker.is_ahead`) and, over time, a share of the
+arena: a flood neither holds up engines nor turns the cache over.
+
 Does not cover: leases that grow (`moves.arrivals`), callers of PrepareBlocks and their limits
 (`kvstore.peers.preparer`).
 """
@@ -43,9 +49,14 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.peers import PrepareReply
 
+AHEAD_SHARE = 2
+"""At most one part in this many of the arena may be brought ahead at once …"""
+AHEAD_NS = 30 * NS_PER_S
+"""… and as much again in each such time."""
+
 
 class Lookups:
-    """Answers LeaseAsk and Hint."""
+    """Answers LeaseAsk, Hint and PrepareBlocks."""
 
     def __init__(
         self,
@@ -64,6 +75,10 @@ class Lookups:
         self._hbm = hbm
         self._brings = files.enabled or state.config.fetches
         """Whether blocks come to dram from disk or other nodes, besides stores of engines."""
+        self._ahead_bytes = self._ahead_max = state.config.arena_bytes // AHEAD_SHARE
+        """Bytes that could be brought ahead at the time `_ahead_ns`."""
+        self._ahead_ns = 0
+        """Time as of which `_ahead_bytes` counts."""
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
@@ -125,7 +140,7 @@ class Lookups:
             return ""
         # Other groups have the same tokens: their blocks take room and count for nothing.
         seen = BlockEvent.NAMED if ask.group else BlockEvent.ASKED
-        state.curve.see(seen, asker, keys, state.paces.compute_ns_per_token(*asker.address))
+        state.curve.see(seen, asker, keys, state.paces.of(*asker.address).compute_ns_per_token)
         its = (origins, promoting, refused, wanted)
         state.trail.looked_up(connection, ask.lease, asker, run, rest, *its, now_ns=state.now_ns)
         if promoting:
@@ -222,38 +237,12 @@ class Lookups:
             pool = self._state.slots.pools[size]
             self._state.slots.use(pool, words[its].T.reshape(-1), named.reshape(-1))
 
-
-# ── prepares ──────────────────────────────────────────────────────────────────────────────────────
-# Blocks that a router wants in dram before an engine asks for them, as by an engine's hint.
-#
-# Rules. 1: nothing is pinned and nobody waits: what comes is a block like any other. 2: blocks come
-# in the shards of an engine of their space that is attached here; without one nothing is brought.
-# 3: what is brought ahead takes half of the room in motion at most (`Asker.is_ahead`) and, over
-# time, a share of the arena: a flood neither holds up engines nor turns the cache over.
-
-AHEAD_SHARE = 2
-"""At most one part in this many of the arena may be brought ahead at once …"""
-AHEAD_NS = 30 * NS_PER_S
-"""… and as much again in each such time."""
-
-
-class Prepares:
-    """Answers PrepareBlocks."""
-
-    def __init__(self, state: State, files: Files, fetches: Fetches, awaited: Awaited) -> None:
-        self._state = state
-        self._files = files
-        self._fetches = fetches
-        self._awaited = awaited
-        self._room_bytes = self._room_max = state.config.arena_bytes // AHEAD_SHARE
-        """Bytes that could be brought ahead at the time `_room_ns`."""
-        self._room_ns = 0
-        """Time as of which `_room_bytes` counts."""
+    # ── ahead of engines ─────────────────────────────────────────────────────────────────────────
 
     def prepare(self, event: PrepareBlocks) -> None:
         """Begin to bring the blocks, and answer with what was begun."""
         state, its = self._state, event.its
-        asker = self._asker((its.tenant, its.space), its.engine)
+        asker = self._asker_ahead((its.tenant, its.space), its.engine)
         if asker is None:
             refused = "no engine of this space is attached here, or the space is switched off"
             reply = PrepareReply(refused=refused)
@@ -261,12 +250,12 @@ class Prepares:
             reply = PrepareReply(refused="memory is short here: blocks in use leave no room")
         else:
             keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX]
-            reply = self._bring(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)])
+            reply = self._bring_ahead(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)])
         state.counters.prepares += 1
         state.counters.prepared_blocks += reply.reading + reply.sought
         state.say(BlocksPrepared(event.ask, reply))
 
-    def _asker(self, address: tuple[str, SpaceId], engine: str) -> Asker | None:
+    def _asker_ahead(self, address: tuple[str, SpaceId], engine: str) -> Asker | None:
         """The asker for blocks of a (tenant, space): a group of an attached engine, `engine` if
         possible. None: no such engine is attached, or the space is off."""
         if self._state.is_off(*address):
@@ -283,7 +272,7 @@ class Prepares:
         # Its own parts of bounded resources stay the engine's.
         return msgspec.structs.replace(chosen, engine=A_ROUTER, title=A_ROUTER, is_ahead=True)
 
-    def _bring(self, asker: Asker, keys: Keys) -> PrepareReply:
+    def _bring_ahead(self, asker: Asker, keys: Keys) -> PrepareReply:
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         words = state.residency.words(rows)
@@ -292,7 +281,7 @@ class Prepares:
             state.slots.touch(state.slots.pool(size), column[:dram])
         held = leading(rows >= 0)  # in dram, or on disk
         block_bytes = sum(asker.slot_sizes)
-        room = self._room(state.now_ns) // block_bytes
+        room = self._room_ahead(state.now_ns) // block_bytes
         there = self._files.promote(asker, keys[: min(held, dram + room)])
         if there == REPEATED:
             return PrepareReply(refused="a key is named twice")
@@ -301,11 +290,11 @@ class Prepares:
         if dram + reading == held:  # behind a block that stays on disk, nothing helps
             pushed = held + self._awaited.run(asker, keys[held:])
             sought = self._fetches.want(asker, keys[pushed : pushed + room - reading]).coming
-        self._room_bytes -= (reading + sought) * block_bytes
+        self._ahead_bytes -= (reading + sought) * block_bytes
         return PrepareReply(dram, reading, sought)
 
-    def _room(self, now_ns: int) -> int:
+    def _room_ahead(self, now_ns: int) -> int:
         """Bytes that may be brought ahead now."""
-        more = self._room_max * (now_ns - self._room_ns) // AHEAD_NS
-        self._room_bytes, self._room_ns = min(self._room_max, self._room_bytes + more), now_ns
-        return max(0, self._room_bytes)
+        more = self._ahead_max * (now_ns - self._ahead_ns) // AHEAD_NS
+        self._ahead_bytes, self._ahead_ns = min(self._ahead_max, self._ahead_bytes + more), now_ns
+        return max(0, self._ahead_bytes)

@@ -99,51 +99,40 @@ OwnerKey = tuple[str, str, str]
 """Tenant, engine id, nonce."""
 
 
-class Connection:
+class Connection(msgspec.Struct, eq=False):
     """One attached process. Kept after its socket ended while the process may still write to
     slots."""
 
-    __slots__ = (
-        *("asked_session", "ended", "hello", "id", "owner", "quiet_session"),
-        *("pinned_bytes", "trouble"),
-    )
-
-    def __init__(self, id: ConnectionId, hello: HelloScheduler | HelloRank, owner: Owner) -> None:
-        self.id = id
-        self.hello = hello
-        self.owner = owner
-        self.ended = False
-        self.asked_session = 0
-        """Session of the last Quiesce to this rank."""
-        self.quiet_session = 0
-        """Session of the last Quiet from this rank."""
-        self.pinned_bytes = 0
-        """Bytes of the arena that this rank has pinned."""
-        self.trouble = ""
-        """Error that keeps the rank from pinning more; empty: none."""
+    id: ConnectionId
+    hello: HelloScheduler | HelloRank
+    owner: Owner
+    ended: bool = False
+    asked_session: int = 0
+    """Session of the last Quiesce to this rank."""
+    quiet_session: int = 0
+    """Session of the last Quiet from this rank."""
+    pinned_bytes: int = 0
+    """Bytes of the arena that this rank has pinned."""
+    trouble: str = ""
+    """Error that keeps the rank from pinning more; empty: none."""
 
     @property
     def role(self) -> Literal["scheduler", "rank"]:
         return "scheduler" if isinstance(self.hello, HelloScheduler) else "rank"
 
 
-class OwnerGroup:
+class OwnerGroup(msgspec.Struct, eq=False):
     """A KV cache group of a session, with one column per distinct shard."""
 
-    __slots__ = ("asker", "granted_slots", "on_gpu", "session", "writers")
-
-    def __init__(
-        self, asker: Asker, writers: tuple[int, ...], session: int, on_gpu: tuple[bool, ...] = ()
-    ) -> None:
-        self.asker = asker
-        self.on_gpu = on_gpu
-        """Whether a rank on the GPU of hbm loads the shard, by column; empty: there is no hbm."""
-        self.writers = writers
-        """Rank that writes the shard, by column."""
-        self.session = session
-        """Number that granted slots carry: the session's, plus the group's index."""
-        self.granted_slots = 0
-        """Slots granted and not yet sealed or dropped, all columns together."""
+    asker: Asker
+    writers: tuple[int, ...]
+    """Rank that writes the shard, by column."""
+    session: int
+    """Number that granted slots carry: the session's, plus the group's index."""
+    on_gpu: tuple[bool, ...] = ()
+    """Whether a rank on the GPU of hbm loads the shard, by column; empty: there is no hbm."""
+    granted_slots: int = 0
+    """Slots granted and not yet sealed or dropped, all columns together."""
 
     @property
     def granted_blocks(self) -> int:
@@ -151,38 +140,23 @@ class OwnerGroup:
         return -(-self.granted_slots // len(self.writers))
 
 
-class Owner:
+class Owner(msgspec.Struct, eq=False):
     """One engine instance."""
 
-    __slots__ = (
-        "forming",
-        "groups",
-        "key",
-        "open_session",
-        "opened_ns",
-        "ranks",
-        "scheduler",
-        "sealed_ns",
-        "unserved",
-        "waits_since_ns",
-    )
-
-    def __init__(self, key: OwnerKey) -> None:
-        self.key = key
-        self.scheduler: Connection | None = None
-        self.ranks: dict[int, Connection] = {}
-        self.forming = 0
-        """Session of the last Quiesce, until it opens or the owner changes; 0: none."""
-        self.open_session = 0
-        self.unserved = ""
-        """Reason, from the scheduler, why this engine cannot be served."""
-        self.waits_since_ns = 0
-        """Time since which the scheduler has been attached without a session."""
-        self.groups: tuple[OwnerGroup, ...] = ()
-        """KV cache groups of the last session."""
-        self.opened_ns = 0
-        self.sealed_ns = 0
-        """When a rank last sealed blocks, of any request: a sign that the engine computes."""
+    key: OwnerKey
+    scheduler: Connection | None = None
+    ranks: dict[int, Connection] = {}
+    forming: int = 0
+    """Session of the last Quiesce, until it opens or the owner changes; 0: none."""
+    open_session: int = 0
+    unserved: str = ""
+    """Reason, from the scheduler, why this engine cannot be served."""
+    waits_since_ns: int = 0
+    """Time since which the scheduler has been attached without a session."""
+    groups: tuple[OwnerGroup, ...] = ()
+    """KV cache groups of the last session."""
+    sealed_ns: int = 0
+    """When a rank last sealed blocks, of any request: a sign that the engine computes."""
 
     @property
     def is_complete(self) -> bool:

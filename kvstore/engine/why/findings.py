@@ -105,9 +105,6 @@ class Searches:
         self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
         """(search, place in the question of each key of this question or fetch)."""
 
-    def __len__(self) -> int:
-        return len(self._by_number)
-
     def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
         """The search with this number of a query or fetch, and the place in the query of key number
         `at`; (None, 0) if the search is not kept any more."""

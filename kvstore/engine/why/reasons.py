@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.memory.policies import prints
 from kvstore.engine.memory.table import Keys
 from kvstore.units import NS_PER_MS, NS_PER_US
 from kvstore.wire.messages import Story
@@ -140,8 +141,6 @@ def reason_of(outcome: str) -> Reason:
 COUNT_MAX: Final = 1 << 20
 """Most entries; 16 MiB."""
 NAMES_MAX: Final = 4096
-_MIX: Final = 0x9E3779B97F4A7C15
-_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
 NAME_SHIFT: Final = 8
 TIME_SHIFT: Final = 24
 
@@ -204,21 +203,21 @@ class Tombstones:
 
     def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
         """Record that these blocks left, all with one stamp."""
-        prints = keys[:, 0] ^ (scopes.astype(np.uint64) * np.uint64(_MIX))
-        places = (prints & self._mask).astype(np.int64)
+        its = prints(scopes, keys)
+        places = (its & self._mask).astype(np.int64)
         if not self.has_overwritten:
             old = self._entries[places]
-            self.has_overwritten = bool(((old[:, 1] != 0) & (old[:, 0] != prints)).any())
-        self._entries[places, 0] = prints
+            self.has_overwritten = bool(((old[:, 1] != 0) & (old[:, 0] != its)).any())
+        self._entries[places, 0] = its
         self._entries[places, 1] = packed
         if not self.has_overwritten:  # by another one of these
-            self.has_overwritten = bool((self._entries[places, 0] != prints).any())
+            self.has_overwritten = bool((self._entries[places, 0] != its).any())
 
     def find(self, scope: int, keys: Keys) -> Stamps:
         """Stamp of each key, 0 where none is known."""
-        prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
-        entries = self._entries[(prints & self._mask).astype(np.int64)]
-        return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))
+        its = prints(scope, keys)
+        entries = self._entries[(its & self._mask).astype(np.int64)]
+        return np.where(entries[:, 0] == its, entries[:, 1], np.uint64(0))
 
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────

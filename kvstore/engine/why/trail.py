@@ -18,8 +18,6 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.owners import Asker, Connection, OwnerKey
 from kvstore.engine.why.findings import (
     NO_FLAGS,
-    RANGES_MAX,
-    SEARCHES_MAX,
     Finding,
     RangeReport,
     Searches,
@@ -166,17 +164,6 @@ class Trail:
         if finding.keys is not None:
             self._pending_keys -= len(finding.keys)
             _close(finding, examine(state, finding, finding.keys))
-
-    def check(self) -> None:
-        """Raises AssertionError when a bound is broken. For tests."""
-        assert len(self._findings) <= FINDINGS_MAX
-        waiting = [len(f.keys) for f in self._pending if f.keys is not None]
-        assert sum(waiting) == self._pending_keys <= PENDING_KEYS_MAX
-        for finding in self._findings.values():
-            assert len(finding.rest) <= RANGES_MAX
-            assert (finding.keys is None) or not finding.rest
-        assert len(self._pushes) <= TRANSFERS_MAX
-        assert len(self.searches) <= SEARCHES_MAX
 
 
 def _close(finding: Finding, rest: list[RangeReport]) -> None:

@@ -30,6 +30,7 @@ from kvstore.engine.events import (
     Tick,
 )
 from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.residency import Residency
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
@@ -106,6 +107,13 @@ def key(number: int) -> bytes:
 
 def keys(*numbers: int) -> bytes:
     return b"".join(key(number) for number in numbers)
+
+
+def residency_of(block_count_max: int, word_count: int) -> Residency:
+    """An empty table over an arena of so many of the smallest slots."""
+    size_bytes = word_count * SLOT_BYTES_MIN
+    journal = Journal.fresh(arena_bytes=size_bytes, slab_bytes=SLOT_BYTES_MIN)
+    return Residency(block_count_max=block_count_max, word_count=word_count, journal=journal)
 
 
 def pairs(message: LeaseReply | LeaseMore | Grant | Seal) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from kvstore.engine.events import Clear, StoryTold
 from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
+from tests.kit.parts_check import check_trail
 from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import TOKENS, Peer, key
@@ -123,7 +124,7 @@ class Machine(CountedMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
-            self.node.state.trail.check()
+            check_trail(self.node.state.trail)
             assert len(self.node.engine.explain.requests("", limit=100)) <= STORIES
             assert self.node.engine.explain.prefix("t", SPACE, key(1))
 

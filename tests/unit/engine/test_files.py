@@ -7,14 +7,24 @@ import pytest
 
 from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
 from kvstore.engine.memory import residency
-from kvstore.engine.memory.residency import Residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, attached, checksum, key, keys, pairs
+from tests.unit.engine.harness import (
+    SMALL,
+    WHOLE,
+    Node,
+    Peer,
+    attached,
+    checksum,
+    key,
+    keys,
+    pairs,
+    residency_of,
+)
 
 SPACE = fingerprint(SMALL, weights_epoch="")
 
@@ -159,7 +169,7 @@ def test_many_scopes_in_use_are_not_looked_through_each_time(
 
 
 def test_a_put_into_dram_twice_is_our_own_bug() -> None:
-    table = Residency(block_count_max=4, word_count=4)
+    table = residency_of(4, 4)
     scope = table.scope("t", SpaceId(SPACE), WHOLE)
     rows = table.insert(scope, np.ones((1, 4), dtype=np.uint64))
     sums = np.zeros((1, 2), dtype=np.uint64)

@@ -17,6 +17,7 @@ from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Sh
 from kvstore.wire.messages import Quiesce, Quiet, Verified
 from kvstore.wire.space import fingerprint
 from tests.kit.engine_check import is_published
+from tests.kit.parts_check import published
 from tests.sim.world.tape import tape
 from tests.unit.engine.harness import (
     SMALL,
@@ -55,7 +56,7 @@ def test_a_row_with_any_bit_flipped_is_a_miss() -> None:
     node, peer = attached(MortalNode())
     peer.seal(1)
     journal = moved(node)
-    (word,) = journal.published()
+    (word,) = published(journal)
     random = np.random.default_rng(1)
     for column in range(8):
         for bit in random.choice(64, 8, replace=False).tolist():
@@ -71,7 +72,7 @@ def test_the_same_block_twice_counts_once() -> None:
     node, peer = attached(MortalNode())
     peer.seal(1, 2)
     journal = moved(node)
-    one, two = journal.published()
+    one, two = published(journal)
     row = journal._rows[one : one + 1].copy()
     row[:, 7] = journal_module._checks(np.array([two]), row)
     journal._rows[two] = row
@@ -219,12 +220,12 @@ def test_scopes_without_room_are_not_kept_until_there_is_some() -> None:
     sums = np.ones((1, 2), np.uint64)
     journal.publish(np.array([0]), 1, ("a", SPACE, WHOLE), block, sums)
     journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
-    assert journal.published().tolist() == [0]
+    assert published(journal).tolist() == [0]
     assert is_published(journal, np.array([1]), 2, block, sums), "nothing is expected of it"
     journal.retract(np.array([0]))
     journal.forget_scope(1)
     journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
-    assert journal.published().tolist() == [1]
+    assert published(journal).tolist() == [1]
 
 
 # ── what is kept ─────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from kvstore.engine.sessions.leases import (
 )
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import NS_PER_S
+from tests.kit.parts_check import check_leases
 from tests.unit.engine.test_slots import one_pool, slots_of
 
 TTL_NS = 10 * NS_PER_S
@@ -68,10 +69,10 @@ def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(
             leases.add(session, number, words[:0], now_ns=0)
             number += 1
     assert leases._bytes <= module.BYTES_MAX <= BYTES_MAX
-    leases.check()
+    check_leases(leases)
     for session in range(1, 8):
         leases.end_session(session)
-    leases.check()
+    check_leases(leases)
     assert not leases._bytes
     assert not np.any(slots.leases)
 
@@ -95,7 +96,7 @@ def test_leases_that_grow_block_by_block_take_what_their_slots_take() -> None:
     assert held.block_count == 512
     assert held.intact(slots).all()
     assert np.concatenate([piece for piece, _ in held.pieces]).tolist() == words.tolist()
-    leases.check()
+    check_leases(leases)
     assert leases._bytes < 16 * (10 * LEASE_BYTES + 512 * SLOT_BYTES)
     leases.end_session(9)
     assert not np.any(slots.leases)

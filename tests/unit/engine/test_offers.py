@@ -8,11 +8,11 @@ from hypothesis import example, given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, OffersUntold
-from kvstore.engine.memory.residency import Change, Offers, Residency
+from kvstore.engine.memory.residency import Change, Offers
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Removed, Stored
 from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, key
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, key, residency_of
 
 
 def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_slices_add_up_to_what_was_told(
 
 
 def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> None:
-    offers = Offers(Residency(block_count_max=4, word_count=4), lambda _: (LAYERS, HEADS))
+    offers = Offers(residency_of(4, 4), lambda _: (LAYERS, HEADS))
     scope = ("t", SpaceId(bytes(32)), WHOLE)
     assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
         Removed(*scope[:2], Tier.DRAM, key(1) + key(2))

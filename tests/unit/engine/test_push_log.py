@@ -15,6 +15,7 @@ from kvstore.obs.reasons import of_pushes, of_range, story_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseRelease, Story
+from tests.kit.parts_check import check_trail
 from tests.unit.engine.harness import TOKENS, Node, Peer
 from tests.unit.engine.pushing import PushPair
 
@@ -150,4 +151,4 @@ def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(5):
             log.pushed("t", name, report)
     assert [len(log.pushes("t", name)) for name in "abc"] == [0, 3, 3]
-    log.check()
+    check_trail(log)

@@ -10,6 +10,7 @@ from kvstore.engine.memory.shares import OTHERS
 from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
 from kvstore.engine.sessions.owners import Asker
 from kvstore.types import SLOT_BYTES_MIN, Shard, SpaceId
+from tests.kit.parts_check import check_queue
 from tests.steps import verify_machine
 
 SIZE = SLOT_BYTES_MIN
@@ -68,7 +69,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_queued_is_known(self) -> None:
-        self.queue.check()
+        check_queue(self.queue)
         assert len(self.queue) == len(self.blocks)
         for number in range(1, 7):
             has = self.queue.has((1, number), np.arange(-1, ROWS))

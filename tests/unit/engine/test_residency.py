@@ -9,11 +9,10 @@ from hypothesis import given, strategies as st
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Cleared
 from kvstore.engine.memory import residency as module
-from kvstore.engine.memory.residency import Residency
 from kvstore.types import SpaceId
 from kvstore.wire.messages import keys_array
 from tests.unit.engine.disk import SPACE, known
-from tests.unit.engine.harness import WHOLE, Node, keys
+from tests.unit.engine.harness import WHOLE, Node, keys, residency_of
 
 OTHER = SpaceId(bytes(32))
 
@@ -28,7 +27,7 @@ OTHER = SpaceId(bytes(32))
 def test_rows_are_found_from_anywhere_on(
     scopes: list[int], gone: set[int], wanted: set[int], count_max: int, begin: int
 ) -> None:
-    residency = Residency(block_count_max=32, word_count=1)
+    residency = residency_of(32, 1)
     for number in range(1, 4):
         assert residency.scope("t", SpaceId(bytes([number]) * 32), WHOLE) == number
     for number, scope in enumerate(scopes):

@@ -211,7 +211,7 @@ def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     kept = Searches()
     for number in range(1, 8):
         kept.asked(number, 1, Reason.NO_ANSWER_YET)
-    assert len(kept) == 2
+    assert len(kept._by_number) == 2
     assert [kept.get(number)[0] is not None for number in (5, 6, 7)] == [False, True, True]
 
 
