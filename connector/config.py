@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvstore.client.core.config import Store
+from kvstore.client.core.plan import Store
 from kvstore.connector.prompts import Images
 from kvstore.wire.bounds import NAME_BYTES_MAX
 from kvstore.wire.load import is_base_url

@@ -15,7 +15,7 @@ While copies are under way the thread neither attaches nor takes another mapping
 
 A block with a copy in the node's slab on the same GPU is loaded from there, if the word of its
 place is the same before and after, and from its slot of dram otherwise; a load that is to be
-verified only where that is quicker (`client.core.pace`). A slab that gave other bytes, or an error,
+verified only where that is quicker (`client.core.costs`). A slab that gave other bytes, or an error,
 is used no more until the thread attaches again.
 """
 
@@ -30,6 +30,7 @@ from collections import deque
 import numpy as np
 
 from kvstore.arena import ArenaView, GenerationView
+from kvstore.client.core.attachment import Dial, DialState
 from kvstore.client.core.copies import (
     CompareBlock,
     Copied,
@@ -41,8 +42,7 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
-from kvstore.client.core.dial import Dial, DialState
-from kvstore.client.core.pace import SourcePace
+from kvstore.client.core.costs import SourcePace
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvstore.client.core.config import SchedulerConfig
-    from kvstore.client.core.plan import RankReport
+    from kvstore.client.core.plan import RankReport, SchedulerConfig
     from kvstore.connector.config import ConnectorConfig
     from kvstore.connector.groups import EngineGroups
 

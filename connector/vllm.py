@@ -28,8 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.stats import CacheHitSource
 
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.plan import RankReport, SchedulerConfig, StepPlan
 from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ROLES, ConnectorConfig, parse_config

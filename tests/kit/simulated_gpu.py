@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.client.core.costs import Costs
-from kvstore.client.core.pace import SourcePace
+from kvstore.client.core.costs import Costs, SourcePace
 from kvstore.connector.devices import GroupLayers, host_caches
 from kvstore.connector.vllm import KVStoreConnector
 from kvstore.ports import CopyEngine

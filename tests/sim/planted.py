@@ -26,11 +26,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.core import loads, lookups, stores
+from kvstore.client.core import lookups, stores
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
 from kvstore.client.core.rank import RankCore
-from kvstore.client.core.request import Request
+from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched
@@ -328,10 +328,9 @@ def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
 
 def window_off_by_one() -> contextlib.AbstractContextManager[Any]:
     """A load leaves out the first of the blocks that a window reaches."""
-    needed = loads.needed_blocks
 
     def broken(*arguments: Any) -> list[range]:
-        first, *others = needed(*arguments)
+        first, *others = needed_blocks(*arguments)
         return [first, *(each[1:] for each in others)]
 
     return mock.patch.object(lookups, "needed_blocks", broken)

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import PENDING, Hit
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerConfig
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig

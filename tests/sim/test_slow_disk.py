@@ -13,8 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core import costs
-from kvstore.client.core.pace import LOADS_MIN
-from kvstore.client.core.waits import ADVANCE_SHARE, BlockWait, Odds, WaitAccount
+from kvstore.client.core.costs import ADVANCE_SHARE, LOADS_MIN, BlockWait, Odds, WaitAccount
 from kvstore.engine.moves.jobs import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.amounts import amount

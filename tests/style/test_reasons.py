@@ -31,7 +31,6 @@ REFUSALS = {
     "kvstore/engine/sessions/lookups.py": "Hangup; preparations refused, for routers",
     "kvstore/engine/sessions/owners.py": "refused Hellos; engines without a session",
     "kvstore/engine/sessions/sessions.py": "refused Hellos",
-    "kvstore/client/core/dial.py": "notices of an attachment",
 }
 """File → what its sentences are."""
 WORDS_MIN = 4

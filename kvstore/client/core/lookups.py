@@ -4,7 +4,7 @@
                     │   │            ▲ │ not loaded, finished
                     │   │ more comes │ ▼
                     │   ▼ from disk  │ NONE
-                    │  PROMOTING ────┘ all came, or it takes too long (`waits`)
+                    │  PROMOTING ────┘ all came, or it takes too long (`costs`)
                     ▼ deadline         HELD ──every n-th hit──▶ SHADOW ──compared, finished──▶ NONE
                   NONE (late reply is released)
 
@@ -27,10 +27,14 @@ import msgspec
 
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.costs import Costs
+from kvstore.client.core.costs import BlockWait, Costs
 from kvstore.client.core.hits import PENDING, Hit, HitPlan, HitRules, Miss, Outcome, block_keys
-from kvstore.client.core.loads import (
+from kvstore.client.core.plan import LoadJob, LoadResult, SchedulerConfig, SchedulerStats
+from kvstore.client.core.request import (
+    WAITING_STAGES,
+    LookupPart,
+    LookupStage,
+    Request,
     all_sent,
     coming_tokens,
     joined_checksums,
@@ -42,9 +46,6 @@ from kvstore.client.core.loads import (
     short_parts,
     surveys,
 )
-from kvstore.client.core.plan import LoadJob, LoadResult, SchedulerStats
-from kvstore.client.core.request import WAITING_STAGES, LookupPart, LookupStage, Request
-from kvstore.client.core.waits import BlockWait
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,

@@ -20,11 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import HitRules, block_keys
-from kvstore.client.core.loads import needed_blocks
-from kvstore.client.core.plan import SchedulerStats
-from kvstore.client.core.request import Request
+from kvstore.client.core.plan import SchedulerConfig, SchedulerStats
+from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (

@@ -15,11 +15,17 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerStats, StepPlan
+from kvstore.client.core.plan import (
+    LoadJob,
+    LoadResult,
+    RankReport,
+    SchedulerConfig,
+    SchedulerStats,
+    StepPlan,
+)
 from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, cut_name
 from kvstore.client.core.shadow import Shadows

@@ -18,9 +18,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import CompareResult, SchedulerStats
+from kvstore.client.core.plan import CompareResult, SchedulerConfig, SchedulerStats
 from kvstore.client.core.request import LookupPart, LookupStage, Request
 from kvstore.client.core.stores import NULL_BLOCK, EngineStores
 from kvstore.types import CHECKSUM_BYTES

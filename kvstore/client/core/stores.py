@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.plan import SchedulerStats, StoreJob
+from kvstore.client.core.plan import SchedulerConfig, SchedulerStats, StoreJob
 from kvstore.client.core.request import Request
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX

@@ -4,7 +4,7 @@ Rules. 1: a job's slots are its own until the transfer has truly ended, however 
 once. 3: jobs of one kind move `bytes_max` at most together; one block always may.
 
 Does not cover: the choice of blocks to move (`files`, `writes`, `fetches`), how long requests wait
-(`kvstore.client.core.waits`), deadlines of I/O.
+(`kvstore.client.core.costs`), deadlines of I/O.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.plan import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.testing.process import NodeProcess

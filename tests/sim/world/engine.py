@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.plan import StepPlan
+from kvstore.client.core.plan import SchedulerConfig, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.client.core.dial import (
+from kvstore.client.core.attachment import (
     GONE_TIMES,
     GREETING_NS_MAX,
     RETRY_NS_MAX,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.loads import joined_checksums
 from kvstore.client.core.plan import LoadResult, RankReport
+from kvstore.client.core.request import joined_checksums
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
 from tests.kit.cores import is_serving

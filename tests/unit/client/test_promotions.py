@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.client.core.costs import SAMPLES, STEP_TOKENS_MIN, Pace
 from kvstore.client.core.hits import PENDING, Hit, Miss
-from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, Pace
 from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.client.core.pace import SOURCE_EVERY as EVERY, SOURCE_TRIED as TRIED, SourcePace
+from kvstore.client.core.costs import SOURCE_EVERY as EVERY, SOURCE_TRIED as TRIED, SourcePace
 
 
 def taken(pace: SourcePace, count: int, *, hbm_ns: int, dram_ns: int) -> list[bool]:

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.client.core.waits import (
+from kvstore.client.core.costs import (
     ADVANCE_SHARE,
     MEMORY_NS,
     ODDS_MAX,

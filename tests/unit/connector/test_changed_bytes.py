@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.plan import LoadJob, StepPlan
+from kvstore.client.core.plan import LoadJob, SchedulerConfig, StepPlan
 from kvstore.connector.config import ConnectorConfig
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import checksum

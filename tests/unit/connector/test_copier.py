@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core import dial
+from kvstore.client.core import attachment
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector import copier
@@ -262,7 +262,7 @@ def test_refused_is_said_once_and_asked_again_late(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dial, "REFUSED_RETRY_NS", 300_000_000)
+    monkeypatch.setattr(attachment, "REFUSED_RETRY_NS", 300_000_000)
     with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
         times = []
         for _ in range(3):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvstore.client.core.pace import SourcePace
+from kvstore.client.core.costs import SourcePace
 from kvstore.connector import copier
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
+from kvstore.client.core.plan import SchedulerConfig
 from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.adapters import AdapterKeys
