@@ -2,8 +2,6 @@
 
 core/     the pure part: decisions about lookups, loads, stores and fences
 link      the socket that carries it
-index     a client of the global prefix index, for routers and scripts
-tls, certificates   three files and the names in them; reading and judging the files
-address   HOST:PORT, where HOST may be a name
-reasons   why a connection failed, in an operator's words
+index     a client of the global prefix index, for routers and scripts; gRPC channels of all clients
+tls, certificates   HOST:PORT, three files and the names in them; reading and judging the files
 """

@@ -1,4 +1,4 @@
-"""A client of the global prefix index, for routers and scripts.
+"""A client of the global prefix index, for routers and scripts; and gRPC channels of all clients.
 
     files = TlsFiles(ca=…, cert=…, key=…)
     with IndexClient(["10.0.0.1:9470", "10.0.0.2:9470"], tls=files) as index:
@@ -10,6 +10,9 @@ first, and when it refuses, breaks or is silent, the next, all within one deadli
 because this client has too many calls, the client retries after a back-off. A call either answers
 or raises `IndexUnavailable`, within `timeout_s`. An invalid question is a ValueError or TypeError.
 Any number of threads.
+
+`reason_of` says why a call of an index, a peer, a node or another router failed, in a clause that
+names a flag: gRPC has only its TLS library's text.
 
 Covers: Match, Nodes, Watch. Does not cover: decisions by an answer; its trust is part of it.
 """
@@ -24,9 +27,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 
-from kvstore.client.address import address_parts
-from kvstore.client.reasons import plain_reason
-from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles
+from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, address_parts
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
@@ -276,53 +277,6 @@ class IndexClient:
         return None, told
 
 
-def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """A channel to one replica. Raises ConfigError."""
-    address_parts(endpoint)
-    if credentials is None:
-        return grpc.insecure_channel(endpoint, options=channel_options())
-    return grpc.secure_channel(endpoint, credentials, options=channel_options())
-
-
-def aio_channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None,
-    options: Sequence[tuple[str, Any]] | None = None,
-) -> grpc.aio.Channel:
-    """A channel on an asyncio loop. `credentials` None: without TLS; `options` None: those of a
-    channel to the index."""
-    options = channel_options() if options is None else options
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, credentials, options)
-
-
-def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
-    """Options of every channel to the index. `name`: name in the server's certificate, if it is
-    another kind of server."""
-    return [
-        # Addresses are not in certificates; that it is an index is.
-        ("grpc.ssl_target_name_override", name),
-        ("grpc.max_receive_message_length", forms.REPLY_BYTES_MAX),
-        # A pool that others share would share how long they waited before they try again, too.
-        ("grpc.use_local_subchannel_pool", 1),
-        # By its name a pause; what gRPC makes of it is the least time that a connection may take.
-        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
-        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
-        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
-        ("grpc.keepalive_time_ms", PING_MS),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        # The keepalive time-out is for pings that the kernel of the other end does not take. The
-        # kernel of a stopped process does, and without this it has a minute (gRPC 1.85).
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # As many as it takes: who watches says nothing for hours.
-        ("grpc.http2.max_pings_without_data", 0),
-        # Nothing here goes through a proxy that the environment names.
-        ("grpc.enable_http_proxy", 0),
-    ]
-
-
 def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.MatchRequest:
     if not isinstance(space, bytes):
         raise TypeError(
@@ -374,3 +328,101 @@ def _sentence(error: grpc.RpcError) -> str:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "the index did not answer in time"
     return f"the index did not answer: {plain_reason(error.details())}"
+
+
+# ── channels, and why their calls fail ────────────────────────────────────────────────────────────
+
+_CAUSES: Final = (
+    (
+        "CERTIFICATE_VERIFY_FAILED: certificate has expired",
+        "its certificate has expired: issue a new one",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "its certificate was not issued by the CA of --ca: all components need one CA",
+    ),
+    ("UNKNOWN_CA", "it does not accept this certificate: all components need one CA"),
+    (
+        "WRONG_VERSION_NUMBER",
+        "it serves without TLS (--insecure), but certificates are set here: use the same on both",
+    ),
+    ("is not in peer certificate", "its certificate is of another component"),
+    ("Hostname Verification Check failed", "its certificate is of another component"),
+    (
+        "Socket closed",
+        "it closed the connection: it may require (other) certificates: --ca, --cert, --key",
+    ),
+    ("Connection refused", "nothing listens there (connection refused)"),
+    ("No route to host", "no route to host"),
+)
+"""Parts of gRPC's texts, specific ones before general ones."""
+_OF_TLS: Final = ("handshake failed", "verification check failed")
+_FAILED: Final = "failed to connect to all addresses; last error: "
+
+
+def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    """A channel to one replica. Raises ConfigError."""
+    address_parts(endpoint)
+    if credentials is None:
+        return grpc.insecure_channel(endpoint, options=channel_options())
+    return grpc.secure_channel(endpoint, credentials, options=channel_options())
+
+
+def aio_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, Any]] | None = None,
+) -> grpc.aio.Channel:
+    """A channel on an asyncio loop. `credentials` None: without TLS; `options` None: those of a
+    channel to the index."""
+    options = channel_options() if options is None else options
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, credentials, options)
+
+
+def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
+    """Options of every channel to the index. `name`: name in the server's certificate, if it is
+    another kind of server."""
+    return [
+        # Addresses are not in certificates; that it is an index is.
+        ("grpc.ssl_target_name_override", name),
+        ("grpc.max_receive_message_length", forms.REPLY_BYTES_MAX),
+        # A pool that others share would share how long they waited before they try again, too.
+        ("grpc.use_local_subchannel_pool", 1),
+        # By its name a pause; what gRPC makes of it is the least time that a connection may take.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        # The keepalive time-out is for pings that the kernel of the other end does not take. The
+        # kernel of a stopped process does, and without this it has a minute (gRPC 1.85).
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # As many as it takes: who watches says nothing for hours.
+        ("grpc.http2.max_pings_without_data", 0),
+        # Nothing here goes through a proxy that the environment names.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def reason_of(error: Exception, *, unimplemented: str = "") -> str:
+    """One clause for an error of a call. `unimplemented`: the clause for a server that does not
+    have the call; empty: what gRPC says."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return "no answer in time" if isinstance(error, TimeoutError) else plain_reason(str(error))
+    if unimplemented and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return unimplemented
+    return plain_reason(error.details())
+
+
+def plain_reason(details: str | None) -> str:
+    """One clause for gRPC's details of an error."""
+    text = details or "no reason is known"
+    if not (text.startswith(_FAILED) or any(part in text for part in _OF_TLS)):
+        return text
+    for part, cause in _CAUSES:
+        if part in text:
+            return cause
+    return text.removeprefix(_FAILED)

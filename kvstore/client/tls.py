@@ -1,4 +1,4 @@
-"""TLS as both ends need it: three files, and the names that a certificate gives its owner.
+"""Addresses and certificates as both ends need them: HOST:PORT, three files, the names in them.
 
     NAME.node.kvstore       a node; it may feed an index, and speaks for NAME only
     NAME.index.kvstore      a replica of the index; with index.kvstore beside it, which all have
@@ -7,8 +7,9 @@
 These are DNS names among the certificate's subject alternative names. A client demands the name of
 its server, so that addresses need not be in certificates.
 
-Covers: contents of the files once checked, credentials of a channel. Does not cover: reading and
-judging the files (`kvstore.client.certificates`), servers (`kvstore.net.tls`).
+Covers: contents of the files once checked, credentials of a channel. Does not cover: which names
+are such (`kvstore.wire.identity`), reading and judging the files (`kvstore.client.certificates`),
+servers (`kvstore.net.tls`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.errors import ConfigError
 from kvstore.wire.identity import Identity, Role
 
 if TYPE_CHECKING:
     import grpc
+
 
 ANY_INDEX: Final = "index.kvstore"
 """Name in the certificate of every replica of the index."""
@@ -55,3 +58,17 @@ class Tls(NamedTuple):
         import grpc  # only here: `kvstore certs` needs none
 
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+PORT_MAX: Final = 65535
+
+
+def address_parts(endpoint: str, *, what: str = "index") -> tuple[str, int]:
+    """(host, port) of HOST:PORT. Raises ConfigError."""
+    host, colon, port = endpoint.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX
+    if not colon or not host or "/" in host or not is_port or (":" in host) != (host[0] == "["):
+        raise ConfigError(
+            f"{what} {endpoint!r} must be HOST:PORT, such as index.example:9470 or [::1]:9470"
+        )
+    return host.strip("[]"), int(port)

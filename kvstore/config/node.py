@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.client.address import PORT_MAX
+from kvstore.client.tls import PORT_MAX
 from kvstore.config.cluster import ClusterConfig, resolve_cluster
 from kvstore.config.defaults import EXAMPLE_EVENTS
 from kvstore.config.machine import available_memory, refuse_what_cannot_hold

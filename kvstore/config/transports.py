@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.client.address import PORT_MAX
+from kvstore.client.tls import PORT_MAX
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.transport.backends import BACKENDS, refuse_absent

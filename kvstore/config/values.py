@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvstore.client.address import PORT_MAX, address_parts
+from kvstore.client.tls import PORT_MAX, address_parts
 from kvstore.config.defaults import DEFAULT_LISTEN, DEFAULT_METRICS, DEFAULT_SOCKET
 from kvstore.errors import ConfigError
 from kvstore.units import parse_size

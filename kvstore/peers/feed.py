@@ -27,8 +27,7 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.client.index import aio_channel
-from kvstore.client.reasons import reason_of
+from kvstore.client.index import aio_channel, reason_of
 from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.index.feed import BEAT_MS

@@ -36,8 +36,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.index import aio_channel
-from kvstore.client.reasons import plain_reason
+from kvstore.client.index import aio_channel, plain_reason
 from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.net.calls import RefusedCall
@@ -48,6 +47,7 @@ from kvstore.wire.identity import Identity
 
 if TYPE_CHECKING:
     from kvstore.peers.pushes import Pusher
+
 
 OPEN_TIMEOUT_S: Final = 2.0
 ASKS_MAX: Final = 64

@@ -32,8 +32,7 @@ from typing import Final
 
 import grpc
 
-from kvstore.client.index import aio_channel, channel_options
-from kvstore.client.reasons import reason_of
+from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import Context, RefusedCall, only_message

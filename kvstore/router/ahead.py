@@ -22,8 +22,7 @@ from typing import Final
 import grpc
 
 from kvstore.breaker import Breaker
-from kvstore.client.index import aio_channel, channel_options
-from kvstore.client.reasons import reason_of
+from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.client.tls import Tls
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks

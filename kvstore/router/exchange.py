@@ -21,10 +21,8 @@ from typing import Final
 
 import grpc
 
-from kvstore.client.address import address_parts
-from kvstore.client.index import aio_channel, channel_options
-from kvstore.client.reasons import reason_of
-from kvstore.client.tls import Tls
+from kvstore.client.index import aio_channel, channel_options, reason_of
+from kvstore.client.tls import Tls, address_parts
 from kvstore.config.values import joined
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.net.aio import resolved

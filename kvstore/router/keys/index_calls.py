@@ -20,8 +20,7 @@ import grpc
 import msgspec
 
 from kvstore.breaker import Breaker
-from kvstore.client.index import aio_channel
-from kvstore.client.reasons import reason_of
+from kvstore.client.index import aio_channel, reason_of
 from kvstore.client.tls import Tls
 from kvstore.index.index import Answer
 from kvstore.proto import forms, index_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from kvstore.client.reasons import reason_of
+from kvstore.client.index import reason_of
 
 
 def error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.address import address_parts
 from kvstore.client.index import IndexClient
+from kvstore.client.tls import address_parts
 from kvstore.config.cluster import load_index_config
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError
