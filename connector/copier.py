@@ -49,7 +49,6 @@ from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import (
     UNSERVED_LENGTH_MAX,
@@ -59,6 +58,7 @@ from kvstore.wire.messages import (
     Refused,
     Welcome,
 )
+from kvstore.wire.record import checksum_of
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second

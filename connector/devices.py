@@ -27,7 +27,7 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.port import DeviceError
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
-from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import checksum_of
 
 if TYPE_CHECKING:
     import torch

@@ -42,8 +42,8 @@ from kvstore.kernels.port import Device, DeviceError
 from kvstore.kernels.reference import Bytes
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.checksum import checksum_of, piece_count, root_of
 from kvstore.wire.layout import Slab
+from kvstore.wire.record import checksum_of, piece_count, root_of
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────
 # Ranges of NVIDIA's tools (Nsight Systems), in the domain `kvstore`: one for each batch of copies.

@@ -1,7 +1,7 @@
 """Launches of the kernels in `csrc/`: grids and arguments, for whatever runs them.
 
     moved      bytes of many pieces, between any memory that the device reaches
-    digests    the leaves of checksums (`wire.checksum`)
+    digests    the leaves of checksums (`wire.record`)
 
 `Launch` is a device's (`cuda.CudaKernels`) or the host's, which the tests use. Addresses are those
 of the device; nothing is allocated or waited for. The kernels of one call are given to one stream,
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 
 THREADS: Final = 256
 """Threads of a block of the grid."""

@@ -32,7 +32,7 @@ from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pinning import cut
 from kvstore.kernels.port import Device
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.checksum import piece_count
+from kvstore.wire.record import piece_count
 
 BATCH_MAX: Final = 16
 """Blocks of one call at most. A call costs the host some ten microseconds whatever it moves."""
@@ -108,7 +108,7 @@ class BlockMoves:
             pages: [block][piece] addresses, as of `DeviceCache.places`.
             slots: [block] addresses in pinned memory.
             digests: [block] addresses in pinned memory, where the digests of the pages are left
-                (`wire.checksum`); empty: none are made. Only where `is_staged`.
+                (`wire.record`); empty: none are made. Only where `is_staged`.
         """
         if digests.size:
             self.hash(stream, group, pages, digests)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvstore.kernels.compare import error_of
 from kvstore.kernels.reference import Bytes
-from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import checksum_of
 
 COPY_BYTES = 256 << 10
 """Bytes copied and hashed in one go: fits the second-level cache of any server core, with room."""

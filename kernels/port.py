@@ -36,7 +36,7 @@ class Device(Protocol):
         """As `copy`, by a kernel: pieces in any order, both sides the device's memory."""
 
     def digest(self, stream: int, payloads: Addresses, size: int, *, sums: int, found: int) -> None:
-        """Leave the digests of the pieces (`wire.checksum`) of payloads of one size, which begin at
+        """Leave the digests of the pieces (`wire.record`) of payloads of one size, which begin at
         multiples of 16, at `found` [payload][piece]; all of it memory of the device's. `sums`:
         scratch of `launches.sums_bytes`."""
 

@@ -11,13 +11,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 
 Bytes = NDArray[np.uint8]
 
 
 def checksum(header: bytes, payload: bytes) -> bytes:
-    """The 16 bytes of a block's checksum (`kvstore.wire.checksum`)."""
+    """The 16 bytes of a block's checksum (`kvstore.wire.record`)."""
     pieces = [payload[at : at + PIECE_BYTES] for at in range(0, len(payload), PIECE_BYTES)]
     return xxhash.xxh3_128_digest(header + b"".join(map(xxhash.xxh3_128_digest, pieces)))
 

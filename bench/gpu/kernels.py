@@ -30,7 +30,7 @@ from kvstore.kernels.launches import Launch
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.units import KIB, MIB
-from kvstore.wire.checksum import PIECE_BYTES, checksum_of
+from kvstore.wire.record import PIECE_BYTES, checksum_of
 
 PIECES = (3, launches.PIECES_MAX, launches.PIECES_MAX + 1, launches.MANY_MAX)
 """Pieces of a launch: the first two are `move_pieces`, the others `move_many`."""

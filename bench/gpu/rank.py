@@ -13,7 +13,7 @@ from bench.gpu.machine import Bytes, Gpu, noise, pages
 from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
-from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import checksum_of
 
 HEADER = b"bench"
 END_S_MAX = 20.0

@@ -35,7 +35,7 @@ from kvstore.arena import Arena
 from kvstore.kernels import pack
 from kvstore.types import Incarnation
 from kvstore.units import GIB, KIB, MIB
-from kvstore.wire import checksum
+from kvstore.wire import record as wire
 
 ARENA_BYTES, ROUND_BYTES, LAYERS = 256 * MIB, 16 * MIB, 16
 SIZES = (64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB)
@@ -56,9 +56,9 @@ def one_hash(header: bytes, parts: Iterable[memoryview]) -> bytes:
 @contextmanager
 def pieces_of(size: int) -> Iterator[Sum]:
     """The tree with pieces of this size; 0: no tree."""
-    its: Sum = checksum.checksum_of if size else one_hash
+    its: Sum = wire.checksum_of if size else one_hash
     with (
-        mock.patch.object(checksum, "PIECE_BYTES", size or checksum.PIECE_BYTES),
+        mock.patch.object(wire, "PIECE_BYTES", size or wire.PIECE_BYTES),
         mock.patch.object(pack, "checksum_of", its),
     ):
         yield its
@@ -92,14 +92,14 @@ class Blocks:
 
     def shared(self, pool: ThreadPoolExecutor, chosen: list[int]) -> None:
         for at in chosen:
-            digests = [b""] * checksum.piece_count(self.size)
+            digests = [b""] * wire.piece_count(self.size)
             other = pool.submit(self._half, digests, at, 1)
             self._half(digests, at, 0)
             other.result()
-            checksum.root_of(HEADER, b"".join(digests))
+            wire.root_of(HEADER, b"".join(digests))
 
     def _half(self, digests: list[bytes], at: int, first: int) -> None:
-        step, data = checksum.PIECE_BYTES, self.slots[at].data
+        step, data = wire.PIECE_BYTES, self.slots[at].data
         for index in range(first, len(digests), 2):
             digests[index] = xxhash.xxh3_128_digest(data[index * step : (index + 1) * step])
 
@@ -118,7 +118,7 @@ def measure(blocks: Blocks, *, rounds: int) -> dict[str, object]:
         ratios = {f"{size // KIB} KiB": _median_ratio(times[size], times[0]) for size in PIECES}
         found[name] = {
             "one_hash_gib_per_s": _speed(blocks, times[0]),
-            "tree_gib_per_s": _speed(blocks, times[checksum.PIECE_BYTES]),
+            "tree_gib_per_s": _speed(blocks, times[wire.PIECE_BYTES]),
             "tree_over_one_hash": ratios,
         }
     return found | _threads(blocks, rounds=rounds)
@@ -137,7 +137,7 @@ def _threads(blocks: Blocks, *, rounds: int) -> dict[str, object]:
         for _ in range(rounds):
             one, two, three = (blocks.next() for _ in range(3))
             times["one_hash"].append(_timed(both, one_hash, one))
-            times["tree"].append(_timed(both, checksum.checksum_of, two))
+            times["tree"].append(_timed(both, wire.checksum_of, two))
             times["shared"].append(_timed(blocks.shared, pool, three))
     return {"two_threads_gib_per_s": {name: _speed(blocks, its) for name, its in times.items()}}
 
@@ -173,7 +173,7 @@ def main() -> None:
         sizes[f"{size // KIB} KiB"] = measure(blocks, rounds=options.rounds)
     result = {
         "rounds": options.rounds,
-        "piece_bytes": checksum.PIECE_BYTES,
+        "piece_bytes": wire.PIECE_BYTES,
         "layers": LAYERS,
         "blocks": sizes,
     }

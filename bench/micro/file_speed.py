@@ -35,8 +35,7 @@ from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import GIB, MIB
-from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import Scope
+from kvstore.wire.record import Scope, checksum_of
 
 BLOCK_BYTES, BLOCKS, BATCH = 2 * MIB, 125, 25
 PAGES = BLOCK_BYTES // PAGE_BYTES

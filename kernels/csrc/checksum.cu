@@ -1,4 +1,4 @@
-// XXH3-128 (seed 0, default secret) of the pieces of payloads: the leaves of kvstore.wire.checksum.
+// XXH3-128 (seed 0, default secret) of the pieces of payloads: the leaves of kvstore.wire.record.
 //
 // Within a block of 1 KiB the hash adds up what its 16 stripes give, in any order; blocks follow
 // one another. So three kernels, with a scratch of 64 bytes for each KiB:

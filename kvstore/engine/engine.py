@@ -34,7 +34,7 @@ from kvstore.engine.why.report import Snapshots, TierReport
 from kvstore.types import Tier
 from kvstore.wire import messages
 from kvstore.wire.feed import Stored
-from kvstore.wire.learned import Learned, within_bounds
+from kvstore.wire.load import Learned, within_bounds
 
 __all__ = ["Engine", "EngineConfig"]
 

@@ -27,7 +27,7 @@ from kvstore.engine.why.trail import Trail
 from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import Slab
-from kvstore.wire.learned import Learned
+from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
 from kvstore.wire.space import Space, is_prefix
 

@@ -20,7 +20,7 @@ A publisher sends nothing until the subscription has reached it, and the first r
 that: so the batches in between are requested once more, JOINED_MS after joining.
 
 Pure; time is an argument. Covers: numbers, gaps, what counts, and (`EngineBlocks`) which keys the
-engine's names of blocks stand for. Does not cover: forms (`wire.engine_events`), sockets
+engine's names of blocks stand for. Does not cover: forms (`wire.kv_events`), sockets
 (`kvstore.peers.engine_memory`).
 """
 
@@ -36,7 +36,8 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import chained_keys, root_key
 from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
-from kvstore.wire.engine_events import (
+from kvstore.wire.feed import Change, Left, Removed, Stored
+from kvstore.wire.kv_events import (
     OWN_MEDIA,
     EngineCleared,
     EngineEvent,
@@ -44,7 +45,6 @@ from kvstore.wire.engine_events import (
     EngineStored,
     decode_batch,
 )
-from kvstore.wire.feed import Change, Left, Removed, Stored
 
 WAITING_BATCHES_MAX: Final = 1024
 WAITING_BYTES_MAX: Final = 16 << 20

@@ -30,7 +30,7 @@ from kvstore.tier_events import (
 )
 from kvstore.types import KEY_BYTES
 from kvstore.units import KIB, NS_PER_S, format_size
-from kvstore.wire.learned import (
+from kvstore.wire.load import (
     Learned,
     NotLearned,
     Spent,

@@ -56,7 +56,7 @@ from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import NS_PER_MS, format_size
-from kvstore.wire.learned import Learned
+from kvstore.wire.load import Learned
 from kvstore.wire.peers import PrepareRequest
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from kvstore.node.passes import PassLog
 from kvstore.ports import Memory
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName
-from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import checksum_of
 
 ASK_TIMEOUT_S: Final = 2.0
 BUSY_PAUSE_S: Final = 1.0

@@ -44,8 +44,8 @@ from kvstore.ports import Clock
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES, EngineSource, SpaceId
 from kvstore.units import NS_PER_MS
-from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
 from kvstore.wire.feed import Change, Left
+from kvstore.wire.kv_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
 
 TURN_MS: Final = 250
 """Longest wait between two checks of deadlines."""

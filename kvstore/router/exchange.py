@@ -1,6 +1,6 @@
 """Loads of the routers that serve the same engines: each counts what the others have in flight.
 
-    core.loads ─▶ reports ─▶ wire.routers ─▶ the other routers
+    core.loads ─▶ reports ─▶ wire.load ─▶ the other routers
     --peer-router ─▶ its addresses ─▶ a stream from each ─▶ Shared ─▶ core
 
 Without it a router sees the requests of others in engines' metrics only, half a second late, and
@@ -30,7 +30,7 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Workers
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
-from kvstore.wire.routers import LOADS, EngineLoad, RouterLoads, decode
+from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads
 
 PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
@@ -176,7 +176,7 @@ class LoadExchange:
                         data = await call.read()
                     if not isinstance(data, bytes):  # the end
                         break
-                    if not self._heard(address, decode(data)):
+                    if not self._heard(address, decode_loads(data)):
                         return
             except TimeoutError:
                 why = "it is silent"

@@ -50,7 +50,7 @@ from kvstore.routing.events import (
     Routed,
 )
 from kvstore.routing.values import RouteRequest
-from kvstore.wire.routers import LOADS, RouterLoads, encode
+from kvstore.wire.load import LOADS, RouterLoads, encode_loads
 
 TOKENS_MAX: Final = 4 << 20
 BLOCK_TOKENS_MAX: Final = 1 << 16
@@ -147,7 +147,7 @@ class RouteService(RouterServicer):
 
     def loads_handler(self) -> grpc.GenericRpcHandler:
         """Handler by which other routers ask for this router's loads."""
-        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode)
+        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode_loads)
         return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
 
     async def loads(

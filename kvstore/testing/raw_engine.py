@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
 from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
@@ -55,7 +54,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.record import Scope, header
+from kvstore.wire.record import Scope, checksum_of, header
 from kvstore.wire.space import Group, ShardColumn, Space, fingerprint
 
 BLOCK_TOKENS: Final = 16

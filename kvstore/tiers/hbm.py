@@ -46,8 +46,8 @@ from kvstore.types import (
     SlotId,
 )
 from kvstore.units import MIB, format_size
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import Slab, place_words
+from kvstore.wire.record import checksum_of
 
 STAGING_BYTES: Final = 4 * MIB
 """Size of staging memory at first; it grows to twice a batch."""

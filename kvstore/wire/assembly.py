@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import corners, layer_offsets, shared
 from kvstore.wire.peers import checksums_of
-from kvstore.wire.record import Scope, header
+from kvstore.wire.record import Scope, checksum_of, header
 
 
 class Assembly:

@@ -1,13 +1,20 @@
-"""The address of a block, as its checksum covers it, and the page that stands before it on disk.
+"""A block's address and checksum, and the page that stands before it on disk.
 
-    header = magic ‖ version ‖ tenant ‖ space ‖ shard ‖ length ‖ key
+    header      magic ‖ version ‖ tenant ‖ space ‖ shard ‖ length ‖ key
+    payload     │ piece 0 │ piece 1 │ … │ last │      PIECE_BYTES each, the last what is left
+    checksum    xxh3-128( header ‖ xxh3-128(piece 0) ‖ xxh3-128(piece 1) ‖ … )
 
-The checksum (`checksum.py`) is over header and payload, so a block that is intact but belongs to
-another key, tenant, model or shard fails just as a flipped bit does. The same header opens a record
-on disk.
+The checksum is a tree of two levels over header and payload, so a block that is intact but belongs
+to another key, tenant, model or shard fails just as a flipped bit does. The header says how long
+the payload is and so how many pieces there are. A piece needs nothing but its own bytes: threads, a
+device, or pieces that arrive in any order can make their parts of it. Digests of pieces have all
+128 bits: with 64 a changed piece would pass one time in 2⁶⁴, however good the root, and they would
+be no cheaper. 512 KiB is the smallest power of two that costs about 5 % over one hash of
+everything, and on the copy of a block less (bench/micro/checksum.py, ADR 7). The size is part of
+the form: changing it takes a new RECORD_VERSION.
 
-A record is a page of 4 KiB and, for a block, the payload behind it, padded with zeros to whole
-pages. All numbers little-endian:
+The same header opens a record on disk: a page of 4 KiB and, for a block, the payload behind it,
+padded with zeros to whole pages. All numbers little-endian:
 
     offset 0   magic KVSR   4 version u16    6 kind u16 (1 block, 2 void)
     8          segment id, 16 bytes         24 place u64: segment number << 32 | page in the file
@@ -28,7 +35,7 @@ that says another length than the text it has; a payload that would end outside 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -42,6 +49,7 @@ MAGIC = b"KVSB"
 RECORD_VERSION = 2
 _PREFIX = struct.Struct("<4sHH32s4IQ")
 
+PIECE_BYTES: Final = 512 << 10
 PAGE_MAGIC: Final = b"KVSR"
 KIND_BLOCK: Final = 1
 KIND_VOID: Final = 2
@@ -110,6 +118,47 @@ def parse_prefix(prefix: bytes) -> Scope | None:
         return None
 
 
+# ── checksums ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def checksum_of(header: bytes, parts: Iterable[bytes | bytearray | memoryview]) -> bytes:
+    """The 16 bytes of a block's checksum.
+
+    Args:
+        header: its address.
+        parts: its payload in order, cut anywhere, in bytes. Each is hashed before the next is asked
+            for: they may be copied, or read into the same buffer, on the way. Large ones are hashed
+            without the GIL.
+    """
+    pieces = []
+    digest, room = xxhash.xxh3_128(), PIECE_BYTES
+    for part in parts:
+        rest = part
+        while len(rest) >= room:
+            digest.update(rest[:room])
+            pieces.append(digest.digest())
+            digest.reset()
+            rest, room = rest[room:], PIECE_BYTES
+        digest.update(rest)
+        room -= len(rest)
+    if room < PIECE_BYTES:
+        pieces.append(digest.digest())
+    return root_of(header, b"".join(pieces))
+
+
+def piece_count(size_bytes: int) -> int:
+    """How many pieces a payload of that size has."""
+    return -(-size_bytes // PIECE_BYTES)
+
+
+def root_of(header: bytes, digests: bytes | memoryview) -> bytes:
+    """The checksum, of the digests of all pieces, in order."""
+    return xxhash.xxh3_128_digest(header + digests)
+
+
+# ── records ───────────────────────────────────────────────────────────────────────────────────────
+
+
 class Void(msgspec.Struct, frozen=True):
     """Blocks of this tenant and space (None: of any) at places before `before` are gone."""
 
@@ -145,22 +194,7 @@ def write_block_page(
     page: memoryview, *, prefix: bytes, key: bytes, checksum: bytes, segment_id: bytes, place: int
 ) -> None:
     """Fill `page`, [4096] bytes that are zero or an earlier page of the same prefix length."""
-    _PAGE.pack_into(
-        page,
-        0,
-        PAGE_MAGIC,
-        RECORD_VERSION,
-        KIND_BLOCK,
-        segment_id,
-        place,
-        0,
-        checksum,
-        key,
-        0,
-        len(prefix),
-    )
-    page[_PAGE.size : _PAGE.size + len(prefix)] = prefix
-    page[PAGE_COVERED:] = seal_page(page)
+    _fill(page, KIND_BLOCK, prefix, segment_id, place, checksum=checksum, key=key)
 
 
 def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
@@ -168,23 +202,28 @@ def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
     page = bytearray(PAGE_BYTES)
     filters = (_HAS_TENANT * (void.tenant is not None)) | (_HAS_SPACE * (void.space is not None))
     name, space = (void.tenant or "").encode(), void.space or bytes(32)
-    _PAGE.pack_into(
-        page,
-        0,
-        PAGE_MAGIC,
-        RECORD_VERSION,
-        KIND_VOID,
-        segment_id,
-        place,
-        void.before,
-        _NO_CHECKSUM,
-        _NO_KEY,
-        filters,
-        32 + len(name),
-    )
-    page[_PAGE.size : _PAGE.size + 32 + len(name)] = space + name
-    page[PAGE_COVERED:] = seal_page(page)
+    text = space + name
+    _fill(page, KIND_VOID, text, segment_id, place, before=void.before, filters=filters)
     return bytes(page)
+
+
+def _fill(
+    page: memoryview | bytearray,
+    kind: int,
+    text: bytes,
+    segment_id: bytes,
+    place: int,
+    *,
+    before: int = 0,
+    checksum: bytes = _NO_CHECKSUM,
+    key: bytes = _NO_KEY,
+    filters: int = 0,
+) -> None:
+    """Write the fields of a page, the text behind them, and the page's own checksum."""
+    fields = segment_id, place, before, checksum, key, filters, len(text)
+    _PAGE.pack_into(page, 0, PAGE_MAGIC, RECORD_VERSION, kind, *fields)
+    page[_PAGE.size : _PAGE.size + len(text)] = text
+    page[PAGE_COVERED:] = seal_page(page)
 
 
 def parse_page(

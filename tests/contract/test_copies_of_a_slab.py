@@ -13,7 +13,7 @@ from kvstore.kernels.reference import checksum
 from kvstore.ports import CopyWay
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 from tests.kit.copy_parties import DEVICE_PARTIES, HEADER, DeviceParty, noise
 from tests.kit.fake_cuda import FIRST_HANDLE
 from tests.kit.memory_tier import MemoryTier

@@ -32,7 +32,7 @@ from kvstore.proto.rows import TOPICS
 from kvstore.tiers.file.segments.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events
-from kvstore.wire.learned import (
+from kvstore.wire.load import (
     DISK_NS_PER_MIB_MAX,
     LEARNED_BYTES_MAX,
     SPACES_MAX,

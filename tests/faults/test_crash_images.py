@@ -26,7 +26,7 @@ from kvstore.tiers.file.segments.directory import segment_name
 from kvstore.tiers.file.segments.disk import Pages, PosixDisk
 from kvstore.tiers.file.segments.recovery import SegmentFile, read_head, record_sets
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.learned import Learned, encode_learned
+from kvstore.wire.load import Learned, encode_learned
 from kvstore.wire.record import Void
 from kvstore.wire.segment import PAGE_SHIFT, SegmentHead, Table, store_page
 from tests.amounts import amount, covered

@@ -24,9 +24,8 @@ from kvstore.engine.events import Tick
 from kvstore.index.chain import block_keys
 from kvstore.types import KEY_BYTES, PAGE_BYTES, SLOT_BYTES_MIN, BlockKey, Shard, SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import EngineMessage, Hint, LeaseAsk, LeaseRelease, encode
-from kvstore.wire.record import Scope, header
+from kvstore.wire.record import Scope, checksum_of, header
 from kvstore.wire.space import fingerprint
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth

@@ -32,7 +32,6 @@ from kvstore.client.link import Link, Lost
 from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import (
     Grant,
     HelloRank,
@@ -51,7 +50,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.record import Scope, header
+from kvstore.wire.record import Scope, checksum_of, header
 from kvstore.wire.space import ShardColumn, fingerprint
 
 ORDER_BYTES_MAX: Final = 192 << 10

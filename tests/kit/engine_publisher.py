@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from kvstore.index.chain import block_keys
-from kvstore.wire.engine_events import END, SEQUENCE_BYTES
+from kvstore.wire.kv_events import END, SEQUENCE_BYTES
 
 BLOCK_TOKENS: Final = 4
 SEED: Final = "vllm-none-hash"

@@ -43,7 +43,7 @@ from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.port import HANDLE_BYTES, DeviceError
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 
 ENGINE_STREAM = 0
 """The engine's, whichever thread asks."""

@@ -10,8 +10,7 @@ import numpy as np
 from kvstore.tier_events import Promote, Promoted
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, Shard, SlotId
-from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import Scope
+from kvstore.wire.record import Scope, checksum_of
 from tests.kit.memory_tier import MemoryTier
 
 WAIT_S = 20.0

@@ -53,11 +53,10 @@ from kvstore.tiers.file.segments.shared import Peers
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.feed import Hello
 from kvstore.wire.messages import Distrust, LeaseRelease
 from kvstore.wire.peers import ServeAnswer, checksums_of
-from kvstore.wire.record import BlockPage, Scope, parse_page
+from kvstore.wire.record import BlockPage, Scope, checksum_of, parse_page
 from tests.sim.world import engine, groups
 from tests.sim.world.copies import SimCopies
 from tests.sim.world.groups import NULL_BLOCK, Kind

@@ -41,7 +41,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
-from kvstore.wire.learned import Learned
+from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, Space, fingerprint

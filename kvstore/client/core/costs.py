@@ -44,7 +44,7 @@ from statistics import median
 
 from kvstore.client.core.plan import SchedulerConfig
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LOAD_NS_MIN, clamp
+from kvstore.wire.load import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LOAD_NS_MIN, clamp
 from kvstore.wire.messages import Measured, SessionOpen
 
 # ── waits ─────────────────────────────────────────────────────────────────────────────────────────

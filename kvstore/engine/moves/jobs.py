@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.types import MOVING_SHARE, SpaceId
 from kvstore.units import KIB, MIB, NS_PER_MS
-from kvstore.wire.learned import DISK_NS_PER_MIB_MIN, SPACES_MAX, Learned, SpacePace, within_bounds
+from kvstore.wire.load import DISK_NS_PER_MIB_MIN, SPACES_MAX, Learned, SpacePace, within_bounds
 from kvstore.wire.messages import Measured
 
 

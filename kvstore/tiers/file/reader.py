@@ -27,8 +27,14 @@ from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached, read_all
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import BlockPage, Scope, parse_page, payload_pages, record_pages
+from kvstore.wire.record import (
+    BlockPage,
+    Scope,
+    checksum_of,
+    parse_page,
+    payload_pages,
+    record_pages,
+)
 from kvstore.wire.segment import PAGE_SHIFT, place_of
 
 RUN_BYTES_MAX: Final = 4 << 20

@@ -17,8 +17,7 @@ import msgspec
 from kvstore.tiers.file.segments.disk import Pages, read_all
 from kvstore.tiers.file.segments.recovery import SegmentFile
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.checksum import checksum_of
-from kvstore.wire.record import BlockPage, Scope, record_pages
+from kvstore.wire.record import BlockPage, Scope, checksum_of, record_pages
 from kvstore.wire.segment import Table
 
 

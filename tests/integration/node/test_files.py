@@ -17,7 +17,7 @@ import pytest
 from bench.scenarios import slow_disk
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.wire.learned import decode_learned
+from kvstore.wire.load import decode_learned
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_process import page, sample
 

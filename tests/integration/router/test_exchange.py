@@ -22,7 +22,7 @@ from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
 from kvstore.testing.process import IndexProcess, Lab, RouterProcess
-from kvstore.wire.routers import LOADS, EngineLoad, RouterLoads, decode, encode
+from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
 from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -97,7 +97,7 @@ def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
 
 def ask_loads(channel: grpc.Channel, timeout_s: float | None = None) -> Any:
     """A stream of another router's loads."""
-    ask: Any = channel.unary_stream(f"/{LOADS}/Loads", bytes, decode)
+    ask: Any = channel.unary_stream(f"/{LOADS}/Loads", bytes, decode_loads)
     return ask(b"", timeout=timeout_s)
 
 
@@ -107,7 +107,7 @@ def test_loads_of_a_router_that_is_stuck_or_talks_nonsense_leave_after_a_while(
     monkeypatch.setattr("kvstore.router.exchange.SILENCE_S", 1.0)
     monkeypatch.setattr("kvstore.router.exchange.RETRY_S", 0.5)
     is_over, server = threading.Event(), grpc.server(ThreadPoolExecutor(8))
-    says = [encode(RouterLoads("stuck", (EngineLoad(ENGINE, 0, 0, 9),)))]
+    says = [encode_loads(RouterLoads("stuck", (EngineLoad(ENGINE, 0, 0, 9),)))]
 
     def loads(_request: bytes, _context: Any) -> Iterator[bytes]:
         yield from says

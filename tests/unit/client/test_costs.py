@@ -10,7 +10,7 @@ from kvstore.client.core.costs import PROBE_EVERY, SOURCES_MAX, TELL_EVERY, Cost
 from kvstore.client.core.hits import PENDING, Hit, Miss, Outcome
 from kvstore.client.core.plan import LoadResult, RankReport, SchedulerConfig
 from kvstore.wire import messages as m
-from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN
+from kvstore.wire.load import COMPUTE_NS_MAX, COMPUTE_NS_MIN
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 
 COMPUTE_NS = 100_000

@@ -22,9 +22,8 @@ from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Seal
-from kvstore.wire.record import header
+from kvstore.wire.record import checksum_of, header
 from tests.kit.copy_parties import noise
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.kit.slab import ended, order_of

@@ -8,7 +8,7 @@ import pytest
 from kvstore.engine.moves.jobs import READS, Paces, ReadPace
 from kvstore.types import SpaceId
 from kvstore.units import MIB
-from kvstore.wire.learned import (
+from kvstore.wire.load import (
     COMPUTE_NS_MAX,
     COMPUTE_NS_MIN,
     LOAD_NS_MAX,

@@ -14,7 +14,7 @@ from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys, chained_keys
 from kvstore.index.engine_feed import EngineBlocks, EngineFeed
 from kvstore.types import BlockKey, EngineSource, SpaceId
-from kvstore.wire.engine_events import (
+from kvstore.wire.kv_events import (
     PAYLOAD_BYTES_MAX,
     EngineCleared,
     EngineRemoved,

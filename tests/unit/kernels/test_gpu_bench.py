@@ -25,7 +25,7 @@ from bench.gpu.smi import describe_gpu
 from kvstore.kernels.moves import BlockMoves
 from kvstore.ports import CopyWay
 from kvstore.units import KIB
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 from tests.kit.host_kernels import HostKernels
 from tests.style.tree import ROOT
 

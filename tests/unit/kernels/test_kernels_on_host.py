@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from kvstore.kernels import launches, reference
 from kvstore.kernels.launches import KERNELS, MANY_MAX, PIECES_MAX
 from kvstore.kernels.reference import Bytes
-from kvstore.wire.checksum import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES
 from tests.amounts import amount, covered
 from tests.kit.host_kernels import SKEWS, HostKernels, Stray
 

@@ -18,7 +18,7 @@ from kvstore.kernels.pinning import CHUNK_BYTES, cut
 from kvstore.kernels.port import Device, DeviceError
 from kvstore.kernels.reference import checksum
 from kvstore.ports import CopyWay
-from kvstore.wire.checksum import PIECE_BYTES, root_of
+from kvstore.wire.record import PIECE_BYTES, root_of
 from tests.amounts import amount
 from tests.kit.copy_parties import HEADER, DeviceParty, StagedCudaParty, StagedParty, noise
 from tests.kit.host_kernels import HostKernels

@@ -34,7 +34,7 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
 from kvstore.types import Shard, Tier
-from kvstore.wire.learned import Learned, SpacePace, encode_learned
+from kvstore.wire.load import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
 
 SHARD = Shard(0, 2, 0, 4)

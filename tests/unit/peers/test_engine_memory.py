@@ -30,8 +30,8 @@ from kvstore.peers import engine_memory
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import ConnectionId, EngineSource, SpaceId, Tier
-from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
 from kvstore.wire.feed import Change, Left, Stored
+from kvstore.wire.kv_events import PAYLOAD_BYTES_MAX
 from tests.integration.node.conftest import eventually
 from tests.kit.engine_publisher import (
     BLOCK_TOKENS,

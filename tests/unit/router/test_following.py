@@ -16,7 +16,7 @@ from kvstore.router.engines.workers import Workers
 from kvstore.router.exchange import BEAT_S, RETRY_S, LoadExchange
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.wire.routers import RouterLoads, encode
+from kvstore.wire.load import RouterLoads, encode_loads
 from tests.kit.virtual_loop import VirtualLoop
 
 OWN = "own"
@@ -64,7 +64,7 @@ class Channel:
             await asyncio.sleep(BEAT_S)
         self._has_begun = True
         name = self._streams.routers.get(self._address)
-        return grpc.aio.EOF if name is None else encode(RouterLoads(name, ()))
+        return grpc.aio.EOF if name is None else encode_loads(RouterLoads(name, ()))
 
     def cancel(self) -> None: ...
 

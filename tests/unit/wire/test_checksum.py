@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from kvstore.kernels import reference
-from kvstore.wire.checksum import PIECE_BYTES, checksum_of
+from kvstore.wire.record import PIECE_BYTES, checksum_of
 
 HEADER = b"an address"
 SIZES = (

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import example, given, strategies as st
 
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.learned import (
+from kvstore.wire.load import (
     LEARNED_BYTES_MAX,
     SPACES_MAX,
     Learned,
