@@ -18,14 +18,11 @@ from numpy.typing import NDArray
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.mapping import layers_in_order
-from kvstore.kernels.caches import DeviceCache, LayerPages
-from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import NOT_PINNED_IN_TIME, DeviceCopies
-from kvstore.kernels.host import HostCopies
-from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.host import BOUNDS, HostCopies, PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
-from kvstore.kernels.port import DeviceError
+from kvstore.kernels.port import DeviceCache, DeviceError, LayerPages
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.wire.record import checksum_of
 
@@ -292,7 +289,7 @@ def _is_rocm() -> bool:
 
 
 def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """Type of the numbers in the cache, a key of `compare.BOUNDS`; empty: another one, such as
+    """Type of the numbers in the cache, a key of `host.BOUNDS`; empty: another one, such as
     8 bit, which means little without its scales."""
     types = {str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()}
     name = types.pop() if len(types) == 1 else ""

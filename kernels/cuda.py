@@ -10,7 +10,7 @@ PyTorch's, or share it: no call leaves an error behind that the engine could tak
 
 Memory is shared by CUDA's IPC handles: between processes that see the device, in one IPC namespace.
 
-Does not cover: pages that need another order of bytes, machine code (`compiled.py`).
+Does not cover: pages that need another order of bytes, machine code (`launches.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.installation import pip_install
-from kvstore.kernels.caches import Addresses
-from kvstore.kernels.compiled import cubin
-from kvstore.kernels.launches import KERNELS, THREADS, Kernel, Launch, digests, moved
-from kvstore.kernels.port import HANDLE_BYTES, DeviceError
+from kvstore.kernels.launches import KERNELS, THREADS, Kernel, Launch, cubin, digests, moved
+from kvstore.kernels.port import HANDLE_BYTES, Addresses, DeviceError
 
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""
@@ -86,7 +84,7 @@ class CudaKernels:
     in threads that have chosen the device."""
 
     def __init__(self, arch: str, *, folder: Path | None = None, driver: Any = None) -> None:
-        """`arch`: such as `sm_90`. `folder`: of machine code, as of `compiled.cubin`. `driver`:
+        """`arch`: such as `sm_90`. `folder`: of machine code, as of `launches.cubin`. `driver`:
         as of `cuda_driver`, which is the default."""
         self._arch, self._folder = arch, folder
         self._driver = driver or cuda_driver()

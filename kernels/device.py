@@ -33,13 +33,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.kernels.caches import DeviceCache
-from kvstore.kernels.compare import BOUNDS, error_of
-from kvstore.kernels.host import NOT_COMPARABLE
+from kvstore.kernels.host import BOUNDS, NOT_COMPARABLE, error_of
 from kvstore.kernels.moves import BlockMoves
 from kvstore.kernels.pinning import PinnedChunks
-from kvstore.kernels.port import Device, DeviceError
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.port import Bytes, Device, DeviceCache, DeviceError
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.layout import Slab

@@ -1,24 +1,39 @@
-"""Launches of the kernels in `csrc/`: grids and arguments, for whatever runs them.
+"""The kernels in `csrc/`: compiled by NVRTC for one architecture, kept on disk, and launched.
+
+    csrc/move.cu, bytes.h ──NVRTC, a second or two──▶ cubin for sm_90 ──▶ ~/.cache/kvstore/kernels
 
     moved      bytes of many pieces, between any memory that the device reaches
     digests    the leaves of checksums (`wire.record`)
+
+A kept file is named after everything that decides its content (source, architecture, options,
+NVRTC's version) and begins with a digest of its content under that name; another file, a damaged or
+a shortened one is compiled again. The folder belongs to this user alone, and a file is used only if
+no other user could have written it: machine code is executed with the engine's rights. Where no
+such folder can be had, as on a read-only file system, every start compiles.
 
 `Launch` is a device's (`cuda.CudaKernels`) or the host's, which the tests use. Addresses are those
 of the device; nothing is allocated or waited for. The kernels of one call are given to one stream,
 in order.
 
-Does not cover: which way a block goes (`moves.py`), compiling (`compiled.py`).
+Does not cover: which way a block goes (`moves.py`), loading, and the device's calls (`cuda.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.installation import pip_install
+from kvstore.kernels.port import Addresses, DeviceError
 from kvstore.wire.record import PIECE_BYTES
 
 THREADS: Final = 256
@@ -34,8 +49,6 @@ MANY_MAX: Final = 1360
 """Most pieces of a launch: PIECES_MAX of `move_pieces`, MANY_MAX of `move_many`."""
 PAYLOADS_MAX: Final = 256
 """Most payloads of a launch."""
-
-Addresses = NDArray[np.uint64]
 
 
 class Kernel(NamedTuple):
@@ -135,3 +148,188 @@ def digests(launch: Launch, payloads: Addresses, size: int, *, sums: int, found:
         launch(_CHAIN, _row(count * pieces * 8), arguments)
         end = _address(found + begin * pieces * 16)
         launch(_FINISH, _row(count * pieces), [given, _address(sums), end])
+
+
+# ── machine code ──────────────────────────────────────────────────────────────────────────────────
+
+SOURCES: Final = Path(__file__).parent / "csrc"
+OPTIONS: Final = ("--std=c++17", "--ptxas-options=-v")
+"""With `-v` the compiler logs how many registers each kernel uses."""
+CUBIN_BYTES_MAX: Final = 16 << 20
+_DIGEST_BYTES: Final = 32
+
+
+class Cubin(NamedTuple):
+    """Machine code, and the compiler's log."""
+
+    code: bytes
+    log: str
+
+
+def cache_folder() -> Path | None:
+    """The default folder of machine code; None: this user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "kvstore" / "kernels"
+
+
+def cubin(source: str, arch: str, *, folder: Path | None = None) -> bytes:
+    """Machine code of `csrc/{source}.cu` for an architecture, such as `sm_90`.
+
+    Args:
+        folder: of kept ones; None: `cache_folder`.
+
+    Raises:
+        DeviceError: no compiler, or none that knows the architecture.
+    """
+    compiler = nvrtc()
+    key = _key(compiler, source, arch)
+    name = f"{source}-{arch}-{key.hex()[:24]}.cubin"
+    with _opened(folder or cache_folder()) as place:
+        kept = _read(place, name, key) if place is not None else None
+        if kept is not None:
+            return kept
+        code = compiled(source, arch).code
+        if place is not None:
+            _write(place, name, key, code)
+        return code
+
+
+# ── the compiler ─────────────────────────────────────────────────────────────────────────────────
+
+
+def nvrtc() -> Any:
+    """The Python bindings of NVRTC, whose library was found.
+
+    Raises:
+        DeviceError: the bindings or the library are missing.
+    """
+    try:
+        from cuda.bindings import nvrtc as found
+
+        found.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition(":")[0]
+        raise DeviceError(
+            f"CUDA's runtime compiler is missing ({reason}): {pip_install('cuda')}"
+        ) from None
+    return found
+
+
+def compiled(source: str, arch: str) -> Cubin:
+    """Compile; arguments and errors as of `cubin`."""
+    compiler = nvrtc()
+    files = _files(source)
+    texts, names = list(files.values()), [name.encode() for name in files]
+    main = texts.pop(), names.pop()
+    status, program = compiler.nvrtcCreateProgram(*main, len(texts), texts, names)
+    _check(compiler, status)
+    try:
+        options = [option.encode() for option in _options(arch)]
+        (status,) = compiler.nvrtcCompileProgram(program, len(options), options)
+        log = _output(compiler, program, "ProgramLog").decode(errors="replace").strip("\0\n ")
+        if status != compiler.nvrtcResult.NVRTC_SUCCESS:
+            raise DeviceError(f"{source}.cu was not compiled for {arch}: {log or status.name}")
+        return Cubin(_output(compiler, program, "CUBIN"), log)
+    finally:
+        compiler.nvrtcDestroyProgram(program)
+
+
+def _output(compiler: Any, program: Any, what: str) -> bytes:
+    status, size = getattr(compiler, f"nvrtcGet{what}Size")(program)
+    _check(compiler, status)
+    held = bytes(size)
+    (status,) = getattr(compiler, f"nvrtcGet{what}")(program, held)
+    _check(compiler, status)
+    return held
+
+
+def _check(compiler: Any, status: Any) -> None:
+    if status != compiler.nvrtcResult.NVRTC_SUCCESS:
+        raise DeviceError(f"CUDA's runtime compiler failed: {status.name}")
+
+
+def _options(arch: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", *OPTIONS)
+
+
+def _files(source: str) -> dict[str, bytes]:
+    """Text by name: headers, then the source."""
+    paths = [*sorted(SOURCES.glob("*.h")), SOURCES / f"{source}.cu"]
+    try:
+        return {path.name: path.read_bytes() for path in paths}
+    except OSError as error:
+        raise DeviceError(
+            f"the source of a kernel is missing: install the wheel of kvstore anew ({error})"
+        ) from None
+
+
+# ── kept machine code ────────────────────────────────────────────────────────────────────────────
+
+
+def _key(compiler: Any, source: str, arch: str) -> bytes:
+    """Digest of all that decides the machine code."""
+    status, *version = compiler.nvrtcVersion()
+    _check(compiler, status)
+    parts = [repr((version, _options(arch))).encode()]
+    for name, text in _files(source).items():
+        parts += [name.encode(), text]
+    sized = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.blake2b(sized, digest_size=_DIGEST_BYTES).digest()
+
+
+def _digest(key: bytes, code: bytes) -> bytes:
+    return hashlib.blake2b(code, key=key, digest_size=_DIGEST_BYTES).digest()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path | None) -> Iterator[int | None]:
+    """A descriptor of the folder, made if need be; None: there is none, or others reach it."""
+    place = None
+    with contextlib.suppress(OSError):
+        if folder is None:
+            raise FileNotFoundError
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield place if place is not None and _is_own(os.fstat(place)) else None
+    finally:
+        if place is not None:
+            os.close(place)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether this user alone can reach it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _read(place: int, name: str, key: bytes) -> bytes | None:
+    """The machine code of a kept file; None: it is missing, damaged, or others can reach it."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(name, flags, dir_fd=place), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not (stat.S_ISREG(status.st_mode) and _is_own(status)):
+                return None
+            held = file.read(CUBIN_BYTES_MAX)
+    except OSError:
+        return None
+    code = held[_DIGEST_BYTES:]
+    return code if held[:_DIGEST_BYTES] == _digest(key, code) else None
+
+
+def _write(place: int, name: str, key: bytes, code: bytes) -> None:
+    """Keep machine code in a file, whole or not at all. Errors, such as no room, are ignored."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    partial = f"{name}.{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        try:
+            with open(os.open(partial, flags, 0o600, dir_fd=place), "wb") as file:
+                file.write(_digest(key, code) + code)
+            os.rename(partial, name, src_dir_fd=place, dst_dir_fd=place)
+        except OSError:
+            os.unlink(partial, dir_fd=place)
+            raise

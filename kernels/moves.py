@@ -27,10 +27,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.kernels.caches import Addresses, DeviceCache
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pinning import cut
-from kvstore.kernels.port import Device
+from kvstore.kernels.port import Addresses, Device, DeviceCache
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.record import piece_count
 

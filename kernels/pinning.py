@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.port import Bytes
 
 if TYPE_CHECKING:
-    from kvstore.kernels.caches import Addresses
+    from kvstore.kernels.port import Addresses
 
 CHUNK_BYTES: Final = 64 << 20
 """Pinned in one go: some 6 ms, in which launches of the engine may wait for the driver's locks."""

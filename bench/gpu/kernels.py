@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from bench.gpu.findings import Findings, Options
 from bench.gpu.machine import Bytes, Gpu, noise, open_gpu, pages
 from kvstore.kernels import launches
-from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.launches import Launch
+from kvstore.kernels.port import DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.units import KIB, MIB

@@ -26,9 +26,9 @@ from bench.gpu.engine import Engine, Loaded
 from bench.gpu.findings import Findings, NotHere, Options
 from bench.record import ROOT
 from kvstore.connector.devices import GroupLayers, cache_pages, open_copies, value_type
-from kvstore.kernels.caches import DeviceCache
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.port import DeviceCache
 from kvstore.ports import CopyEngine
 from kvstore.testing.process import NodeProcess
 

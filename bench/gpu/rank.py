@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.gpu.machine import Bytes, Gpu, noise, pages
-from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.port import DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.wire.record import checksum_of
 

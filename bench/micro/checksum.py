@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.arena import Arena
-from kvstore.kernels import pack
+from kvstore.kernels import host
 from kvstore.types import Incarnation
 from kvstore.units import GIB, KIB, MIB
 from kvstore.wire import record as wire
@@ -59,7 +59,7 @@ def pieces_of(size: int) -> Iterator[Sum]:
     its: Sum = wire.checksum_of if size else one_hash
     with (
         mock.patch.object(wire, "PIECE_BYTES", size or wire.PIECE_BYTES),
-        mock.patch.object(pack, "checksum_of", its),
+        mock.patch.object(host, "checksum_of", its),
     ):
         yield its
 
@@ -72,7 +72,7 @@ class Blocks:
         count = len(arena) // size
         self.slots = [arena[at * size : (at + 1) * size] for at in range(count)]
         cache = np.full((LAYERS, count, size // LAYERS), 7, np.uint8)
-        self.cache = pack.PagedCache(list(cache))
+        self.cache = host.PagedCache(list(cache))
         self._order = itertools.cycle(np.random.default_rng(SEED).permutation(count).tolist())
 
     def next(self) -> list[int]:

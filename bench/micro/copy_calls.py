@@ -30,9 +30,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.kernels import moves
-from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import CudaDevice, CudaKernels, _CopyBatch
 from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.port import DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.units import KIB
 

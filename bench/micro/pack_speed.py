@@ -30,7 +30,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.arena import Arena
-from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.host import PagedCache
 from kvstore.types import Incarnation
 
 LAYERS, PAGE_BYTES, BLOCKS, MOVED = 16, 128 << 10, 512, 25

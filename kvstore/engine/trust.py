@@ -129,7 +129,7 @@ class Scrubs:
 #     off ──emptied, a slice a tick──▶ holds nothing; stays off until an operator clears the space
 #
 # No checksum finds bytes that are intact under a wrong key. One block is enough: a finding is no
-# noise (`kvstore.kernels.compare`), and the cause of one wrong block may affect others. Until a
+# noise (`kvstore.kernels.host`), and the cause of one wrong block may affect others. Until a
 # space has been emptied no lease is given on it, whichever tier is off: blocks from disk are in
 # dram, too.
 #

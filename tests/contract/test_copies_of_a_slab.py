@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.kernels.caches import Addresses
-from kvstore.kernels.reference import checksum
+from kvstore.kernels.port import Addresses
 from kvstore.ports import CopyWay
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
@@ -17,6 +16,7 @@ from kvstore.wire.record import PIECE_BYTES
 from tests.kit.copy_parties import DEVICE_PARTIES, HEADER, DeviceParty, noise
 from tests.kit.fake_cuda import FIRST_HANDLE
 from tests.kit.memory_tier import MemoryTier
+from tests.kit.reference import checksum
 from tests.kit.simulated_device import Cost, Kind, SimulatedDevice
 from tests.kit.slab import ended, order_of
 

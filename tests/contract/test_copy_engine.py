@@ -10,11 +10,9 @@ import pytest
 
 from kvstore.kernels import device, pinning
 from kvstore.kernels.device import NOT_PINNED_IN_TIME
-from kvstore.kernels.host import NOT_COMPARABLE
-from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.host import NOT_COMPARABLE, PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.port import DeviceError
-from kvstore.kernels.reference import checksum
 from kvstore.ports import BlockCopy, CopyWay
 from tests.kit.copy_parties import (
     BLOCKS,
@@ -30,6 +28,7 @@ from tests.kit.copy_parties import (
     room,
 )
 from tests.kit.gpu_party import GPU_PARTIES
+from tests.kit.reference import checksum
 
 Make = Callable[..., Party]
 

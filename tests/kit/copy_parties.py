@@ -10,13 +10,10 @@ import time
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import DeviceCopies
-from kvstore.kernels.host import HostCopies
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.port import Device
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.host import HostCopies, PagedCache
+from kvstore.kernels.port import Bytes, Device, DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.kernels.caches import DeviceCache
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
 from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.port import DeviceCache
 from kvstore.types import PAGE_BYTES
 from tests.kit.copy_parties import BLOCKS, Party
 

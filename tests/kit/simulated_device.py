@@ -37,11 +37,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.host import PagedCache
 from kvstore.kernels.launches import sums_bytes
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.port import HANDLE_BYTES, DeviceError
+from kvstore.kernels.port import HANDLE_BYTES, Addresses, DeviceCache, DeviceError, LayerPages
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.record import PIECE_BYTES
 

@@ -6,7 +6,7 @@
 
 A checksum proves that bytes are those which were stored under a key; only computing them again
 proves that they belong to it. The price is the hit. Does not cover: which hits (`lookups`),
-comparing (`kvstore.kernels.compare`), effects of a difference (`kvstore.engine.trust`).
+comparing (`kvstore.kernels.host`), effects of a difference (`kvstore.engine.trust`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.main import cli
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.kernels.compare import BOUNDS
+from kvstore.kernels.host import BOUNDS
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually

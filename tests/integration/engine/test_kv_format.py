@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.connector.kv_formats import FORMATS
-from kvstore.kernels.compare import BOUNDS, error_of
+from kvstore.kernels.host import BOUNDS, error_of
 from kvstore.testing import tied
 from tests.amounts import IS_NIGHTLY
 from tests.kit.golden_cache import CASES

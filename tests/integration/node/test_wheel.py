@@ -105,7 +105,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert "Provides-Extra: node" in text
     assert "Project-URL: " not in text, "nobody has registered an address of the project yet"
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvstore", "kvstore_llm"}
-    assert {"kvstore/connector/vllm.py", "kvstore/kernels/pack.py", "kvstore/py.typed"} <= {*names}
+    assert {"kvstore/connector/vllm.py", "kvstore/kernels/host.py", "kvstore/py.typed"} <= {*names}
     sources = {f"kvstore/kernels/csrc/{file.name}" for file in (ROOT / "kernels/csrc").iterdir()}
     assert sources <= {*names}
     assert {f"kvstore/net/site/{name}" for name in ("index.html", "app.js", "app.css")} <= {*names}

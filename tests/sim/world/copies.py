@@ -29,10 +29,10 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
-from kvstore.kernels.reference import checksum
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import slot_bytes
+from tests.kit.reference import checksum
 from tests.sim.world.ground import Rank
 from tests.sim.world.parts import DAMAGED, TORN, SimMemory
 

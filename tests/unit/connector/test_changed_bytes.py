@@ -15,10 +15,10 @@ import pytest
 
 from kvstore.client.core.plan import LoadJob, SchedulerConfig, StepPlan
 from kvstore.connector.config import ConnectorConfig
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import checksum
+from kvstore.kernels.host import PagedCache
 from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as m
+from tests.kit.reference import checksum
 from tests.unit.client.conftest import ScriptedNode as Question
 from tests.unit.connector.scripted_node import ScriptedNode
 from tests.unit.connector.test_copier import BLOCK, BLOCKS, SLOT_PAGES, Rank, key
@@ -103,7 +103,7 @@ def test_the_checksum_is_of_what_was_copied_not_of_what_the_slot_holds_later(
         copyto(to, of)
         slot[:] ^= 1
 
-    monkeypatch.setattr("kvstore.kernels.pack.np.copyto", then_change)
+    monkeypatch.setattr("kvstore.kernels.host.np.copyto", then_change)
     assert cache.store(0, slot, b"h") == before
     slot[:] = 5
     loaded = cache.load_checked(slot, 0, b"h")

@@ -19,14 +19,15 @@ from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector import copier
 from kvstore.connector.copier import Copier
 from kvstore.connector.handoff import Handoff
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import Bytes, checksum
+from kvstore.kernels.host import PagedCache
+from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
+from tests.kit.reference import checksum
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.client import rank_kit
 from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at

@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.client.core.costs import SourcePace
 from kvstore.connector import copier
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.host import PagedCache
+from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier

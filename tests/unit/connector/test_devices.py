@@ -21,8 +21,7 @@ from kvstore.connector.devices import (
     prove,
 )
 from kvstore.kernels import device
-from kvstore.kernels.host import HostCopies
-from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.host import HostCopies, PagedCache
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.connector.test_worker_side import (

@@ -11,7 +11,7 @@ import pytest
 from kvstore.connector.checks import NotServed
 from kvstore.connector.devices import cache_pages
 from kvstore.connector.mapping import LAYOUTS, page_order
-from kvstore.kernels.caches import DeviceCache
+from kvstore.kernels.port import DeviceCache
 
 pytestmark = pytest.mark.engine
 

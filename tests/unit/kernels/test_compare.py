@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.kernels.compare import BOUNDS, error_of
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.host import BOUNDS, PagedCache, error_of
+from kvstore.kernels.port import Bytes
 
 LAYERS, VALUES = 3, 4096
 RNG = np.random.default_rng(7)

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from cuda.bindings import driver, runtime
 
-from kvstore.kernels import compiled, launches
-from kvstore.kernels.compiled import Cubin, cubin
+from kvstore.kernels import launches
 from kvstore.kernels.cuda import CudaKernels
-from kvstore.kernels.launches import KERNELS, MOVE_PIECES
+from kvstore.kernels.launches import KERNELS, MOVE_PIECES, Cubin, cubin
 from kvstore.kernels.port import DeviceError
 
 SOURCES = sorted({kernel.source for kernel in KERNELS})
@@ -35,7 +34,7 @@ USAGE = re.compile(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kernel_compiles_without_spills(source: str, arch: str) -> None:
-    code, log = compiled.compiled(source, arch)
+    code, log = launches.compiled(source, arch)
     assert code.startswith(b"\x7fELF")
     found = {name: numbers for name, _, *numbers in USAGE.findall(log)}
     assert found.keys() == {kernel.name for kernel in KERNELS if kernel.source == source}, log
@@ -56,7 +55,7 @@ def test_arguments_fit_a_launch() -> None:
 
 def test_an_unknown_architecture_is_one_sentence() -> None:
     with pytest.raises(DeviceError, match=r"move.cu was not compiled for sm_42: .*architecture"):
-        compiled.compiled("move", "sm_42")
+        launches.compiled("move", "sm_42")
 
 
 @pytest.mark.parametrize("module", ["cuda.bindings", "cuda.bindings.nvrtc"])
@@ -96,7 +95,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     compiler = Compiler()
-    monkeypatch.setattr(compiled, "compiled", compiler)
+    monkeypatch.setattr(launches, "compiled", compiler)
     return compiler
 
 
@@ -115,21 +114,21 @@ def test_what_decides_the_code_decides_the_name(
 ) -> None:
     sources = tmp_path / "csrc"
     sources.mkdir()
-    for file in compiled.SOURCES.iterdir():
+    for file in launches.SOURCES.iterdir():
         (sources / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(compiled, "SOURCES", sources)
+    monkeypatch.setattr(launches, "SOURCES", sources)
     ask = partial(cubin, "move", "sm_90", folder=tmp_path / "kept")
     found = [ask()]
     for name in ("move.cu", "bytes.h"):
         path = sources / name
         path.write_text(path.read_text() + "// more\n")
         found += [ask()]
-    monkeypatch.setattr(compiled, "OPTIONS", (*compiled.OPTIONS, "--use_fast_math"))
+    monkeypatch.setattr(launches, "OPTIONS", (*launches.OPTIONS, "--use_fast_math"))
     found += [ask()]
     monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: (0, 14, 0))
     found += [ask()]
     monkeypatch.undo()
-    monkeypatch.setattr(compiled, "compiled", compiler)
+    monkeypatch.setattr(launches, "compiled", compiler)
     found += [cubin("move", "sm_100", folder=tmp_path / "kept")]
     assert len(set(found)) == 6
     assert compiler.count == 6
@@ -255,7 +254,7 @@ def test_no_room_is_no_error(
 )
 def test_the_folder_is_the_users(base: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", base)
-    assert compiled.cache_folder() == Path(expected).expanduser() / "kvstore" / "kernels"
+    assert launches.cache_folder() == Path(expected).expanduser() / "kvstore" / "kernels"
 
 
 def test_a_user_without_a_home_compiles_each_time(
@@ -273,7 +272,7 @@ def test_a_user_without_a_home_compiles_each_time(
 def test_a_source_that_is_missing_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "SOURCES", tmp_path)
+    monkeypatch.setattr(launches, "SOURCES", tmp_path)
     with pytest.raises(DeviceError, match="the source of a kernel is missing: install the wheel"):
         cubin("move", "sm_90", folder=tmp_path)
 

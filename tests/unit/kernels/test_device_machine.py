@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from kvstore.kernels.device import DeviceCopies, kind_of
 from kvstore.kernels.moves import BlockMoves
-from kvstore.kernels.reference import Bytes, checksum
+from kvstore.kernels.port import Bytes
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.layout import Slab
 from tests.amounts import amount
@@ -27,6 +27,7 @@ from tests.kit.copy_parties import (
     StagedParty,
     noise,
 )
+from tests.kit.reference import checksum
 from tests.kit.simulated_device import SimulatedDevice
 from tests.steps import CountedMachine
 

@@ -10,11 +10,12 @@ import pytest
 import xxhash
 from hypothesis import example, given, settings, strategies as st
 
-from kvstore.kernels import launches, reference
+from kvstore.kernels import launches
 from kvstore.kernels.launches import KERNELS, MANY_MAX, PIECES_MAX
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.port import Bytes
 from kvstore.wire.record import PIECE_BYTES
 from tests.amounts import amount, covered
+from tests.kit import reference
 from tests.kit.host_kernels import SKEWS, HostKernels, Stray
 
 RUNS = settings(max_examples=amount(60, nightly=10_000), deadline=None)

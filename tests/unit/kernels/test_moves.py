@@ -11,17 +11,16 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from kvstore.kernels import launches, moves, pinning
-from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.moves import BATCH_MAX, NO_ROOM, ROOM_BYTES, BlockMoves
 from kvstore.kernels.pinning import CHUNK_BYTES, cut
-from kvstore.kernels.port import Device, DeviceError
-from kvstore.kernels.reference import checksum
+from kvstore.kernels.port import Addresses, Device, DeviceCache, DeviceError, LayerPages
 from kvstore.ports import CopyWay
 from kvstore.wire.record import PIECE_BYTES, root_of
 from tests.amounts import amount
 from tests.kit.copy_parties import HEADER, DeviceParty, StagedCudaParty, StagedParty, noise
 from tests.kit.host_kernels import HostKernels
+from tests.kit.reference import checksum
 from tests.kit.simulated_device import SimulatedDevice
 
 BLOCKS, GAP = 3, 24

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from kvstore.kernels import pack, reference
-from kvstore.kernels.pack import COPY_BYTES, PagedCache
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels import host
+from kvstore.kernels.host import COPY_BYTES, PagedCache
+from kvstore.kernels.port import Bytes
 from kvstore.types import BlockKey, Shard, SpaceId
 from kvstore.wire.record import Scope, header
+from tests.kit import reference
 
 HEADER = b"a header of some length"
 
@@ -145,8 +146,8 @@ def test_every_byte_counts() -> None:
 
 
 def test_layers_in_line_are_copied_together() -> None:
-    assert len(pack._runs(Lie(16, 2, 64, 0, "layers").build(1))) == 1
-    assert len(pack._runs(Lie(16, 2, 64, 8, "blocks").build(1))) == 1
+    assert len(host._runs(Lie(16, 2, 64, 0, "layers").build(1))) == 1
+    assert len(host._runs(Lie(16, 2, 64, 8, "blocks").build(1))) == 1
     sizes = [
         end - begin
         for _, begin, end in PagedCache(Lie(16, 1, 131072, 0, "layers").build(1))._pieces

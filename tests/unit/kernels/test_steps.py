@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from bench.gpu.rank import Shape
-from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.pinning import CHUNK_BYTES
+from kvstore.kernels.port import DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.units import KIB, MIB
 from tests.kit.copy_parties import HEADER, room

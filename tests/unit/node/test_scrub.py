@@ -13,7 +13,6 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Scrubbed
 from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
-from kvstore.kernels.reference import checksum
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
 from kvstore.node.passes import PassLog
@@ -22,6 +21,7 @@ from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.wire.record import Scope
 from tests.kit.memory_tier import MemoryTier
+from tests.kit.reference import checksum
 
 FAST = ScrubRate(1 << 40, daily=False)
 SCOPE = Scope("t", b"s" * 32, Shard(0, 1, 0, 1), 5000)

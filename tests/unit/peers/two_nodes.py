@@ -30,7 +30,6 @@ from kvstore.engine.events import (
 )
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
-from kvstore.kernels import reference
 from kvstore.node.node import MonotonicClock
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.member import Exchange
@@ -43,6 +42,7 @@ from kvstore.wire.messages import LeaseMore, LeaseRelease, PushEnd, PushExpect
 from kvstore.wire.peers import PEERS, PeerHello, Pushed, PushOver, ServeAnswer
 from kvstore.wire.record import Scope, header
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
+from tests.kit import reference
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
     HEADS,

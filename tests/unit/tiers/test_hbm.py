@@ -12,8 +12,7 @@ import pytest
 from kvstore.arena import GenerationView
 from kvstore.errors import ConfigError
 from kvstore.installation import pip_install
-from kvstore.kernels.caches import Addresses
-from kvstore.kernels.port import DeviceError
+from kvstore.kernels.port import Addresses, DeviceError
 from kvstore.tiers import hbm
 from kvstore.tiers.hbm import NO_ROOM, HbmTier, open_hbm
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.kernels import reference
 from kvstore.types import BlockKey, Shard
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import Runs, shared
 from kvstore.wire.record import Scope, header
+from tests.kit import reference
 
 LAYERS, HEADS, EVEN, UNEVEN = 4, 8, (24,), (24, 8, 40, 16)
 KEY = BlockKey(bytes(range(32)))

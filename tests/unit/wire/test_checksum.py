@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from kvstore.kernels import reference
 from kvstore.wire.record import PIECE_BYTES, checksum_of
+from tests.kit import reference
 
 HEADER = b"an address"
 SIZES = (

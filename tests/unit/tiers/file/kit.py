@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.kernels import reference
 from kvstore.ports import FileStore
 from kvstore.tier_events import (
     FileKnown,
@@ -34,6 +33,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
 from kvstore.wire.record import Scope
+from tests.kit import reference
 
 BLOCK_BYTES = 64 * KIB
 SEGMENT_BYTES = 512 * KIB

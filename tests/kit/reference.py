@@ -1,4 +1,4 @@
-"""Packing and unpacking a block, written to be obviously right. `pack.py` is compared with this.
+"""Packing and unpacking a block, written to be obviously right: kernels are compared with this.
 
 A layer is an array [block_count, page_bytes] u8, however it is strided. A slot is [block_bytes] u8.
 """
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
+from kvstore.kernels.port import Bytes
 from kvstore.wire.record import PIECE_BYTES
-
-Bytes = NDArray[np.uint8]
 
 
 def checksum(header: bytes, payload: bytes) -> bytes:
