@@ -3,22 +3,16 @@
 | module              | cares about                                          | runs in           |
 |---------------------|------------------------------------------------------|-------------------|
 | `vllm.py`           | vllm's connector interface, the one guard            | both              |
-| `attendant.py`      | staying attached while the engine is idle            | the scheduler's   |
-| `scheduler_side.py` | requests and steps → `client.core.scheduler`         | scheduler process |
+| `scheduler_side.py` | requests, steps, idle times → `client.core.scheduler` | scheduler process |
 | `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
-| `copier.py`         | the copy thread: the socket and the copies           | each worker       |
-| `handoff.py`        | plans and results between the worker's two threads   | each worker       |
-| `mapping.py`        | engine configuration → space and shard (pure)        | each worker       |
+| `copier.py`         | the copy thread: socket, copies, exchange of plans   | each worker       |
+| `mapping.py`        | engine configuration → space, shard, drafts (pure)   | both              |
 | `devices.py`        | the cache's pages, the copy engine of its device     | each worker       |
-| `drafts.py`         | the draft model and its layers (pure)                | both              |
 | `groups.py`         | KV cache groups, the engine's rules for hits         | both              |
-| `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |
 | `weights.py`        | the digest of the weights on disk                    | each worker       |
-| `config.py`         | keys of kv_connector_extra_config                    | both              |
+| `config.py`         | keys of kv_connector_extra_config, KV events         | both              |
 | `checks.py`         | engine configurations that are not served            | both              |
-| `adapters.py`       | LoRA adapters: digests, keys                         | scheduler process |
-| `prompts.py`        | prompts and their keys: images, tails (pure)         | scheduler process |
-| `events.py`         | where the node reads the engine's KV events          | scheduler process |
+| `prompts.py`        | prompts and their keys: images, tails, adapters      | scheduler process |
 | `stats.py`          | counts in vllm's metrics                             | both, frontend    |
 
 Importing this package is cheap and imports no engine: `KVStoreConnector` is loaded when asked for.

@@ -11,12 +11,20 @@ reads and the copy lie calls that release and take the GIL, which are full memor
 that took bytes of no use is cleared before its load ends: the engine uses it for other tokens, and
 its attention reads whole blocks.
 
-While copies are under way the thread neither attaches nor takes another mapping.
+While copies are under way the thread neither attaches nor takes another mapping. Plans come from
+the worker's other thread, and results go to it:
+
+    engine's thread ── submit, keep_off, wait_for_load, take_report ──▶ Handoff ◀── copy thread
+                                                                 (one lock, one RankCore, one wake)
+
+The lock is held for bookkeeping only, never while bytes move.
 
 A block with a copy in the node's slab on the same GPU is loaded from there, if the word of its
 place is the same before and after, and from its slot of dram otherwise; a load that is to be
-verified only where that is quicker (`client.core.costs`). A slab that gave other bytes, or an error,
-is used no more until the thread attaches again.
+verified only where that is quicker (`SourcePace`). A slab that gave other bytes, or an error, is
+used no more until the thread attaches again.
+
+Does not cover: decisions (`kvstore.client.core.rank`).
 """
 
 from __future__ import annotations
@@ -26,6 +34,8 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -43,9 +53,11 @@ from kvstore.client.core.copies import (
     StoreBlock,
 )
 from kvstore.client.core.costs import SourcePace
+from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.rank import RankCore
 from kvstore.client.link import Link, Lost
-from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
+from kvstore.mailbox import Wake
 from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
@@ -59,6 +71,100 @@ from kvstore.wire.messages import (
     Welcome,
 )
 from kvstore.wire.record import checksum_of
+
+SELECT_FD_END = 1024
+"""Descriptors from here on are too large for `select`, which alone can wait less than 1 ms."""
+
+
+class Handoff:
+    """One per rank. Methods say which thread may call them."""
+
+    def __init__(self, core: RankCore) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.wake = Wake()
+        """Set when there may be something to do. The copy thread clears it before it looks for
+        work, so that no wake is lost; it is closed by the thread that saw the copy thread end."""
+        self.stopping = False
+        self._is_over: Callable[[], bool] | None = None
+        """Condition that the engine's thread waits for. The copy thread checks it, since a wake in
+        vain costs every block a change of threads."""
+
+    # ── engine's thread ──────────────────────────────────────────────────────────────────────────
+
+    def submit(self, plan: StepPlan, after: int = 0) -> None:
+        """Queue a step's jobs and wake the copy thread. `after`: mark of the engine's work that
+        must be done before their copies (`CopyEngine.mark`)."""
+        with self._lock:
+            self._core.submit(plan, after)
+        self.wake.set()
+
+    def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
+        """Wait until no store reads these engine blocks, which are about to be overwritten. After
+        `timeout_s` such stores are abandoned and the answer is False.
+
+        Right in both cases: bytes read too late are discarded.
+        """
+        with self._changed:
+            if not self._core.fence(block_ids):
+                return True
+            self.wake.set()
+            if self._wait(lambda: not self._core.fence(block_ids), timeout_s):
+                return True
+            self._core.give_up(block_ids)
+            return False
+
+    def settle(self, block_ids: Sequence[int]) -> None:
+        """The engine overwrites these blocks already: see `RankCore.settle`."""
+        with self._lock:
+            self._core.settle(block_ids)
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Wait until all loads of a request have ended, at most `timeout_s`; no wait if none
+        runs."""
+        with self._changed:
+            self._wait(lambda: self._core.has_loaded_request or not self._core.has_loads, timeout_s)
+
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        self._is_over = is_over
+        try:
+            return self._changed.wait_for(is_over, timeout_s)
+        finally:
+            self._is_over = None
+
+    def take_report(self) -> RankReport:
+        """Results since the last call."""
+        with self._lock:
+            return self._core.take_report()
+
+    def stop(self) -> None:
+        """Ask the copy thread to end after the copy in flight."""
+        self.stopping = True
+        self.wake.set()
+
+    # ── copy thread ──────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def core(self) -> Iterator[RankCore]:
+        """Lock the core. At the end the engine's waiting thread wakes if its condition holds."""
+        with self._changed:
+            yield self._core
+            if self._is_over is not None and self._is_over():
+                self._changed.notify()
+
+    def await_wake(self, timeout_s: float) -> None:
+        """Wait until there may be something to do; finer than a millisecond."""
+        if (fd := self.wake.fileno()) < SELECT_FD_END:
+            select.select([fd], [], [], timeout_s)
+        else:
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll(1)
+        self.wake.clear()
+
+
+# ── the copy thread ───────────────────────────────────────────────────────────────────────────────
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second

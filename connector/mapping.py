@@ -2,7 +2,21 @@
 
 Pure: reads objects, opens no file (the weights' digest is an argument). Models that cannot be
 distinguished for certain are not served: a cold cache is cheap, a wrong one is not. Code that
-depends on the engine's version is here, in `kv_formats.py` and in `vllm.py` alone.
+depends on the engine's version is here and in `vllm.py` alone.
+
+**The draft model** of speculative decoding has its cache beside the model's in every block. Its
+layers are stored and loaded with the others: they are part of the space, with a digest of the draft
+model. A draft that reads the model's hidden states (EAGLE, MTP) computes the entry of a token from
+the next ones, too, so the last entries of a block depend on tokens that its key does not hold: a
+block is stored when those tokens are known, and a hit leaves its last block out, as the engine's
+own cache does.
+
+**A KV format** is shared by engine versions that make the same bytes of a KV cache. A block
+outlives an upgrade of the engine only where golden caches show that both versions make the same
+bytes (tests/integration/engine/test_kv_format.py). A version or a kind of model that was not
+compared stands alone: a cold start, and never a wrong answer. ADR 2 says how a version is added.
+
+Does not cover: digests of weights (`weights.py`).
 """
 
 from __future__ import annotations
@@ -12,21 +26,20 @@ import math
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvstore.connector.checks import NotServed
-from kvstore.connector.drafts import draft_layers, lookahead_tokens, models_of
 from kvstore.connector.groups import is_state, kind_of, served_groups, specs_of
-from kvstore.connector.kv_formats import kv_format
 from kvstore.types import Shard
 from kvstore.wire.space import Space, name_group
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
 
 _NOT_THE_MODEL = frozenset(
     {
@@ -139,7 +152,7 @@ def describe(
     Args:
         vllm_config, kv_cache_config: of this rank.
         kv_caches: by layer, as of `grouped`.
-        weights: digests of the weights of `drafts.models_of` the engine.
+        weights: digests of the weights of `models_of` the engine.
         group: number of the group, as of `grouped`.
 
     Raises:
@@ -402,3 +415,98 @@ def _hash_seed(algorithm: str) -> str:
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     return str(resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
+
+
+# ── the draft model ───────────────────────────────────────────────────────────────────────────────
+
+_CACHELESS: Final = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
+_SERVED: Final = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+
+
+def has_cache(vllm_config: VllmConfig) -> bool:
+    """Whether the engine drafts with a model that has a cache of its own."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in _CACHELESS
+
+
+def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
+    """The model, and the draft model if its cache is served, each with the way it is loaded."""
+    models = [(vllm_config.model_config, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in _SERVED:
+        load = speculative.draft_load_config or vllm_config.load_config
+        models.append((speculative.draft_model_config, load))
+    return models
+
+
+def lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens past a block on which its last draft entries depend; 0: none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
+
+
+def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str]:
+    """The draft model's layers among `names`, those that own memory; empty without such a model.
+    Raises NotServed."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_cache(vllm_config):
+        return frozenset()
+    if speculative.method not in _SERVED:
+        raise NotServed(f"the cache of a draft model of method {speculative.method} is not known")
+    end = int(vllm_config.model_config.get_total_num_hidden_layers())
+    found = frozenset(name for name in names if _is_drafts(name, end))
+    if not found or len(found) == len(names):
+        raise NotServed("the names of the layers do not show which are the draft model's")
+    return found
+
+
+def _is_drafts(name: str, layer_end: int) -> bool:
+    """Whether the layer of this name is the draft model's: these have a prefix of their own, or are
+    numbered from `layer_end` on, behind the model's."""
+    if name.startswith("draft_model.") or "mtp" in name:
+        return True
+    number = re.search(r"\d+", name)
+    return number is not None and int(number[0]) >= layer_end
+
+
+# ── KV formats ────────────────────────────────────────────────────────────────────────────────────
+
+FORMATS: Final = {"0.31.0": "vllm-cpu-1", "0.32.0": "vllm-cpu-1"}
+"""vLLM version → KV format. A version with a build suffix is another one: not compared."""
+ARCHITECTURES: Final = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Architectures that were compared in all versions of a format."""
+_ROPES: Final = frozenset({"default", "llama3"})
+_DTYPES: Final = frozenset({"torch.float32", "torch.bfloat16", "torch.float16"})
+_ISA: Final = "vec/"
+
+
+def kv_format(version: str, vllm_config: VllmConfig, *, isa: str) -> str:
+    """KV format of an engine of this version.
+
+    Args:
+        version: of vllm.
+        vllm_config: of the engine.
+        isa: page order and processor, as in `Space`.
+    """
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    was_compared = (
+        frozenset(model.hf_config.architectures or ("",)) <= ARCHITECTURES
+        and (config.get("rope_parameters") or {}).get("rope_type", "default") in _ROPES
+        and not config.get("sliding_window")
+        and config.get("hidden_act", "silu") == "silu"
+        and str(model.dtype) in _DTYPES
+        and vllm_config.cache_config.cache_dtype == "auto"
+        and model.quantization is None
+        and model.model_impl == "auto"
+        and not model.model_class_overrides
+        and vllm_config.lora_config is None
+        and not has_cache(vllm_config)
+        and isa.startswith(_ISA)
+    )
+    alone = f"vllm {version}"
+    return FORMATS.get(version, alone) if was_compared else alone

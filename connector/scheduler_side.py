@@ -4,25 +4,28 @@ Translates only. Runs on the engine's scheduler thread and waits for the node in
 watches the socket for the answer to a lookup, for `_SPIN_NS_PER_STEP` a step, or `_SPIN_NS_IDLE`
 while nothing is computed: an answer usually takes less than the extra step of "ask again". For
 blocks from disk or of a push (up to `pushes.WATCH_NS_MAX`) only an engine that computes nothing
-watches. While it is idle a thread looks instead (`attendant.py`), never both at once.
+watches. While it is idle a thread looks instead (`Attendant`), never both at once.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import select
+import threading
 import time
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
-from kvstore.connector.adapters import AdapterKeys, Adapters
-from kvstore.connector.handoff import SELECT_FD_END
-from kvstore.connector.prompts import tail_key, why_left_out
+from kvstore.connector.copier import SELECT_FD_END
+from kvstore.connector.prompts import AdapterKeys, Adapters, tail_key, why_left_out
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from kvstore.client.core.plan import RankReport, SchedulerConfig
     from kvstore.connector.config import ConnectorConfig
     from kvstore.connector.groups import EngineGroups
+
 
 logger = logging.getLogger("vllm.kvstore.scheduler")
 logger.addFilter(RateLimit())
@@ -499,3 +503,54 @@ def _new_blocks(output: SchedulerOutput, table_tokens: Sequence[int]) -> list[in
             add(tables, computed if request_id in cached.resumed_req_ids else 0)
     blocks.extend(copy[1] for copy in output.kv_cache_block_copies or ())
     return blocks
+
+
+# ── while the engine is idle ──────────────────────────────────────────────────────────────────────
+
+TICK_S: Final = 0.1
+END_S_MAX: Final = 1.0
+TURN: Final = threading.RLock()
+"""One lock for all connectors of this process: they work on one thread anyway."""
+os.register_at_fork(before=TURN.acquire, after_in_parent=TURN.release, after_in_child=TURN.release)
+
+
+class Attendant:
+    """The thread that keeps an idle engine attached.
+
+    The scheduler's half looks at its socket in the steps of the engine, and an idle engine makes
+    none: after a restart of the node its next request would miss. So this thread looks ten times a
+    second, whenever the engine has not. Methods of the connector and this thread take turns
+    (`TURN`): the thread skips a look rather than wait, and the engine waits for one look at most.
+    After a fork the child has no such thread, and finds nothing half done.
+    """
+
+    def __init__(
+        self, attend: weakref.WeakMethod[Callable[[], object]], *, tick_s: float = TICK_S
+    ) -> None:
+        """`attend`: one look, which raises nothing; when its owner is gone, so is the thread."""
+        self._attend = attend
+        self._tick_s = tick_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-attend", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look. Once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; from any thread."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(END_S_MAX)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._tick_s):
+            if TURN.acquire(blocking=False):
+                try:
+                    attend = self._attend()
+                    if attend is None or self._stopped.is_set():
+                        return
+                    attend()
+                    del attend
+                finally:
+                    TURN.release()

@@ -29,14 +29,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.stats import CacheHitSource
 
 from kvstore.client.core.plan import RankReport, SchedulerConfig, StepPlan
-from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
-from kvstore.connector.config import ROLES, ConnectorConfig, parse_config
+from kvstore.connector.config import ROLES, ConnectorConfig, event_endpoints, parse_config
 from kvstore.connector.devices import OpenCopies, open_copies
-from kvstore.connector.drafts import lookahead_tokens
-from kvstore.connector.events import event_endpoints
 from kvstore.connector.groups import EngineGroups
-from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.connector.mapping import lookahead_tokens
+from kvstore.connector.scheduler_side import TURN, Attendant, SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connector.worker_side import WorkerSide
 

@@ -21,7 +21,7 @@ import msgspec
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector.checks import NotServed
-from kvstore.connector.copier import Copier
+from kvstore.connector.copier import Copier, Handoff
 from kvstore.connector.devices import (
     GroupLayers,
     OpenCopies,
@@ -30,9 +30,7 @@ from kvstore.connector.devices import (
     open_copies,
     prove,
 )
-from kvstore.connector.drafts import models_of
-from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import describe, grouped
+from kvstore.connector.mapping import describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
 from kvstore.wire.layout import shard_bytes

@@ -21,8 +21,13 @@ from kvstore.cli.ask import index_client, node_client
 from kvstore.cli.commands import as_json, fail
 from kvstore.cli.prefix import ClusterPrefix, HolderReport, PrefixReport
 from kvstore.cli.tables import TableColumn, console, number, show, table
-from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
-from kvstore.config.engine_sources import DEFAULT_TENANT
+from kvstore.config.defaults import (
+    BLOCK_ROWS_MAX,
+    BLOCKS_LISTED,
+    DEFAULT_TENANT,
+    REQUEST_ROWS_MAX,
+    REQUESTS_LISTED,
+)
 from kvstore.config.settings import AskSettings
 from kvstore.engine import CurveReport, HashingReport, RangeReport, RequestReport
 from kvstore.errors import ConfigError

@@ -16,7 +16,7 @@ is taken at a time and applied in pieces, between which other engines have their
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
 Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
-(`index.engine_feed`), where engines may be (`config.engine_sources`).
+(`index.engine_feed`), where engines may be (`config.cluster`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvstore.config.engine_sources import ENGINE_COUNT_MAX, check_endpoint
+from kvstore.config.cluster import ENGINE_COUNT_MAX, check_endpoint
 from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError

@@ -26,8 +26,7 @@ import msgspec
 
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
-from kvstore.config.cluster import ClusterConfig, PeerConfig
-from kvstore.config.transports import PLAIN, PLAIN_NOTE
+from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
 from kvstore.config.values import joined
 from kvstore.engine.events import (
     AnswerPeer,

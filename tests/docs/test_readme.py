@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvstore.cli import tables
 from kvstore.cli.main import cli
-from kvstore.config.transports import parse_transport
+from kvstore.config.cluster import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import NodeReport

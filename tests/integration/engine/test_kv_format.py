@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.connector.kv_formats import FORMATS
+from kvstore.connector.mapping import FORMATS
 from kvstore.kernels.host import BOUNDS, error_of
 from kvstore.testing import tied
 from tests.amounts import IS_NIGHTLY
@@ -50,7 +50,7 @@ def test_the_cache_is_that_of_its_format(made: Path, name: str) -> None:
     same = error < BOUNDS[values] * DIFFERENCE_SHARE
     assert same == (FORMATS.get(version) == "vllm-cpu-1"), (
         f"vLLM {version} makes {'the' if same else 'other'} bytes of this format (error "
-        f"{error}): correct FORMATS in kvstore.connector.kv_formats; ADR 2 says how"
+        f"{error}): correct FORMATS in kvstore.connector.mapping; ADR 2 says how"
     )
     moved = np.roll(pages[1].view(np.uint16), 2 if values == "float32" else 1)
     assert error_of([moved.view(np.uint8)], [pages[1]], values=values) > BOUNDS[values]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config.transports import TransportConfig, parse_transport
+from kvstore.config.cluster import TransportConfig, parse_transport
 from kvstore.errors import ConfigError
 from kvstore.installation import lacking
 

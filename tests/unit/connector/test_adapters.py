@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvstore.connector import adapters as module
-from kvstore.connector.adapters import (
+from kvstore.connector import prompts as module
+from kvstore.connector.prompts import (
     LOOK_NS,
     LOOK_NS_MAX,
     READ_NS_MAX,

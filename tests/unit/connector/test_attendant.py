@@ -12,8 +12,7 @@ import pytest
 
 from kvstore.client.core.attachment import AttachState
 from kvstore.client.link import Lost
-from kvstore.connector.attendant import TURN, Attendant
-from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.connector.scheduler_side import TURN, Attendant, SchedulerSide
 from kvstore.errors import AttachError
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.unit.connector.test_scheduler_side import FullSocket, MakeSide, clock, make_side, step

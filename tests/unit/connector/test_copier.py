@@ -17,8 +17,7 @@ from kvstore.client.core import attachment
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector import copier
-from kvstore.connector.copier import Copier
-from kvstore.connector.handoff import Handoff
+from kvstore.connector.copier import Copier, Handoff
 from kvstore.kernels.host import PagedCache
 from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEngine

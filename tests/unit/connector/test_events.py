@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.connector.events import event_endpoints
+from kvstore.connector.config import event_endpoints
 
 if TYPE_CHECKING:
     from vllm.config.kv_events import KVEventsConfig
@@ -44,7 +44,7 @@ def test_where_the_node_cannot_read_is_one_line(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(
-        "kvstore.connector.events.logger.warning", lambda text, *more: said.append(text % more)
+        "kvstore.connector.config.logger.warning", lambda text, *more: said.append(text % more)
     )
     assert event_endpoints(config(endpoint), rank) == ("", "")
     (line,) = said

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connector.attendant import Attendant
+from kvstore.connector.scheduler_side import Attendant
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ import os
 import select
 import time
 
-from kvstore.connector.handoff import Handoff
+from kvstore.connector.copier import Handoff
 from tests.unit.client.rank_kit import load, plan, serving, store
 
 

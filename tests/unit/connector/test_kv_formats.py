@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.connector.kv_formats import FORMATS, kv_format
+from kvstore.connector.mapping import FORMATS, kv_format
 from kvstore.wire.space import fingerprint
 from tests.unit.client.rank_kit import SPACE
 

@@ -13,9 +13,9 @@ from kvstore.client.core.costs import Costs
 from kvstore.client.core.plan import SchedulerConfig
 from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
-from kvstore.connector.adapters import AdapterKeys
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.groups import EngineGroups
+from kvstore.connector.prompts import AdapterKeys
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
 from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.config.engine_sources import (
+from kvstore.config.cluster import (
     ENGINE_COUNT_MAX,
     check_endpoint,
     parse_sources,
