@@ -13,8 +13,7 @@ import click
 
 from kvstore.cli.commands import JSON_OPTION, Number
 from kvstore.errors import ConfigError
-from kvstore.plan.caches import Config, text_config
-from kvstore.plan.estimate import GPUS, NUMBER_BYTES, Workload, plan
+from kvstore.plan import GPUS, NUMBER_BYTES, Config, Workload, plan, text_config
 from kvstore.units import GIB, US_PER_S, format_size, format_us, parse_size
 
 _FILE_BYTES_MAX: Final = 4 << 20

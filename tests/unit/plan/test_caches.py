@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.plan.caches import cache_groups
+from kvstore.plan import cache_groups
 from tests.unit.connector import recipes
 from tests.unit.plan.configs import CONFIGS, GDN, KDA, MLA, NEMOTRON, dense
 
