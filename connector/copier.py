@@ -61,7 +61,6 @@ from kvstore.mailbox import Wake
 from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import (
     UNSERVED_LENGTH_MAX,
     Message,
@@ -71,6 +70,7 @@ from kvstore.wire.messages import (
     Welcome,
 )
 from kvstore.wire.record import checksum_of
+from kvstore.wire.space import begin_of
 
 SELECT_FD_END = 1024
 """Descriptors from here on are too large for `select`, which alone can wait less than 1 ms."""

@@ -47,7 +47,7 @@ from kvstore.connector.checks import NotServed
 from kvstore.connector.config import Images
 from kvstore.connector.weights import digest_path, downloaded
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.transfers import DecodePart, PrefillPart, adapter_answer, asks_for_adapter
+from kvstore.wire.requests import DecodePart, PrefillPart, adapter_answer, asks_for_adapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

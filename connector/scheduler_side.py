@@ -29,8 +29,7 @@ from kvstore.connector.prompts import AdapterKeys, Adapters, tail_key, why_left_
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
-from kvstore.wire.traces import traceparent_of
-from kvstore.wire.transfers import DecodePart, PrefillPart, read_transfer
+from kvstore.wire.requests import DecodePart, PrefillPart, read_transfer, traceparent_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -33,8 +33,7 @@ from kvstore.connector.devices import (
 from kvstore.connector.mapping import describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
-from kvstore.wire.layout import shard_bytes
-from kvstore.wire.space import Group
+from kvstore.wire.space import Group, shard_bytes
 
 if TYPE_CHECKING:
     import torch

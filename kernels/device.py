@@ -39,8 +39,8 @@ from kvstore.kernels.pinning import PinnedChunks
 from kvstore.kernels.port import Bytes, Device, DeviceCache, DeviceError
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.layout import Slab
 from kvstore.wire.record import checksum_of, piece_count, root_of
+from kvstore.wire.space import Slab
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────
 # Ranges of NVIDIA's tools (Nsight Systems), in the domain `kvstore`: one for each batch of copies.

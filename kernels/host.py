@@ -46,8 +46,8 @@ from numpy.typing import NDArray
 
 from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
-from kvstore.wire.layout import Slab
 from kvstore.wire.record import checksum_of
+from kvstore.wire.space import Slab
 
 BOUNDS: Final = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.2}
 """Up to this error a block is taken for the same, by the type of its values. See ADR 7."""

@@ -27,7 +27,7 @@ from kvstore.index.feed import Event, Verdict
 from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
-from kvstore.wire.layout import Slab
+from kvstore.wire.space import Slab
 from kvstore.wire.transfer_worker import Direction
 
 

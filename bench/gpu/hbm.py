@@ -38,8 +38,8 @@ from kvstore.kernels.port import DeviceError
 from kvstore.ports import CopyWay
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB, MIB
-from kvstore.wire.layout import Slab
 from kvstore.wire.record import checksum_of
+from kvstore.wire.space import Slab
 
 SLAB_BYTES, SLAB_BYTES_REHEARSED = 8 * MIB, MIB
 """Large enough that a copy takes longer than looking at a word."""

@@ -49,7 +49,6 @@ from kvstore.engine.events import (
 from kvstore.node.driver import KIND_NS, TICK_NS
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, ConnectionId
 from kvstore.units import GIB, KIB, MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -64,7 +63,7 @@ from kvstore.wire.messages import (
     Quiet,
 )
 from kvstore.wire.peers import PushGrant
-from kvstore.wire.space import Group, fingerprint
+from kvstore.wire.space import Group, fingerprint, shard_bytes
 
 WRITE_BYTES: Final = 8 * MIB
 DECODE_PROMPTS: Final = 256

@@ -21,7 +21,6 @@ import msgspec
 
 from kvstore.arena import ArenaView, GenerationView
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     HelloRank,
@@ -32,6 +31,7 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from kvstore.wire.space import Slab
 
 SEND_BUFFER_BYTES = 1 << 20
 """Send buffer asked for, so that a few of the largest datagrams fit; the kernel may give less."""
@@ -64,7 +64,7 @@ class Link:
         self.arena: ArenaView | None = None
         self.generations: GenerationView | None = None
         self.places: GenerationView | None = None
-        """Page of places in the slab: a word for each slot of dram (`kvstore.wire.layout`)."""
+        """Page of places in the slab: a word for each slot of dram (`kvstore.wire.space`)."""
         self.slab: Slab | None = None
         _links.add(self)
 

@@ -26,10 +26,9 @@ from kvstore.engine.why.reasons import Names, Reason, stamp
 from kvstore.engine.why.trail import Trail
 from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.layout import Slab
 from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
-from kvstore.wire.space import Space, is_prefix
+from kvstore.wire.space import Slab, Space, is_prefix
 
 # ── counters ──────────────────────────────────────────────────────────────────────────────────────
 # Counts since the start of the node. Read by /metrics; only the engine adds.

@@ -20,9 +20,9 @@ from kvstore.engine.state import Off, State
 from kvstore.engine.why.reasons import Origin, Reason, tiers_of
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Compared, generations_array, slots_array
 from kvstore.wire.record import Scope
+from kvstore.wire.space import shard_bytes
 
 # ── scrubs ────────────────────────────────────────────────────────────────────────────────────────
 # Background scrubs as the engine sees them: blocks of dram to verify, and results. The list of

@@ -6,7 +6,7 @@ Nothing is instrumented: what a process knows about a request that has ended bec
 explicit times, on a thread of its own. `put` never waits: with a slow or dead collector the queue
 fills, and later requests are dropped and counted. Only processes with --trace import this module.
 Does not cover: contents of spans (`kvstore.node.traces`, `kvstore.router.traces`), the header
-between services (`wire.traces`).
+between services (`wire.requests`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from kvstore import __version__
-from kvstore.wire.traces import TraceParent, parse_traceparent
+from kvstore.wire.requests import TraceParent, parse_traceparent
 
 QUEUE_MAX: Final = 2048
 """Most requests that wait to be exported: a few MB."""

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvstore.obs.traces import Traces, new_span_id
 from kvstore.routing.receipts import Receipt
-from kvstore.wire.traces import TRACEPARENT, TraceParent
+from kvstore.wire.requests import TRACEPARENT, TraceParent
 
 BEGUN_MAX: Final = 16_384
 """Most requests that are remembered, more than connections of clients; the oldest leave."""

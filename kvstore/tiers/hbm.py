@@ -4,7 +4,7 @@
                                  batches, on a stream of low priority
 
 Blocks in it are copies of blocks in dram, found by their slots there, in a page of places
-(`kvstore.wire.layout`): so the slab is new with each process of the node, and nothing is lost with
+(`kvstore.wire.space`): so the slab is new with each process of the node, and nothing is lost with
 it. A copy is shown after its bytes were read back and are those that were stored.
 
 Staging memory is the tier's own: pages of dram may be given back to the kernel by an engine, which
@@ -46,8 +46,8 @@ from kvstore.types import (
     SlotId,
 )
 from kvstore.units import MIB, format_size
-from kvstore.wire.layout import Slab, place_words
 from kvstore.wire.record import checksum_of
+from kvstore.wire.space import Slab, place_words
 
 STAGING_BYTES: Final = 4 * MIB
 """Size of staging memory at first; it grows to twice a batch."""

@@ -4,10 +4,15 @@
     wanted here        T shards, each with a slot                b₀ b₁ b₂ b₃      (four ranks here)
 
 Both cover all layers and heads. Bytes go straight from slots there into slots here, in the runs
-that two shards share (`layout.shared`); no shard of the peer exists here as one piece. Its checksum
-is made over its bytes all the same, in its own order, collected from where they lie now; only then
-are the checksums of the shards here made. Where a shard is the same on both sides it is one run and
-one hash.
+that two shards have in common (`shared`): one per layer, or one for all neighbouring layers where
+both have all of each other's heads:
+
+    held here   layers 0-2, heads 0-4    │0 1 2 3│0 1 2 3│
+    wanted      layers 0-2, heads 2-4        │2 3│   │2 3│
+
+No shard of the peer exists here as one piece. Its checksum is made over its bytes all the same, in
+its own order, collected from where they lie now; only then are the checksums of the shards here
+made. Where a shard is the same on both sides it is one run and one hash.
 
 Pure: bytes are seen through memoryviews. Does not cover: moving them (`kvstore.transport`).
 """
@@ -16,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey
-from kvstore.wire.layout import corners, layer_offsets, shared
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
 from kvstore.wire.peers import checksums_of
 from kvstore.wire.record import Scope, checksum_of, header
 
@@ -170,3 +176,73 @@ def _fits(shards: NDArray[np.int64], side: Sequence[Scope], offsets: NDArray[np.
         return False  # a peer may say any number: of no layer, perhaps
     sizes: list[int] = ((offsets[layer_end] - offsets[layer]) * (head_end - head)).tolist()
     return sizes == [scope.block_bytes for scope in side]
+
+
+# ── bytes that shards share ───────────────────────────────────────────────────────────────────────
+
+
+def layer_offsets(head_bytes: Sequence[int], layer_count: int) -> NDArray[np.int64]:
+    """Bytes of one head in the layers before each layer, and in all: i64 [layer_count + 1].
+
+    Args:
+        head_bytes: of each layer, or one number for all (`Space.head_bytes`).
+        layer_count: of the model.
+    """
+    sizes = np.resize(np.array(head_bytes, dtype=np.int64), layer_count)
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+class Runs(NamedTuple):
+    """Runs of bytes that shards of a block share, one side's with the other's. Arrays i64 [n]."""
+
+    sources: NDArray[np.int64]
+    """Number of the shard that they come from, ascending."""
+    targets: NDArray[np.int64]
+    """Number of the shard that they go into."""
+    source_offsets: NDArray[np.int64]
+    """Begin of the run in the bytes of the source shard, ascending within a source."""
+    target_offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def corners(shards: Sequence[Shard]) -> NDArray[np.int64]:
+    """[n][layer begin, layer end, head begin, head end]"""
+    return np.array([msgspec.structs.astuple(shard) for shard in shards], dtype=np.int64)
+
+
+def shared(
+    sources: NDArray[np.int64], targets: NDArray[np.int64], *, offsets: NDArray[np.int64]
+) -> Runs:
+    """Runs of a block's `sources` that belong into its `targets`; possibly none.
+
+    Args:
+        sources, targets: corners of shards of one space.
+        offsets: `layer_offsets` of the space.
+    """
+    is_shared = sources[:, None, 0] < targets[:, 1]
+    is_shared &= targets[:, 0] < sources[:, None, 1]
+    is_shared &= sources[:, None, 2] < targets[:, 3]
+    is_shared &= targets[:, 2] < sources[:, None, 3]
+    source, target = np.nonzero(is_shared)
+    one, other = sources[source], targets[target]
+    layer, _, head, _ = np.maximum(one, other).T
+    _, layer_end, _, head_end = np.minimum(one, other).T
+    # All of each other's heads: one run for all layers.
+    is_whole = (one[:, 2:] == other[:, 2:]).all(axis=1)
+    counts = np.where(is_whole, 1, layer_end - layer)
+    each = np.repeat(np.arange(len(source)), counts)
+    first = layer[each] + np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+    end = np.where(is_whole[each], layer_end[each], first + 1)
+    size = offsets[end] - offsets[first]
+
+    def begin_in(shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        its = shards[each]
+        before = (offsets[first] - offsets[its[:, 0]]) * (its[:, 3] - its[:, 2])
+        found: NDArray[np.int64] = before + (head[each] - its[:, 2]) * size
+        return found
+
+    source_offsets = begin_in(one)
+    order = np.lexsort((source_offsets, source[each]))
+    lengths = (head_end - head)[each] * size
+    runs = (source[each], target[each], source_offsets, begin_in(other), lengths)
+    return Runs(*(array[order] for array in runs))

@@ -60,9 +60,8 @@ from kvstore.wire.bounds import (
     Sentence,
     Small,
 )
-from kvstore.wire.layout import Slab
-from kvstore.wire.space import PER_GROUP, Group, GroupIndex, ShardColumn
-from kvstore.wire.traces import TraceText
+from kvstore.wire.requests import TraceText
+from kvstore.wire.space import PER_GROUP, Group, GroupIndex, ShardColumn, Slab
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
 # Datagrams of engines for the operator of a node: nothing is decided by them, none is answered.

@@ -1,8 +1,29 @@
-"""The space: a fingerprint of everything, tokens aside, that changes the bytes of a block.
+"""The space, a fingerprint of everything, tokens aside, that changes the bytes of a block; and how
+these bytes lie in a slot.
 
-Two engines share blocks only when every field here is equal. Parallel sizes are not part of it:
-shards are canonical (`Shard`). A field added here makes every stored block unreachable, which is a
-cold start and never a wrong answer; a field forgotten here is a wrong answer.
+Two engines share blocks only when every field of `Space` is equal. Parallel sizes are not part of
+it: shards are canonical (`Shard`). A field added here makes every stored block unreachable, which
+is a cold start and never a wrong answer; a field forgotten here is a wrong answer.
+
+    slot bytes = [layer][head][token][K‖V]        (vLLM's LBHNC page per layer, layers contiguous)
+
+              page of layer 0            page of layer 1
+    ├─head 0─┼─head 1─┤…        ├─head 0─┼─head 1─┤…           …│ pad to 4 KiB │
+      token 0..N-1, each of them K bytes + V bytes of one head
+
+A layer with a cache of its own size, such as a draft model's, has as many heads as the others, of
+its own size: where the numbers of KV heads differ, their greatest common divisor is the number of
+heads, and each of them stands for several (`Space.head_bytes`). Another parallel size cuts the same
+block otherwise (`kvstore.wire.assembly`).
+
+Copies of blocks may lie in a node's slab of GPU memory, too: their places are in a page of the
+layout of generation pages, one word for each slot of dram, or 0. A word changes before its copy
+does, and none has two meanings: it carries the generation of its place. So a copy was read whole if
+its word is the same before and after, and the slot of dram still has its generation.
+
+    word = generation of the place << 32 | its first page + 1
+
+Does not cover: copying (`kvstore.kernels`), placing slots (`kvstore.engine.memory.slots`).
 """
 
 from __future__ import annotations
@@ -11,9 +32,11 @@ import hashlib
 from typing import Annotated, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.types import Shard, SpaceId
-from kvstore.wire.bounds import BlockBytes, Count, Label, Small, Tokens
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
+from kvstore.wire.bounds import U64, BlockBytes, Count, Label, Small, Tokens
 
 SIZED_LAYERS_MAX: Final = 1024
 """Most layers of a model whose layers differ in size."""
@@ -114,3 +137,51 @@ class ShardColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Place of the rank's shard in the [n][S] arrays of the group."""
     writes: bool = True
     """False: a lower rank holds the same shard and stores it; this one only loads."""
+
+
+# ── layout ────────────────────────────────────────────────────────────────────────────────────────
+
+_PAGE_BITS: Final = 32
+_PAGE_MASK: Final = (1 << _PAGE_BITS) - 1
+
+
+def shard_bytes(space: Space, shard: Shard) -> int:
+    """Payload bytes of one block of a shard."""
+    sizes = space.head_bytes
+    layers = slice(shard.layer_begin, shard.layer_end)
+    its = sizes[0] * (layers.stop - layers.start) if len(sizes) == 1 else sum(sizes[layers])
+    return its * (shard.head_end - shard.head_begin)
+
+
+def whole_block_bytes(space: Space) -> int:
+    """Payload bytes of one block, all shards together."""
+    return shard_bytes(space, Shard(0, space.layer_count, 0, space.kv_head_count))
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes that such a block takes in the arena: whole pages, never below the minimum."""
+    pages = -(-block_bytes // PAGE_BYTES)
+    return max(pages * PAGE_BYTES, SLOT_BYTES_MIN)
+
+
+class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node's slab of GPU memory, in the Welcome to a rank on the same GPU. The descriptor of the
+    page of places comes with it, behind the others."""
+
+    gpu: Label
+    """As in HelloRank."""
+    size_bytes: U64
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
+    """Handle by which another process maps the slab."""
+
+
+def place_words(slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Words for copies in these slots of a slab."""
+    words: NDArray[np.uint64] = generations << np.uint64(_PAGE_BITS)
+    words += slots + np.uint64(1)
+    return words
+
+
+def begin_of(word: int) -> int:
+    """Offset in the slab of the place that a word names; -1: there is no copy."""
+    return ((word & _PAGE_MASK) - 1) * PAGE_BYTES if word else -1

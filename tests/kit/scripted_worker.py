@@ -33,7 +33,7 @@ from typing import Any
 from aiohttp import web
 
 from kvstore.testing.process import ChildServer, start_ready
-from kvstore.wire.transfers import (
+from kvstore.wire.requests import (
     DecodePart,
     PrefillPart,
     adapter_answer,

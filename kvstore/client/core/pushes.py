@@ -10,7 +10,7 @@ open from the first to the end of the last, and cancelled when nobody waits for 
 lookup of a request begins when its blocks have come, or will not, or after push_deadline_ms: a node
 that is lost, silent or replaced ends the wait at once. 3: a transfer that is open survives the
 node: it is opened again in the next session.
-Does not cover: which requests these are (`kvstore.wire.transfers`), lookups (`lookups.py`).
+Does not cover: which requests these are (`kvstore.wire.requests`), lookups (`lookups.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.wire.messages import (
     PushExpect,
     PushOpen,
 )
-from kvstore.wire.transfers import PrefillPart, answer_of
+from kvstore.wire.requests import PrefillPart, answer_of
 
 WATCH_SHARE: Final = 16
 WATCH_NS_MAX: Final = 16 * NS_PER_MS

@@ -31,7 +31,7 @@ from kvstore.wire.messages import (
     LeaseReply,
     Story,
 )
-from kvstore.wire.transfers import DecodePart, PrefillPart
+from kvstore.wire.requests import DecodePart, PrefillPart
 
 DETAIL_LENGTH_MAX: Final = 255
 

@@ -40,7 +40,7 @@ from kvstore.wire.messages import (
     SessionOpen,
     Story,
 )
-from kvstore.wire.transfers import DecodePart, PrefillPart
+from kvstore.wire.requests import DecodePart, PrefillPart
 
 STORIES_KEPT_MAX = 64
 """Stories of requests that ended while the node was unreachable; sent when it is back."""

@@ -9,7 +9,7 @@ dram that is freed takes its copy with it, so nothing is lost with hbm, and no l
 slot of hbm that a copy is made into is the tier's until that has truly ended, however late. 3: only
 blocks that a rank on the slab's GPU loads are copied. 4: what is in motion is bounded.
 
-Does not cover: how ranks find copies (`kvstore.wire.layout`), copying (`kvstore.tiers.hbm`).
+Does not cover: how ranks find copies (`kvstore.wire.space`), copying (`kvstore.tiers.hbm`).
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ import msgspec
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.types import ConnectionId, Shard, SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
-from kvstore.wire.space import Group, Space
+from kvstore.wire.space import Group, Space, shard_bytes, slot_bytes
 
 # ── askers ────────────────────────────────────────────────────────────────────────────────────────
 # For whom blocks are brought to dram: an engine, another node that fetches from this one, or a

@@ -10,7 +10,6 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, asker, objection
 from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId, EngineSource, SpaceId
-from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -21,7 +20,7 @@ from kvstore.wire.messages import (
     SessionOpen,
     Welcome,
 )
-from kvstore.wire.space import GROUPS_MAX, ShardColumn, Space, fingerprint
+from kvstore.wire.space import GROUPS_MAX, ShardColumn, Slab, Space, fingerprint
 
 
 class Sessions:

@@ -23,9 +23,8 @@ from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeRepo
 from kvstore.engine.why.reasons import PushReport, Reason, reason_of
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_US
-from kvstore.wire.layout import whole_block_bytes
 from kvstore.wire.messages import Story, keys_array
-from kvstore.wire.space import is_prefix
+from kvstore.wire.space import is_prefix, whole_block_bytes
 
 STORIES_MAX: Final = 1024
 COUNT_MAX: Final = 1 << 50

@@ -25,7 +25,7 @@ from kvstore.router.engines.workers import Worker
 from kvstore.router.front.attempt import LegFailure, fault_of
 from kvstore.router.front.bodies import Peek, edited, fields_of
 from kvstore.routing.events import Failure, Leg
-from kvstore.wire.transfers import DecodePart, read_transfer
+from kvstore.wire.requests import DecodePart, read_transfer
 
 SPLIT_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 ANSWER_BYTES_MAX: Final = 4 << 20

@@ -33,7 +33,7 @@ from kvstore.router.keys.rendering import (
     probe_body,
 )
 from kvstore.router.keys.spaces import Spaces
-from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
+from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
 PAUSE_S: Final = 1.0
 PERIOD_S: Final = 300.0

@@ -17,7 +17,7 @@ from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine import HashingReport
 from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.testing.process import NodeProcess
-from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
+from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED
 from tests.integration.engine.nursery import EngineNursery

@@ -20,8 +20,8 @@ from kvstore.kernels.port import DeviceError
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import slots_array
+from kvstore.wire.space import begin_of
 from tests.kit.simulated_device import UUID, SimulatedDevice
 from tests.style.tree import ROOT
 

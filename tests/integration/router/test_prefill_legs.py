@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.router.engines.probes import Probes
 from kvstore.routing.workers.health import FAULTS_MAX
-from kvstore.wire.transfers import PrefillPart, answer_of, read_transfer
+from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
 from tests.integration.router.test_prefill import (
     BOTH_WAYS,
     Engines,

@@ -31,7 +31,7 @@ from kvstore.client.core.copies import (
 )
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.layout import slot_bytes
+from kvstore.wire.space import slot_bytes
 from tests.kit.reference import checksum
 from tests.sim.world.ground import Rank
 from tests.sim.world.parts import DAMAGED, TORN, SimMemory

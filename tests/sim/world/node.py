@@ -52,8 +52,8 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
 from kvstore.wire.feed import BlocksChanged
-from kvstore.wire.layout import Slab
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
+from kvstore.wire.space import Slab
 from tests.kit import engine_check
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation

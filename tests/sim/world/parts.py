@@ -20,8 +20,7 @@ import numpy as np
 from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
-from kvstore.wire.layout import Slab
-from kvstore.wire.space import Space
+from kvstore.wire.space import Slab, Space
 from tests.kit.memory_tier import MemoryTier
 from tests.sim.world.groups import Kind
 

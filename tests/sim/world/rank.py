@@ -18,9 +18,8 @@ import msgspec
 
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Message, Welcome
-from kvstore.wire.space import Group, Space
+from kvstore.wire.space import Group, Space, shard_bytes
 from tests.sim.world.copies import SimCopies, Violation
 from tests.sim.world.ground import Engine, Ground
 from tests.sim.world.parts import DAMAGED, SimMemory

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import KEY_BYTES, PAGE_BYTES, PAGES_PER_GENERATION, SlotId
-from kvstore.wire.layout import Slab, begin_of, place_words
+from kvstore.wire.space import Slab, begin_of, place_words
 from tests.kit.reference import checksum
 from tests.sim.world.copies import Violation
 from tests.sim.world.parts import TORN, Knobs, SimMemory

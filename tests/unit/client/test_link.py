@@ -16,7 +16,6 @@ from kvstore.arena import Arena
 from kvstore.client.link import Link, Lost, received_descriptors
 from kvstore.errors import AttachError
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
-from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     HelloScheduler,
@@ -28,6 +27,7 @@ from kvstore.wire.messages import (
     decode_from_engine,
     encode,
 )
+from kvstore.wire.space import Slab
 
 HELLO = HelloScheduler(protocol=1, engine_id="e", nonce="n", tenant="t", rank_count=1, process="p")
 

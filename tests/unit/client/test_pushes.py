@@ -14,7 +14,7 @@ from kvstore.client.core.plan import RankReport
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.transfers import DecodePart, PrefillPart
+from kvstore.wire.requests import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
 from tests.unit.client.test_windows import WindowRules
 

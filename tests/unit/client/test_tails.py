@@ -14,7 +14,7 @@ from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushEnd, PushExpect
-from kvstore.wire.transfers import DecodePart, PrefillPart
+from kvstore.wire.requests import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, chain, split
 from tests.unit.client.test_pushes import PushNode
 from tests.unit.client.test_windows import WindowRules

@@ -18,7 +18,7 @@ from kvstore.connector.groups import EngineGroups
 from kvstore.connector.prompts import AdapterKeys
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
-from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
+from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
 BLOCK_TOKENS = 16
 

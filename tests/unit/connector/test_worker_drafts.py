@@ -11,7 +11,7 @@ import pytest
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.worker_side import WorkerSide
-from kvstore.wire.layout import shard_bytes
+from kvstore.wire.space import shard_bytes
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     CONTENT,

@@ -21,9 +21,8 @@ from kvstore.engine.events import (
     WriteFile,
 )
 from kvstore.types import PAGE_BYTES, SpaceId
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.record import Scope
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import fingerprint, shard_bytes
 from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
 
 SPACE = fingerprint(SMALL, weights_epoch="")

@@ -35,7 +35,6 @@ from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Distrust,
@@ -55,7 +54,7 @@ from kvstore.wire.messages import (
     Seal,
     SessionOpen,
 )
-from kvstore.wire.space import Group, Space
+from kvstore.wire.space import Group, Space, shard_bytes
 from tests.kit import engine_check
 
 M = TypeVar("M", bound=Message)

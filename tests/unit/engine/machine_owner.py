@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import Quiesce
-from kvstore.wire.space import ShardColumn, Space
+from kvstore.wire.space import ShardColumn, Space, slot_bytes
 from tests.unit.engine.harness import (
     HALVES,
     LATENT,

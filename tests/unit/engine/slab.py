@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstore.engine.events import Command, Event, Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import SLOT_BYTES_MIN, Tier
-from kvstore.wire.layout import Slab
+from kvstore.wire.space import Slab
 from tests.unit.engine.harness import Node
 
 GPU = "0000:01:00.0"

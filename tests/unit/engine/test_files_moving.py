@@ -19,9 +19,9 @@ from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.jobs import READS, ReadPace
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
+from kvstore.wire.space import shard_bytes
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import (
     HALVES,

@@ -8,7 +8,6 @@ import pytest
 
 from kvstore.engine.events import Changed, Clear
 from kvstore.types import Shard
-from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
     Drop,
     EngineMessage,
@@ -23,6 +22,7 @@ from kvstore.wire.space import (
     Space,
     fingerprint,
     name_group,
+    slot_bytes,
 )
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import (

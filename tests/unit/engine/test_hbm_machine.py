@@ -21,8 +21,8 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State
 from kvstore.types import PAGES_PER_GENERATION
-from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import LeaseRelease
+from kvstore.wire.space import shard_bytes, slot_bytes
 from tests.amounts import amount
 from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.harness import Peer, key, pairs, space

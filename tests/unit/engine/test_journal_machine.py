@@ -18,7 +18,7 @@ from hypothesis.stateful import rule
 from kvstore.engine.engine import Engine
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.layout import shard_bytes, slot_bytes
+from kvstore.wire.space import shard_bytes, slot_bytes
 from tests.amounts import amount
 from tests.steps import verify_machine
 from tests.unit.engine.harness import Node, keys

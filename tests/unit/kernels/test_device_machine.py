@@ -16,7 +16,7 @@ from kvstore.kernels.device import DeviceCopies, kind_of
 from kvstore.kernels.moves import BlockMoves
 from kvstore.kernels.port import Bytes
 from kvstore.ports import CopyEnd, CopyWay
-from kvstore.wire.layout import Slab
+from kvstore.wire.space import Slab
 from tests.amounts import amount
 from tests.kit.copy_parties import (
     BLOCKS,

@@ -19,9 +19,9 @@ from kvstore.transport.tcp_ends import Address
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
+from kvstore.wire.space import shard_bytes
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (

@@ -37,10 +37,10 @@ from kvstore.peers.peer_session import BlockServer
 from kvstore.peers.pushes import Lander, Pusher
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, PushEnd, PushExpect
 from kvstore.wire.peers import PEERS, PeerHello, Pushed, PushOver, ServeAnswer
 from kvstore.wire.record import Scope, header
+from kvstore.wire.space import shard_bytes
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 from tests.kit import reference
 from tests.unit.engine.disk import SPACE

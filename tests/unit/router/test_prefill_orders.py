@@ -18,7 +18,7 @@ from kvstore.router.front.prefill import (
     prefill_order,
     source_of,
 )
-from kvstore.wire.transfers import PrefillPart, answer_of, read_transfer
+from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
 
 ANSWERED = answer_of(PrefillPart("t", "t"), node="p1", engine="e", request_id="r", tokens=9)
 

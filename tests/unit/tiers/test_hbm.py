@@ -16,7 +16,7 @@ from kvstore.kernels.port import Addresses, DeviceError
 from kvstore.tiers import hbm
 from kvstore.tiers.hbm import NO_ROOM, HbmTier, open_hbm
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
-from kvstore.wire.layout import begin_of
+from kvstore.wire.space import begin_of
 from tests.kit.copy_parties import noise
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.simulated_device import SimulatedDevice

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.types import BlockKey, Shard
-from kvstore.wire.assembly import Assembly
-from kvstore.wire.layout import Runs, shared
+from kvstore.wire.assembly import Assembly, Runs, shared
 from kvstore.wire.record import Scope, header
 from tests.kit import reference
 

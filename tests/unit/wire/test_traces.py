@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.wire.traces import (
+from kvstore.wire.requests import (
     TRACEPARENT_LENGTH,
     TraceParent,
     parse_traceparent,

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import NAME_BYTES_MAX
-from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of, names_of, read_transfer
+from kvstore.wire.requests import DecodePart, PrefillPart, answer_of, names_of, read_transfer
 
 P_ID = "cmpl-3f2a-0-0123abcd"
 D_ID = "cmpl-3f2a-0-fedc4567"
