@@ -7,8 +7,8 @@ requests     what a request brings beside its tokens: kv_transfer_params, the he
 transfer_worker   the datagrams between a node process and its transfer worker
 load         what a node, its engines and a router do in numbers; what a node has measured
 kv_events    what a node, and what an engine publishes, in vLLM's form
-space        the fingerprint of everything, tokens aside, that changes the bytes of a block, and their
-             layout in a slot
+space        the fingerprint of everything, tokens aside, that changes the bytes of a block, and
+             their layout in a slot
 record, segment   a block's address, checksum and page on disk; the file of records
 assembly     blocks that come in other shards than are wanted
 identity     the names that a certificate gives its owner; imported by commands that start at once
