@@ -61,14 +61,7 @@ from kvstore.mailbox import Wake
 from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.messages import (
-    UNSERVED_LENGTH_MAX,
-    Message,
-    NodeMessage,
-    Pinned,
-    Refused,
-    Welcome,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.record import checksum_of
 from kvstore.wire.space import begin_of
 
@@ -209,14 +202,14 @@ class Copier:
         self._number = 0
         self._trouble = ""
         """Trouble of the copy engine, as last logged."""
-        self._reported = Pinned(0)
+        self._reported = wire.Pinned(0)
         """Pinned memory, as last reported to the node."""
         self._socket = socket
         self._dial = Dial(heartbeat_timeout_ms)
         self._link: Link | None = None
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
-        self._unsent: deque[Message] = deque()
+        self._unsent: deque[wire.Message] = deque()
         self._populated = 0
         self._notice = ""
         self._thread = threading.Thread(target=self._run, name="kvstore-copy", daemon=True)
@@ -287,7 +280,7 @@ class Copier:
         reason, is_refused = "", False
         for message in self._link.receive():
             reason = reason or self._hear(message, now_ns)
-            is_refused |= isinstance(message, Refused)
+            is_refused |= isinstance(message, wire.Refused)
         if not reason:
             page = self._link.generations
             reason = self._dial.check_heartbeat(now_ns, page.heartbeat_ns() if page else 0)
@@ -309,18 +302,18 @@ class Copier:
         else:
             self._dial.connected(now_ns)
 
-    def _hear(self, message: NodeMessage | Lost, now_ns: int) -> str:
+    def _hear(self, message: wire.NodeMessage | Lost, now_ns: int) -> str:
         """Take one message. Returns why the connection must end, or nothing."""
         if isinstance(message, Lost):
             return message.reason
         try:
-            is_welcome = isinstance(message, Welcome) and self._dial.state is DialState.GREETED
+            is_welcome = isinstance(message, wire.Welcome) and self._dial.state is DialState.GREETED
             if is_welcome and not self._drain():
                 return "the engine is shutting down"
             if is_welcome:
                 self._take_mapping()  # without the lock: it may unpin all of the last one
             with self._handoff.core() as core:
-                if isinstance(message, Welcome) and is_welcome:
+                if isinstance(message, wire.Welcome) and is_welcome:
                     core.connected(message)
                     self._dial.welcomed(now_ns, message.now_ns)
                     self._dial.served()
@@ -330,7 +323,7 @@ class Copier:
             return f"the node broke the protocol: {error}"
         if is_welcome:
             self._take_slab()
-        if isinstance(message, Refused):
+        if isinstance(message, wire.Refused):
             return f"the node refuses this engine: {message.reason}"
         return ""
 
@@ -341,7 +334,7 @@ class Copier:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
         self._copies.attach(arena.array, generations.ready_bytes)
-        self._populated, self._reported = 0, Pinned(0)
+        self._populated, self._reported = 0, wire.Pinned(0)
         self._say("attached")
 
     def _take_slab(self) -> None:
@@ -367,7 +360,7 @@ class Copier:
         """Report pinned memory to the node, for its operator, when it has changed and no message is
         unsent. Log changes of the copy engine's trouble."""
         trouble = self._copies.trouble
-        pinned = Pinned(self._copies.pinned_bytes, trouble[:UNSERVED_LENGTH_MAX])
+        pinned = wire.Pinned(self._copies.pinned_bytes, trouble[: wire.UNSERVED_LENGTH_MAX])
         if pinned != self._reported and self._dial.state is DialState.WELCOMED and not self._unsent:
             self._reported = pinned
             self._unsent.append(pinned)

@@ -21,16 +21,7 @@ import msgspec
 
 from kvstore.arena import ArenaView, GenerationView
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.wire.messages import (
-    DATAGRAM_BYTES_MAX,
-    HelloRank,
-    HelloScheduler,
-    Message,
-    NodeMessage,
-    Welcome,
-    decode_from_node,
-    encode,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.space import Slab
 
 SEND_BUFFER_BYTES = 1 << 20
@@ -59,7 +50,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket: socket.socket | None = sock
-        self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
+        self._buffer = bytearray(wire.DATAGRAM_BYTES_MAX + 1)
         self._failure = ""
         self.arena: ArenaView | None = None
         self.generations: GenerationView | None = None
@@ -69,7 +60,9 @@ class Link:
         _links.add(self)
 
     @classmethod
-    def connect(cls, path: str | os.PathLike[str], hello: HelloScheduler | HelloRank) -> Link:
+    def connect(
+        cls, path: str | os.PathLike[str], hello: wire.HelloScheduler | wire.HelloRank
+    ) -> Link:
         """Connect to the node at `path` and introduce this process, without blocking.
 
         Raises:
@@ -83,7 +76,7 @@ class Link:
             sock.connect(os.fspath(path))
             own = os.pidfd_open(os.getpid())
             try:
-                socket.send_fds(sock, [encode(hello)], [own], socket.MSG_NOSIGNAL)
+                socket.send_fds(sock, [wire.encode(hello)], [own], socket.MSG_NOSIGNAL)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # refused before we spoke: `receive` has the reason
             finally:
@@ -101,12 +94,12 @@ class Link:
         """For select and epoll; -1 once closed."""
         return -1 if self._socket is None else self._socket.fileno()
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: wire.Message) -> bool:
         """Send one datagram now. False: not sent, because the node reads too slowly or is gone."""
         if self._socket is None:
             return False
         try:
-            self._socket.send(encode(message), _NON_BLOCKING)
+            self._socket.send(wire.encode(message), _NON_BLOCKING)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -115,14 +108,14 @@ class Link:
             return False
         return True
 
-    def receive(self) -> Sequence[NodeMessage | Lost]:
+    def receive(self) -> Sequence[wire.NodeMessage | Lost]:
         """The messages that have arrived, oldest first; may be empty. Never blocks.
 
         A `Lost` is always last, and the link is closed when it is returned.
         """
         if self._socket is None:
             return ()
-        got: list[NodeMessage | Lost] = []
+        got: list[wire.NodeMessage | Lost] = []
         try:
             while len(got) < RECEIVE_COUNT_MAX:
                 try:
@@ -149,11 +142,11 @@ class Link:
             self._socket = None
         self.arena = self.generations = self.places = self.slab = None
 
-    def _receive_one(self, sock: socket.socket) -> NodeMessage | None:
+    def _receive_one(self, sock: socket.socket) -> wire.NodeMessage | None:
         """The next message; None at the end. Raises OSError, ProtocolError, AttachError."""
         if self.generations is not None:  # no descriptors any more: the kernel drops them for us
             size = sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-            return decode_from_node(memoryview(self._buffer)[:size]) if size else None
+            return wire.decode_from_node(memoryview(self._buffer)[:size]) if size else None
         descriptors: list[int] = []
         try:
             size, ancillary, _, _ = sock.recvmsg_into(
@@ -162,15 +155,15 @@ class Link:
             descriptors = received_descriptors(ancillary)
             if not size:
                 return None
-            message = decode_from_node(memoryview(self._buffer)[:size])
-            if isinstance(message, Welcome):
+            message = wire.decode_from_node(memoryview(self._buffer)[:size])
+            if isinstance(message, wire.Welcome):
                 self._map(message, descriptors)
             return message
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _map(self, welcome: Welcome, descriptors: list[int]) -> None:
+    def _map(self, welcome: wire.Welcome, descriptors: list[int]) -> None:
         """Map the descriptors of Welcome: [generation page], or [arena, generation page], behind
         them with a slab the page of places."""
         pages, places = descriptors[:2], descriptors[2:]
@@ -193,7 +186,7 @@ class Link:
             )
         self.generations = generations
 
-    def _lose(self, reason: str) -> list[NodeMessage | Lost]:
+    def _lose(self, reason: str) -> list[wire.NodeMessage | Lost]:
         self.close()
         return [Lost(reason)]
 

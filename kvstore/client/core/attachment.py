@@ -29,20 +29,7 @@ import numpy as np
 
 from kvstore.client.core.plan import SchedulerConfig
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.messages import (
-    PROTOCOL_VERSION,
-    UNSERVED_LENGTH_MAX,
-    Grant,
-    HelloScheduler,
-    Message,
-    Refused,
-    SessionClosed,
-    SessionOpen,
-    Unserved,
-    Welcome,
-    generations_array,
-    slots_array,
-)
+from kvstore.wire import messages as wire
 
 RETRY_NS_MIN: Final = 50 * NS_PER_MS
 RETRY_NS_MAX: Final = 1000 * NS_PER_MS
@@ -178,7 +165,7 @@ class Attachment:
         """Why no session can open, as reported by the ranks."""
         self.credits: defaultdict[int, deque[Credit]] = defaultdict(deque)
         """Credits that are left, by KV cache group."""
-        self.outbox: list[Message] = []
+        self.outbox: list[wire.Message] = []
         self.notices: list[str] = []
         self._away_noticed = False
         self._silence_noticed_ns: int | None = None
@@ -218,10 +205,10 @@ class Attachment:
         self._dial.ended(now_ns)
         self._notice_away(reason)
 
-    def hello(self) -> HelloScheduler:
+    def hello(self) -> wire.HelloScheduler:
         """The first message on a new socket."""
-        return HelloScheduler(
-            protocol=PROTOCOL_VERSION,
+        return wire.HelloScheduler(
+            protocol=wire.PROTOCOL_VERSION,
             engine_id=self._config.engine_id,
             nonce=self._config.nonce,
             tenant=self._config.tenant,
@@ -260,24 +247,24 @@ class Attachment:
     def cannot_be_served(self, reason: str) -> None:
         """The ranks will not attach. The node gets the reason on this connection and on later ones,
         so that its operator sees it."""
-        self.unserved = reason[:UNSERVED_LENGTH_MAX]
+        self.unserved = reason[: wire.UNSERVED_LENGTH_MAX]
         self.notices.append(f"the cache is off: {reason}")
         self._tell_unserved()
 
     def _tell_unserved(self) -> None:
         if self.unserved and self.state in (AttachState.WAITING, AttachState.OPEN):
-            self.outbox.append(Unserved(self.unserved))
+            self.outbox.append(wire.Unserved(self.unserved))
 
-    def received(self, message: Message, now_ns: int) -> str | None:
+    def received(self, message: wire.Message, now_ns: int) -> str | None:
         """Take an attachment message. Returns a reason when the caller must close the socket."""
         match message:
-            case Welcome():
+            case wire.Welcome():
                 if self.state is not AttachState.GREETED:
                     return "the node welcomed twice"
                 self.incarnation = message.incarnation
                 self._dial.welcomed(now_ns, message.now_ns)
                 self._tell_unserved()
-            case SessionOpen() if self._dial.state is DialState.WELCOMED:
+            case wire.SessionOpen() if self._dial.state is DialState.WELCOMED:
                 self._end_session()
                 self.session = message.session
                 self.shard_counts, self.node = message.shard_counts, message.node
@@ -285,15 +272,15 @@ class Attachment:
                 self._dial.served()
                 self._away_noticed = False
                 self.notices.append(f"attached to the node, session {message.session}: cache on")
-            case SessionClosed():
+            case wire.SessionClosed():
                 if message.session == self.session:
                     self._end_session()
                     self._dial.since_ns = now_ns
                     self._notice_away(message.reason)
-            case Grant():
+            case wire.Grant():
                 if message.session == self.session:
                     self._add_credits(message)
-            case Refused():
+            case wire.Refused():
                 self._notice_away(f"refused: {message.reason}")
                 self._end_session()
                 self._dial.refused(now_ns)
@@ -323,13 +310,13 @@ class Attachment:
                 f" (logged once in {_SILENCE_NOTICES_MS // 1000} s)"
             )
 
-    def _add_credits(self, grant: Grant) -> None:
-        slots, counts = slots_array(grant.slots), self.shard_counts
+    def _add_credits(self, grant: wire.Grant) -> None:
+        slots, counts = wire.slots_array(grant.slots), self.shard_counts
         if grant.group >= len(counts) or len(slots) % counts[grant.group]:
             return  # a grant we cannot read is no grant; the node still counts it as ours
         shards, credits = counts[grant.group], self.credits[grant.group]
         rows = slots.reshape(-1, shards).tolist()
-        generations = generations_array(grant.generations).reshape(-1, shards).tolist()
+        generations = wire.generations_array(grant.generations).reshape(-1, shards).tolist()
         room = max(0, CREDITS_MAX - len(credits))
         pairs = zip(rows[:room], generations[:room], strict=True)
         credits.extend((tuple(s), tuple(g)) for s, g in pairs)

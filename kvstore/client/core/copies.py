@@ -18,15 +18,7 @@ import msgspec
 from kvstore.client.core.plan import CompareResult, LoadJob, StoreJob
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Generation, SlotId
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    Distrust,
-    Drop,
-    Seal,
-    Verified,
-    generations_array,
-    slots_array,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.record import header
 
 PLAN_MALFORMED = "the plan's arrays do not fit together"
@@ -142,8 +134,8 @@ class Job:
             or len(checksums) not in (0, n * shards * CHECKSUM_BYTES)
         ):
             raise ProtocolError(PLAN_MALFORMED)
-        self.slots: list[int] = slots_array(plan.slots).reshape(n, shards)[:, column].tolist()
-        words = generations_array(plan.generations).reshape(n, shards)[:, column]
+        self.slots: list[int] = wire.slots_array(plan.slots).reshape(n, shards)[:, column].tolist()
+        words = wire.generations_array(plan.generations).reshape(n, shards)[:, column]
         self.generations: list[int] = words.tolist()
         step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
         every = [checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)]
@@ -276,11 +268,11 @@ class RunningCheck(Job):
 # ── messages to the node ─────────────────────────────────────────────────────────────────────────
 
 
-def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
+def seals(job: RunningStore, indexes: list[int]) -> Iterator[wire.Seal]:
     """Messages that seal the blocks of a job at `indexes`, which are complete."""
     for batch in _batches(indexes):
         slots, generations = job.places(batch)
-        yield Seal(
+        yield wire.Seal(
             session=job.plan.session,
             keys=b"".join(job.key(i) for i in batch),
             slots=slots,
@@ -290,25 +282,25 @@ def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
         )
 
 
-def drops(job: RunningStore, indexes: list[int]) -> Iterator[Drop]:
+def drops(job: RunningStore, indexes: list[int]) -> Iterator[wire.Drop]:
     """Messages that drop the blocks of a job at `indexes`, whose slots were not written."""
     for batch in _batches(indexes):
-        yield Drop(job.plan.session, *job.places(batch), group=job.plan.group)
+        yield wire.Drop(job.plan.session, *job.places(batch), group=job.plan.group)
 
 
-def verified(job: RunningLoad) -> Iterator[Verified]:
+def verified(job: RunningLoad) -> Iterator[wire.Verified]:
     """Messages that report the blocks of a load whose bytes are those that were stored."""
     for batch in _batches(job.verified()):
-        yield Verified(*job.places(batch))
+        yield wire.Verified(*job.places(batch))
 
 
-def distrust(job: Job, index: int) -> Distrust:
+def distrust(job: Job, index: int) -> wire.Distrust:
     """The message that reports the bytes of a job's block as damaged."""
-    return Distrust(*job.places([index]))
+    return wire.Distrust(*job.places([index]))
 
 
 def _batches(indexes: list[int]) -> Iterator[list[int]]:
-    step = KEYS_PER_DATAGRAM_MAX
+    step = wire.KEYS_PER_DATAGRAM_MAX
     return (indexes[at : at + step] for at in range(0, len(indexes), step))
 
 

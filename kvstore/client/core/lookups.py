@@ -47,15 +47,7 @@ from kvstore.client.core.request import (
     surveys,
 )
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import (
-    ASKS_PER_LOOKUP_MAX,
-    LEASES_PER_DATAGRAM_MAX,
-    LeaseAsk,
-    LeaseMore,
-    LeaseRelease,
-    LeaseRenew,
-    LeaseReply,
-)
+from kvstore.wire import messages as wire
 
 ROUNDS_MAX = 3
 """Most plans of one lookup: each is shorter than the one before, of which blocks were missing that
@@ -259,13 +251,13 @@ class EngineLookups:
         request.failed = "deadline"
         return self._miss(request, request.failed)
 
-    def replied(self, reply: LeaseReply, now_ns: int) -> None:
+    def replied(self, reply: wire.LeaseReply, now_ns: int) -> None:
         """Take the node's answer to a LeaseAsk; only the first one counts. The lease of a late
         answer is released."""
         entry = self._by_lease.get(reply.lease)
         if entry is None:
             if reply.slots:
-                self._attachment.outbox.append(LeaseRelease(leases=[reply.lease]))
+                self._attachment.outbox.append(wire.LeaseRelease(leases=[reply.lease]))
             return
         request, part = entry
         if part.reply is not None:
@@ -289,7 +281,7 @@ class EngineLookups:
             request.miss_reason = "cost gate"
         self._queue_rest(request)
 
-    def grew(self, more: LeaseMore, now_ns: int) -> None:
+    def grew(self, more: wire.LeaseMore, now_ns: int) -> None:
         """Take a LeaseMore: more blocks of a lease have come to dram, or no more will."""
         entry = self._by_lease.get(more.lease)
         if entry is None or (reply := entry[1].reply) is None:
@@ -403,7 +395,7 @@ class EngineLookups:
         released = [part.lease for part in parts if self._by_lease.pop(part.lease, None)]
         # An unanswered ask is released too: the node handles datagrams in order.
         if released and request.session == self._attachment.session:
-            self._attachment.outbox.append(LeaseRelease(leases=released))
+            self._attachment.outbox.append(wire.LeaseRelease(leases=released))
         request.parts = [part for part in request.parts if part not in parts]
 
     def renew(self, now_ns: int) -> None:
@@ -413,9 +405,9 @@ class EngineLookups:
             if part.reply is not None and now_ns >= part.renew_at_ns:
                 part.renew_at_ns = now_ns + part.ttl_ns // 3
                 due.append(lease)
-        for i in range(0, len(due), LEASES_PER_DATAGRAM_MAX):
-            batch = due[i : i + LEASES_PER_DATAGRAM_MAX]
-            self._attachment.outbox.append(LeaseRenew(leases=batch))
+        for i in range(0, len(due), wire.LEASES_PER_DATAGRAM_MAX):
+            batch = due[i : i + wire.LEASES_PER_DATAGRAM_MAX]
+            self._attachment.outbox.append(wire.LeaseRenew(leases=batch))
 
     def _ask(self, request: Request, wanted_tokens: int, now_ns: int) -> Outcome | None:
         attachment, first_block = self._attachment, request.local_blocks
@@ -450,7 +442,7 @@ class EngineLookups:
         is_known = request.hinted_session == attachment.session
         if not is_known or now_ns - request.hinted_ns > HINT_NS_MAX:
             attachment.outbox.extend(surveys(self._config, request, attachment.shard_counts))
-        blocks = keys_per_ask(attachment.shard_counts[0]) * ASKS_PER_LOOKUP_MAX
+        blocks = keys_per_ask(attachment.shard_counts[0]) * wire.ASKS_PER_LOOKUP_MAX
         end_block = min(len(self._keys(request, 0)), first_block + blocks)
         self._ask_part(request, 0, range(first_block, end_block))
         request.asked_leases = [part.lease for part in request.parts]
@@ -474,7 +466,7 @@ class EngineLookups:
             request.parts.append(part)
             self._by_lease[part.lease] = (request, part)
             self._attachment.outbox.append(
-                LeaseAsk(part.lease, b"".join(batch), request.is_verified, group)
+                wire.LeaseAsk(part.lease, b"".join(batch), request.is_verified, group)
             )
 
     def _count_failure(self, breaker: Breaker, now_ns: int) -> None:

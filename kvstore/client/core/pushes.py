@@ -25,14 +25,7 @@ from kvstore.client.core.plan import SchedulerConfig, SchedulerStats
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    PushCancel,
-    PushClose,
-    PushEnd,
-    PushExpect,
-    PushOpen,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.requests import PrefillPart, answer_of
 
 WATCH_SHARE: Final = 16
@@ -98,11 +91,11 @@ class EnginePushes:
 
     def _open(self, transfer: str) -> None:
         if transfer not in self._transfers:
-            self._say(PushOpen(transfer))
+            self._say(wire.PushOpen(transfer))
 
     def _close(self, transfer: str, reason: str = "") -> None:
         if transfer not in self._transfers:
-            self._say(PushClose(transfer, reason))
+            self._say(wire.PushClose(transfer, reason))
 
     def refuse(self, produced: PrefillPart, reason: str) -> None:
         """Close the transfer of a request that arrives and whose blocks are not stored."""
@@ -171,11 +164,11 @@ class EnginePushes:
         keys = request.sought
         for group, blocks in enumerate(self._wanted(len(keys), request.prompt_tokens - 1)):
             names = block_keys(keys, self._config.keys_per_block(group))
-            for first in range(blocks.start, blocks.stop, KEYS_PER_DATAGRAM_MAX):
-                part = names[first : min(first + KEYS_PER_DATAGRAM_MAX, blocks.stop)]
+            for first in range(blocks.start, blocks.stop, wire.KEYS_PER_DATAGRAM_MAX):
+                part = names[first : min(first + wire.KEYS_PER_DATAGRAM_MAX, blocks.stop)]
                 request.expected.add((group, first))
                 self._say(
-                    PushExpect(
+                    wire.PushExpect(
                         transfer=request.transfer_id,
                         node=node,
                         keys=b"".join(part),
@@ -209,7 +202,7 @@ class EnginePushes:
         waited_ns = now_ns - waiting.pushed_until_ns + deadline_ns
         return min(waited_ns // WATCH_SHARE, WATCH_NS_MAX)
 
-    def ended(self, end: PushEnd) -> None:
+    def ended(self, end: wire.PushEnd) -> None:
         """Take a PushEnd: blocks that were expected are here, or will not come."""
         for request, waiting in list(self._waiting.items()):
             if waiting.transfer_id != end.transfer:
@@ -234,7 +227,7 @@ class EnginePushes:
             return
         request.pushed_until_ns = 0
         if all(other.transfer_id != request.transfer_id for other in self._waiting.values()):
-            self._say(PushCancel(request.transfer_id))
+            self._say(wire.PushCancel(request.transfer_id))
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -252,8 +245,10 @@ class EnginePushes:
         """Name the transfers under way to the node, which knows none of them."""
         self.look()
         for transfer in sorted(self._transfers):
-            self._say(PushOpen(transfer))
+            self._say(wire.PushOpen(transfer))
 
-    def _say(self, message: PushOpen | PushClose | PushExpect | PushCancel) -> None:
+    def _say(
+        self, message: wire.PushOpen | wire.PushClose | wire.PushExpect | wire.PushCancel
+    ) -> None:
         if self.node:
             self._attachment.outbox.append(message)

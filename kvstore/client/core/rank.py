@@ -27,23 +27,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from kvstore.client.core.copies import (
-    PLAN_MALFORMED,
-    Copied,
-    Copy,
-    CopyVoid,
-    LoadBlock,
-    Mismatch,
-    Outcome,
-    RankColumn,
-    RunningCheck,
-    RunningLoad,
-    RunningStore,
-    distrust,
-    drops,
-    seals,
-    verified,
-)
+from kvstore.client.core import copies
 from kvstore.client.core.plan import (
     CompareResult,
     LoadJob,
@@ -54,23 +38,14 @@ from kvstore.client.core.plan import (
 )
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.messages import (
-    PROTOCOL_VERSION,
-    HelloRank,
-    Message,
-    NodeMessage,
-    Quiesce,
-    Quiet,
-    Refused,
-    Welcome,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, fingerprint
 
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
 
-RunningJob = RunningLoad | RunningStore | RunningCheck
+RunningJob = copies.RunningLoad | copies.RunningStore | copies.RunningCheck
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,26 +70,26 @@ class RankCore:
         engine may overwrite blocks before it names them; see `settle`."""
         self._config = config
         self._is_fenced_late = is_fenced_late
-        self._unsettled: list[RunningStore | RunningCheck] = []
+        self._unsettled: list[copies.RunningStore | copies.RunningCheck] = []
         """Stores whose copies have ended, but which are sealed only in the next `settle`."""
         self._copies_max = copies_max
         self._attached = False
         self._session = 0
-        self._columns: tuple[RankColumn, ...] = ()
+        self._columns: tuple[copies.RankColumn, ...] = ()
         """This rank's part in the session, by KV cache group."""
-        self._quiesce: Quiesce | None = None
+        self._quiesce: wire.Quiesce | None = None
         """Received while copies were in flight; answered when they end."""
-        self._loads: deque[RunningLoad] = deque()
-        self._stores: deque[RunningStore | RunningCheck] = deque()
-        self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
+        self._loads: deque[copies.RunningLoad] = deque()
+        self._stores: deque[copies.RunningStore | copies.RunningCheck] = deque()
+        self._in_flight: dict[int, tuple[copies.Copy, RunningJob, int]] = {}
         """By `id` of a copy: the copy, its job and its index there."""
         self.reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
         self._spoiled: set[int] = set()
         """Copies in flight that read a block which is being overwritten: their results are void."""
-        self._outbox: list[Message] = []
-        self._refused: Refused | None = None
+        self._outbox: list[wire.Message] = []
+        self._refused: wire.Refused | None = None
         self._load_results: list[LoadResult] = []
         self._stores_done: list[int] = []
         self._compared: list[CompareResult] = []
@@ -133,45 +108,49 @@ class RankCore:
         return self._session
 
     @property
-    def refused(self) -> Refused | None:
+    def refused(self) -> wire.Refused | None:
         """The node's last refusal of this rank; None once it is welcome."""
         return self._refused
 
-    def hello(self) -> HelloRank:
+    def hello(self) -> wire.HelloRank:
         """The first datagram of a connection; asserts that no copy is in flight."""
         assert not self._in_flight, "Hello while a copy is in flight"
-        return HelloRank(protocol=PROTOCOL_VERSION, **msgspec.structs.asdict(self._config))
+        return wire.HelloRank(
+            protocol=wire.PROTOCOL_VERSION, **msgspec.structs.asdict(self._config)
+        )
 
-    def connected(self, welcome: Welcome) -> None:
+    def connected(self, welcome: wire.Welcome) -> None:
         """Take the node's Welcome; from here on copies use the mapping that came with it.
 
         Raises:
             ProtocolError: the node speaks another version; close the connection.
         """
         assert not self._in_flight, "attached while a copy is in flight"
-        if welcome.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol {welcome.protocol} where {PROTOCOL_VERSION} is spoken")
+        if welcome.protocol != wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"protocol {welcome.protocol} where {wire.PROTOCOL_VERSION} is spoken"
+            )
         self._abandon_all(ATTACHED_ANEW)
         self._attached, self._session, self._refused = True, 0, None
 
-    def received(self, message: NodeMessage) -> None:
+    def received(self, message: wire.NodeMessage) -> None:
         """Take a datagram of the node.
 
         Raises:
             ProtocolError: a message that no rank may get; close the connection.
         """
         match message:
-            case Quiesce(columns=columns) if len(columns) != len(self._config.groups):
+            case wire.Quiesce(columns=columns) if len(columns) != len(self._config.groups):
                 raise ProtocolError(
                     f"Quiesce of {len(columns)} KV cache groups where this rank has"
                     f" {len(self._config.groups)}"
                 )
-            case Quiesce() if self._attached:
+            case wire.Quiesce() if self._attached:
                 self._session = 0
                 self._quiesce = message
                 self._abandon_all(SESSION_OVER)
                 self._answer_quiesce()
-            case Refused():
+            case wire.Refused():
                 self._refused = message
             case _:
                 raise ProtocolError(f"{type(message).__name__} to a rank, or before its Welcome")
@@ -192,7 +171,7 @@ class RankCore:
         self._abandon_all(reason)
         self.disconnected()
 
-    def take_outbox(self) -> list[Message]:
+    def take_outbox(self) -> list[wire.Message]:
         """Datagrams to send now, in order."""
         outbox, self._outbox = self._outbox, []
         return outbox
@@ -207,7 +186,7 @@ class RankCore:
         for store in plan.stores:
             self._submit_store(store, after)
 
-    def next_copy(self) -> Copy | None:
+    def next_copy(self) -> copies.Copy | None:
         """A block to copy now, or None: nothing is left to begin, or enough is in flight.
         `finished` must follow."""
         if len(self._in_flight) >= self._copies_max:
@@ -228,17 +207,19 @@ class RankCore:
     def _is_full_of_stores(self) -> bool:
         """Whether stores have all the places that they may have. Half of the places (rounded down)
         are kept for loads, since a store may have to wait for the engine's whole step."""
-        stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
+        stores = sum(
+            not isinstance(job, copies.RunningLoad) for _, job, _ in self._in_flight.values()
+        )
         return stores >= self._copies_max - self._copies_max // 2
 
-    def finished(self, copy: Copy, outcome: Outcome) -> None:
+    def finished(self, copy: copies.Copy, outcome: copies.Outcome) -> None:
         """A copy that `next_copy` gave has ended."""
         _, job, index = self._in_flight.pop(id(copy))
         job.in_flight.discard(index)
         if id(copy) in self._spoiled:
             self._spoiled.discard(id(copy))
-            outcome = CopyVoid("the block was overwritten meanwhile")
-        if isinstance(job, RunningLoad):
+            outcome = copies.CopyVoid("the block was overwritten meanwhile")
+        if isinstance(job, copies.RunningLoad):
             self._load_finished(job, index, outcome)
         else:
             self._store_finished(job, index, outcome)
@@ -278,7 +259,7 @@ class RankCore:
         now on: the result of a copy in flight that reads one is discarded."""
         fenced = frozenset(block_ids)
         for copy, _, _ in self._in_flight.values():
-            if copy.block_id in fenced and not isinstance(copy, LoadBlock):
+            if copy.block_id in fenced and not isinstance(copy, copies.LoadBlock):
                 self._spoiled.add(id(copy))
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
@@ -295,7 +276,7 @@ class RankCore:
             self._end_store(job)
 
     @staticmethod
-    def _reads(job: RunningStore | RunningCheck, blocks: frozenset[int]) -> bool:
+    def _reads(job: copies.RunningStore | copies.RunningCheck, blocks: frozenset[int]) -> bool:
         return bool(blocks) and not blocks.isdisjoint(job.remaining)
 
     # ── the report ───────────────────────────────────────────────────────────────────────────────
@@ -320,9 +301,9 @@ class RankCore:
     def _serves(self, plan: LoadJob | StoreJob) -> bool:
         return self._session != 0 and plan.session == self._session
 
-    def _column(self, plan: LoadJob | StoreJob) -> RankColumn:
+    def _column(self, plan: LoadJob | StoreJob) -> copies.RankColumn:
         if not 0 <= plan.group < len(self._columns):
-            raise ProtocolError(PLAN_MALFORMED)
+            raise ProtocolError(copies.PLAN_MALFORMED)
         return self._columns[plan.group]
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
@@ -334,33 +315,33 @@ class RankCore:
             self._load_result(plan, loaded=0, duration_ns=0, reason=SESSION_OVER)
         else:
             try:
-                job = RunningLoad(plan, self._column(plan), after)
+                job = copies.RunningLoad(plan, self._column(plan), after)
             except ProtocolError as error:
                 self._load_result(plan, loaded=0, duration_ns=0, reason=str(error))
             else:
                 self._loads.append(job)
 
-    def _load_finished(self, job: RunningLoad, index: int, outcome: Outcome) -> None:
+    def _load_finished(self, job: copies.RunningLoad, index: int, outcome: copies.Outcome) -> None:
         match outcome:
-            case Copied():
+            case copies.Copied():
                 job.copied.add(index)
                 job.duration_ns += outcome.duration_ns
-            case CopyVoid():
+            case copies.CopyVoid():
                 job.abandoned = job.abandoned or outcome.reason
-            case Mismatch():
+            case copies.Mismatch():
                 self._distrust(job, index)
                 job.abandoned = job.abandoned or "the checksum of a block does not match"
         if job.is_over:
             self._close_load(job, job.abandoned)
 
-    def _distrust(self, job: RunningLoad | RunningCheck, index: int) -> None:
+    def _distrust(self, job: copies.RunningLoad | copies.RunningCheck, index: int) -> None:
         if self._attached:
-            self._outbox.append(distrust(job, index))
+            self._outbox.append(copies.distrust(job, index))
 
-    def _close_load(self, job: RunningLoad, reason: str) -> None:
+    def _close_load(self, job: copies.RunningLoad, reason: str) -> None:
         self._loads.remove(job)
         if self._attached:
-            self._outbox += verified(job)
+            self._outbox += copies.verified(job)
         loaded = job.loaded_blocks
         self._load_result(
             job.plan,
@@ -392,7 +373,7 @@ class RankCore:
             if not (column.writes or plan.compare):
                 self._stores_done.append(plan.job)
                 return
-            kind = RunningCheck if plan.compare else RunningStore
+            kind = copies.RunningCheck if plan.compare else copies.RunningStore
             job = kind(plan, column, after)
         except ProtocolError:
             self._stores_done.append(plan.job)
@@ -402,13 +383,13 @@ class RankCore:
             self.reading.update(plan.block_ids)
 
     def _store_finished(
-        self, job: RunningStore | RunningCheck, index: int, outcome: Outcome
+        self, job: copies.RunningStore | copies.RunningCheck, index: int, outcome: copies.Outcome
     ) -> None:
-        if isinstance(job, RunningCheck):
+        if isinstance(job, copies.RunningCheck):
             job.take(index, outcome)
-            if isinstance(outcome, Mismatch):
+            if isinstance(outcome, copies.Mismatch):
                 self._distrust(job, index)
-        elif isinstance(outcome, Copied):
+        elif isinstance(outcome, copies.Copied):
             assert len(outcome.checksum) == CHECKSUM_BYTES
             job.sealed[index] = outcome.checksum
             self._store_ns += outcome.duration_ns
@@ -417,7 +398,7 @@ class RankCore:
         if job.is_over:
             self._close_store(job)
 
-    def _close_store(self, job: RunningStore | RunningCheck) -> None:
+    def _close_store(self, job: copies.RunningStore | copies.RunningCheck) -> None:
         self._stores.remove(job)
         self._unread(job.remaining)
         if self._is_fenced_late and self._attached:
@@ -425,10 +406,10 @@ class RankCore:
         else:
             self._end_store(job)
 
-    def _end_store(self, job: RunningStore | RunningCheck) -> None:
+    def _end_store(self, job: copies.RunningStore | copies.RunningCheck) -> None:
         """Seal the blocks copied, drop the rest; for another session send neither."""
         self._stores_done.append(job.plan.job)
-        if isinstance(job, RunningCheck):
+        if isinstance(job, copies.RunningCheck):
             self._compared.append(job.result())
             return
         indexes = range(len(job.plan.block_ids))
@@ -436,8 +417,8 @@ class RankCore:
         if not self._attached or job.plan.session != self._session:
             sealed = []
         else:
-            self._outbox += seals(job, sealed)
-            self._outbox += drops(job, [i for i in indexes if i not in job.sealed])
+            self._outbox += copies.seals(job, sealed)
+            self._outbox += copies.drops(job, [i for i in indexes if i not in job.sealed])
         self._blocks_sealed += len(sealed)
         self._blocks_dropped += len(indexes) - len(sealed)
 
@@ -465,7 +446,7 @@ class RankCore:
     def _abandon(self, job: RunningJob, reason: str) -> None:
         if job.in_flight:
             job.abandoned = reason  # closed by `finished`, rule 3
-        elif isinstance(job, RunningLoad):
+        elif isinstance(job, copies.RunningLoad):
             self._close_load(job, reason)
         else:
             self._close_store(job)
@@ -477,7 +458,7 @@ class RankCore:
         assert not self._stores, "a job outlived its session"
         self._session = self._quiesce.session
         self._columns = tuple(
-            RankColumn(
+            copies.RankColumn(
                 column.number,
                 column.writes,
                 Scope(
@@ -490,4 +471,4 @@ class RankCore:
             for group, column in zip(self._config.groups, self._quiesce.columns, strict=True)
         )
         self._quiesce = None
-        self._outbox.append(Quiet(self._session))
+        self._outbox.append(wire.Quiet(self._session))

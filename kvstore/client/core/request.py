@@ -22,15 +22,7 @@ from kvstore.client.core.costs import BlockWait
 from kvstore.client.core.hits import HitPlan, HitRules, Outcome, Presence, PromptKeys, block_keys
 from kvstore.client.core.plan import LoadJob, SchedulerConfig
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    LEASE_LIVES_MAX,
-    REQUEST_BYTES_MAX,
-    Hint,
-    LeaseMore,
-    LeaseReply,
-    Story,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.requests import DecodePart, PrefillPart
 
 DETAIL_LENGTH_MAX: Final = 255
@@ -71,7 +63,7 @@ class LookupPart:
     """Blocks found that came from disk for this request."""
     peer_blocks: int = 0
     """Blocks found that came from another node for this request."""
-    reply: LeaseReply | None = None
+    reply: wire.LeaseReply | None = None
     renew_at_ns: int = 0
     ttl_ns: int = 0
     checked: int = 0
@@ -277,7 +269,7 @@ class Request:
     def may_outlive_leases(self, now_ns: int) -> bool:
         """Whether its leases, renewed or not, could end under a load that begins now."""
         age_ns = now_ns - self.asked_at_ns
-        return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in self.parts)
+        return any(p.reply and age_ns > (wire.LEASE_LIVES_MAX - 1) * p.ttl_ns for p in self.parts)
 
     def cut_load(self, tokens: int) -> None:
         """Lower the count of loaded tokens to at most `tokens`, and those from disk and other nodes
@@ -286,10 +278,10 @@ class Request:
         self.file_tokens = min(self.file_tokens, self.loaded_tokens)
         self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
 
-    def story(self, saved_ns: int, now_ns: int) -> Story:
+    def story(self, saved_ns: int, now_ns: int) -> wire.Story:
         """The story of the request, which ends now and whose load saved `saved_ns` of computing."""
         asked, answered, replied = self.asked_at_ns, self.answered_ns, self.replied_at_ns
-        return Story(
+        return wire.Story(
             request=cut_name(self.id),
             prompt_tokens=self.prompt_tokens,
             local_tokens=self.local_tokens,
@@ -317,7 +309,10 @@ class Request:
 
 def cut_name(request: str) -> str:
     """A request's id, cut to REQUEST_BYTES_MAX bytes of UTF-8: users choose ids, of any length."""
-    return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"
+    return (
+        request.encode("utf-8", "replace")[: wire.REQUEST_BYTES_MAX].decode("utf-8", "ignore")
+        or "?"
+    )
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
@@ -325,7 +320,7 @@ def cut_name(request: str) -> str:
 
 def keys_per_ask(shards: int) -> int:
     """Most keys of one LeaseAsk, whose answer has `shards` slots for each key."""
-    return max(1, KEYS_PER_DATAGRAM_MAX // shards)
+    return max(1, wire.KEYS_PER_DATAGRAM_MAX // shards)
 
 
 def leading_blocks(parts: Sequence[LookupPart]) -> int:
@@ -386,7 +381,7 @@ def load_job(
     )
 
 
-def all_sent(replies: Sequence[LeaseReply]) -> bool:
+def all_sent(replies: Sequence[wire.LeaseReply]) -> bool:
     """Whether every slot of these replies has a checksum."""
     for reply in replies:
         checksums = np.frombuffer(reply.checksums, np.uint8).reshape(-1, CHECKSUM_BYTES)
@@ -395,7 +390,7 @@ def all_sent(replies: Sequence[LeaseReply]) -> bool:
     return True
 
 
-def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
+def joined_checksums(replies: Sequence[wire.LeaseReply | wire.LeaseMore]) -> bytes:
     """Checksums of all slots, if any reply has some: 0 where there is nothing to verify."""
     if not any(reply.checksums for reply in replies):
         return b""
@@ -409,13 +404,13 @@ def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
 
 def surveys(
     config: SchedulerConfig, request: Request, shard_counts: Sequence[int]
-) -> Iterator[Hint]:
+) -> Iterator[wire.Hint]:
     """The hints that ask which blocks of the groups beside the first the node knows."""
     for group in range(1, len(config.block_sizes)):
         names = block_keys(request.sought, config.keys_per_block(group))
-        size = max(8, KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
+        size = max(8, wire.KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
         for begin in range(0, len(names), size):
-            yield Hint(request.tag, b"".join(names[begin : begin + size]), group, begin)
+            yield wire.Hint(request.tag, b"".join(names[begin : begin + size]), group, begin)
 
 
 def short_parts(request: Request) -> list[LookupPart]:

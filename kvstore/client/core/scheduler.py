@@ -30,16 +30,7 @@ from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, cut_name
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores
-from kvstore.wire.messages import (
-    Hint,
-    HintReply,
-    LeaseMore,
-    LeaseReply,
-    Message,
-    PushEnd,
-    SessionOpen,
-    Story,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.requests import DecodePart, PrefillPart
 
 STORIES_KEPT_MAX = 64
@@ -71,29 +62,29 @@ class SchedulerCore:
         """Blocks of before the last reset may still be in the engine's own cache."""
         self._now_ns = 0
         """The latest time that a caller gave."""
-        self._untold: deque[tuple[int, Story]] = deque(maxlen=STORIES_KEPT_MAX)
+        self._untold: deque[tuple[int, wire.Story]] = deque(maxlen=STORIES_KEPT_MAX)
         """Stories not sent yet, with the time of each request's end."""
 
     # ── connection ───────────────────────────────────────────────────────────────────────────────
 
-    def received(self, message: Message, now_ns: int) -> str | None:
+    def received(self, message: wire.Message, now_ns: int) -> str | None:
         """Take one datagram. Returns a reason when the socket must be closed."""
         self._now_ns = now_ns
         match message:
-            case LeaseReply():
+            case wire.LeaseReply():
                 self.lookups.replied(message, now_ns)
-            case LeaseMore():
+            case wire.LeaseMore():
                 self.lookups.grew(message, now_ns)
-            case PushEnd():
+            case wire.PushEnd():
                 self.pushes.ended(message)
-            case HintReply():
+            case wire.HintReply():
                 request = self._by_tag.get(message.request)
                 if request is not None:
                     first_block, flags = message.first_block, message.present
                     request.present.update_from_answer(message.group, first_block, flags)
             case _:
                 reason = self.attachment.received(message, now_ns)
-                if isinstance(message, SessionOpen):
+                if isinstance(message, wire.SessionOpen):
                     self.costs.opened(message)
                     self.pushes.session_opened()
                 if self.attachment.incarnation != self._incarnation:
@@ -105,7 +96,7 @@ class SchedulerCore:
                 return reason
         return None
 
-    def take_outbox(self) -> list[Message]:
+    def take_outbox(self) -> list[wire.Message]:
         """Datagrams to send now, in order."""
         outbox = self.attachment.outbox
         self.attachment.outbox = []
@@ -180,7 +171,7 @@ class SchedulerCore:
         keys = entry.stored
         for group in range(len(self.config.block_sizes)):
             if hinted := self._keys(keys, group)[:HINT_KEYS_MAX]:
-                self.attachment.outbox.append(Hint(entry.tag, b"".join(hinted), group))
+                self.attachment.outbox.append(wire.Hint(entry.tag, b"".join(hinted), group))
         if len(keys) <= HINT_KEYS_MAX:
             entry.hinted_ns, entry.hinted_session = now_ns, self.attachment.session
 
@@ -321,7 +312,7 @@ class SchedulerCore:
         """Send the story of a request that bypasses the cache for `reason`; do nothing else."""
         self._now_ns = now_ns
         self._tell(
-            Story(
+            wire.Story(
                 cut_name(request),
                 prompt_tokens=prompt_tokens,
                 outcome=reason,
@@ -329,7 +320,7 @@ class SchedulerCore:
             )
         )
 
-    def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> Story | None:
+    def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> wire.Story | None:
         """The request ended; `why_early` is the reason if it did so early (aborted, failed).
         Returns its story, None if it is unknown. A running load ends by its ranks' reports."""
         self._now_ns = max(self._now_ns, now_ns)  # its only step may have begun long ago
@@ -350,7 +341,7 @@ class SchedulerCore:
         self._tell(story)
         return story
 
-    def _tell(self, story: Story) -> None:
+    def _tell(self, story: wire.Story) -> None:
         if self.attachment.is_open:
             self.attachment.outbox.append(story)
         else:
