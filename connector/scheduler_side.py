@@ -243,7 +243,7 @@ class SchedulerSide:
         try:
             return read_transfer(request.kv_transfer_params, request.request_id)
         except ProtocolError as error:
-            self._core.stats.add("pushes_malformed")
+            self._core.stats["pushes_malformed"] += 1
             logger.warning("kvstore: a request's parameters are ignored: %s", error)
             return None
 

@@ -25,9 +25,10 @@ import enum
 from collections import defaultdict, deque
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from kvstore.client.core.plan import SchedulerConfig
+from kvstore.client.core.plan import SchedulerConfig, SchedulerStats
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire import messages as wire
 
@@ -152,7 +153,7 @@ class Attachment:
     """See the module. Times are the engine's monotonic nanoseconds."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
+        self.config, self.stats = config, SchedulerStats()
         self._dial = Dial(config.heartbeat_timeout_ms)
         self.session = 0
         self.shard_counts: tuple[int, ...] = (1,)
@@ -207,20 +208,10 @@ class Attachment:
 
     def hello(self) -> wire.HelloScheduler:
         """The first message on a new socket."""
+        own = msgspec.structs.asdict(self.config)
+        same = {name: own[name] for name in wire.HelloScheduler.__struct_fields__ if name in own}
         return wire.HelloScheduler(
-            protocol=wire.PROTOCOL_VERSION,
-            engine_id=self._config.engine_id,
-            nonce=self._config.nonce,
-            tenant=self._config.tenant,
-            rank_count=self._config.rank_count,
-            process=self._config.process,
-            weights_epoch=self.weights_epoch,
-            label=self._config.label,
-            data_rank=self._config.data_rank,
-            events=self._config.events,
-            events_replay=self._config.events_replay,
-            address=self._config.address,
-            role=self._config.role,
+            protocol=wire.PROTOCOL_VERSION, weights_epoch=self.weights_epoch, **same
         )
 
     def connected(self, now_ns: int) -> None:

@@ -29,22 +29,16 @@ from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import BlockWait, Costs
 from kvstore.client.core.hits import PENDING, Hit, HitPlan, HitRules, Miss, Outcome, block_keys
-from kvstore.client.core.plan import LoadJob, LoadResult, SchedulerConfig, SchedulerStats
+from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.request import (
     WAITING_STAGES,
     LookupPart,
     LookupStage,
     Request,
     all_sent,
-    coming_tokens,
     joined_checksums,
     keys_per_ask,
-    leading_blocks,
-    load_job,
     needed_blocks,
-    next_plan,
-    short_parts,
-    surveys,
 )
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as wire
@@ -52,6 +46,8 @@ from kvstore.wire import messages as wire
 ROUNDS_MAX = 3
 """Most plans of one lookup: each is shorter than the one before, of which blocks were missing that
 the node had known."""
+FAILURES_MAX = 3
+"""Failures in a row that open a circuit breaker."""
 HINT_NS_MAX = 50 * NS_PER_MS
 """Time for which the answers to the hints of a request are good."""
 SHADOW_CHECK = "shadow check"
@@ -61,33 +57,20 @@ SHADOW_CHECK = "shadow check"
 class EngineLookups:
     """All lookups of one engine."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        attachment: Attachment,
-        stats: SchedulerStats,
-        costs: Costs,
-        rules: HitRules | None,
-    ) -> None:
-        self._config = config
-        self._sizes = config.block_sizes
-        self._rules = rules
-        self._attachment = attachment
-        limits = {
-            "failures_max": config.breaker_failures_max,
-            "cooldown_ms": config.breaker_cooldown_ms,
-        }
+    def __init__(self, attachment: Attachment, costs: Costs, rules: HitRules | None) -> None:
+        self._config, self._stats = attachment.config, attachment.stats
+        self._attachment, self._costs, self._rules = attachment, costs, rules
+        self._sizes = self._config.block_sizes
+        limits = {"failures_max": FAILURES_MAX, "cooldown_ms": self._config.breaker_cooldown_ms}
         self._breaker = Breaker(**limits)
         """Circuit breaker for lookups."""
         self._copies = Breaker(**limits)
         """Circuit breaker for loads: a node that answers may lease blocks that cannot be loaded."""
-        self._stats = stats
         self._next_lease = 1
         self._loads_unverified = 0
         """Loads begun since the last one that is verified."""
         self._hits_unchecked = 0
         """Hits since the last one with a shadow check."""
-        self._costs = costs
         self._by_lease: dict[int, tuple[Request, LookupPart]] = {}
 
     @property
@@ -163,7 +146,7 @@ class EngineLookups:
             queued_ns = self._costs.queued_ns(now_ns)
             if not request.wait.is_over(queued_ns, now_ns):
                 return PENDING
-            self._stats.add("promotions_given_up")
+            self._stats["promotions_given_up"] += 1
             request.end_wait(queued_ns, now_ns)
             request.miss_reason = "promotion deadline"
             for part in request.parts:
@@ -213,7 +196,7 @@ class EngineLookups:
     ) -> HitPlan | None:
         """The hit whose blocks are leased in all groups, maybe of 0 tokens; None: the node has just
         been asked for its blocks."""
-        short = short_parts(request)
+        short = request.short_parts
         if request.plan is not None and not short:
             return request.plan
         for part in short:
@@ -227,7 +210,7 @@ class EngineLookups:
         local_tokens = request.first_block * self._sizes[0]
         if request.is_probe:
             tokens_max = min(tokens_max, local_tokens + self._costs.least_tokens)
-        request.plan = plan = next_plan(rules, self._config, request, tokens_max)
+        request.plan = plan = request.next_plan(rules, self._config, tokens_max)
         if plan.tokens > local_tokens:
             ranges = needed_blocks(plan, self._sizes, local_tokens, plan.tokens)
             for group, blocks in enumerate(ranges[1:], 1):
@@ -272,7 +255,7 @@ class EngineLookups:
         self._breaker.succeeded()
         request.replied_at_ns = now_ns
         request.stage = LookupStage.HELD
-        request.found_blocks = leading_blocks(request.parts)
+        request.found_blocks = request.leading_blocks
         request.wait = self._worth_waiting(request, now_ns)
         if request.wait is not None:
             request.stage, request.waited = LookupStage.PROMOTING, True
@@ -305,12 +288,12 @@ class EngineLookups:
     def _look(self, request: Request, wait: BlockWait, now_ns: int) -> None:
         """Update the wait of a lookup after a LeaseMore; end it if no more blocks are coming."""
         found = request.found_blocks
-        request.found_blocks = leading_blocks(request.parts)
+        request.found_blocks = request.leading_blocks
         came = (request.found_blocks - found) * self._sizes[0]
         if request.plan is not None:  # it needs them all
-            is_short = short_parts(request)
+            is_short = request.short_parts
             came = 0 if is_short else request.plan.tokens - request.first_block * self._sizes[0]
-        coming = coming_tokens(request)
+        coming = request.coming_tokens
         queued_ns = self._costs.queued_ns(now_ns)
         wait.arrived(self._costs.saving_ns(came), self._costs.saving_ns(coming), queued_ns, now_ns)
         if not coming:
@@ -319,7 +302,7 @@ class EngineLookups:
 
     def _worth_waiting(self, request: Request, now_ns: int) -> BlockWait | None:
         """A wait for the blocks on their way, if there are any and computing takes longer."""
-        coming = coming_tokens(request)
+        coming = request.coming_tokens
         if not coming:
             return None
         estimate_ms, source = max(
@@ -347,7 +330,7 @@ class EngineLookups:
         for group, size in enumerate(self._sizes):
             request.present.mark_present(group, range(ranges[group].start, end_tokens // size))
         jobs = [
-            load_job(request, group, blocks, keys=self._keys(request, group), table=tables[group])
+            request.load_job(group, blocks, keys=self._keys(request, group), table=tables[group])
             for group, blocks in enumerate(ranges)
             if blocks
         ]
@@ -441,7 +424,7 @@ class EngineLookups:
         # The node answers in order: these before the question that follows.
         is_known = request.hinted_session == attachment.session
         if not is_known or now_ns - request.hinted_ns > HINT_NS_MAX:
-            attachment.outbox.extend(surveys(self._config, request, attachment.shard_counts))
+            attachment.outbox.extend(request.surveys(self._config, attachment.shard_counts))
         blocks = keys_per_ask(attachment.shard_counts[0]) * wire.ASKS_PER_LOOKUP_MAX
         end_block = min(len(self._keys(request, 0)), first_block + blocks)
         self._ask_part(request, 0, range(first_block, end_block))
@@ -471,7 +454,7 @@ class EngineLookups:
 
     def _count_failure(self, breaker: Breaker, now_ns: int) -> None:
         if breaker.failed(now_ns):
-            self._stats.add("breaker_openings")
+            self._stats["breaker_openings"] += 1
 
     @staticmethod
     def _is_due(since: int, every: int) -> bool:

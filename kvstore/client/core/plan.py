@@ -138,21 +138,13 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
     )
 
 
-class SchedulerStats:
+class SchedulerStats(Counter[str]):
     """Counts since the last `take`. Names are the metric names without prefix, then a label's value
     behind a colon, if there is one; `_ns` becomes `_seconds`."""
 
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, amount: int = 1) -> None:
-        self._counts[name] += amount
-
     def take(self) -> dict[str, int]:
-        counts = dict(self._counts)
-        self._counts.clear()
+        counts = dict(self)
+        self.clear()
         return counts
 
 
@@ -207,12 +199,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every n-th load is checked against its checksums: 1 all, 0 none."""
     shadow_every: int = 0
     """Every n-th hit is computed all the same, and compared; 0: none."""
-    breaker_failures_max: int = 3
     breaker_cooldown_ms: int = 1000
-    recent_keys_max: int = 65_536
-    """Keys remembered as stored, so that equal prompts are stored once."""
-    push_work_ms_max: int = 1000
-    """Longest time that running copies keep an otherwise idle engine stepping."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

@@ -21,9 +21,8 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.hits import HitRules, block_keys
-from kvstore.client.core.plan import SchedulerConfig, SchedulerStats
 from kvstore.client.core.request import Request, needed_blocks
-from kvstore.client.core.stores import EngineStores
+from kvstore.client.core.stores import WORK_NS_MAX, EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as wire
 from kvstore.wire.requests import PrefillPart, answer_of
@@ -36,18 +35,11 @@ class EnginePushes:
     """All transfers of one engine."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        attachment: Attachment,
-        stores: EngineStores,
-        stats: SchedulerStats,
-        rules: HitRules | None,
+        self, attachment: Attachment, stores: EngineStores, rules: HitRules | None
     ) -> None:
         """`rules`: of an engine with several KV cache groups."""
-        self._config, self._rules = config, rules
-        self._attachment = attachment
-        self._stores = stores
-        self._stats = stats
+        self._config, self._stats = attachment.config, attachment.stats
+        self._attachment, self._stores, self._rules = attachment, stores, rules
         self._producing: dict[str, Request] = {}
         """Requests that are being prefilled."""
         self._closing: list[tuple[str, int, int]] = []
@@ -66,7 +58,7 @@ class EnginePushes:
 
     def open(self, request: Request) -> None:
         """A request arrives that is prefilled for other nodes: open its transfer."""
-        self._stats.add("pushes_opened")
+        self._stats["pushes_opened"] += 1
         self._open(request.transfer_id)
         self._producing[request.id] = request
 
@@ -130,11 +122,10 @@ class EnginePushes:
         """Close transfers whose stores have ended."""
         if not self._closing:
             return
-        limit_ns = self._config.push_work_ms_max * NS_PER_MS
         due = [
             entry
             for entry in self._closing
-            if not self._stores.has_running(entry[1]) or now_ns - entry[2] > limit_ns
+            if not self._stores.has_running(entry[1]) or now_ns - entry[2] > WORK_NS_MAX
         ]
         self._closing = [entry for entry in self._closing if entry not in due]
         for transfer in {transfer for transfer, *_ in due}:
@@ -155,7 +146,7 @@ class EnginePushes:
             self._expect(request, node)
         if not request.expected:
             return
-        self._stats.add("pushes_expected")
+        self._stats["pushes_expected"] += 1
         self._session = self._attachment.session
         self._waiting[request.id] = request
         request.pushed_until_ns = now_ns + self._config.push_deadline_ms * NS_PER_MS
@@ -210,7 +201,7 @@ class EnginePushes:
             waiting.expected.discard((end.group, end.first_block))
             if end.reason:
                 waiting.detail = f"push: {end.reason}"
-                self._stats.add("pushes_short")
+                self._stats["pushes_short"] += 1
             if not waiting.expected:
                 waiting.pushed_until_ns = 0
                 del self._waiting[request]
@@ -218,7 +209,7 @@ class EnginePushes:
     def admitted(self, request: Request, now_ns: int) -> None:
         """The engine admitted the request, and computes what it has not loaded: end its wait."""
         if request.id in self._waiting and now_ns >= request.pushed_until_ns:
-            self._stats.add("pushes_given_up")
+            self._stats["pushes_given_up"] += 1
             request.detail = "push: deadline"
         self._leave(request)
 

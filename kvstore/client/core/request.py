@@ -259,6 +259,96 @@ class Request:
         """Blocks found of the first group that came from another node for this request."""
         return sum(part.peer_blocks for part in self.parts if not part.group)
 
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def leading_blocks(self) -> int:
+        """Blocks of the first group that are leased without a gap."""
+        leading = 0
+        for part in self.parts:
+            if part.group:
+                break
+            leading += part.found_blocks
+            if part.is_short:
+                break
+        return leading
+
+    @property
+    def short_parts(self) -> list[LookupPart]:
+        """Questions about the groups beside the first of which not all blocks are leased."""
+        return [part for part in self.parts if part.group and part.is_short]
+
+    @property
+    def coming_tokens(self) -> int:
+        """Tokens of the blocks on their way that would lengthen the hit."""
+        if self.plan is not None:  # without one of these blocks there is no such hit
+            short = self.short_parts
+            if any(part.found_blocks + part.promoting < part.count for part in short):
+                return 0
+            return self.plan.tokens - self.first_block * self.block_tokens if short else 0
+        coming = 0
+        for part in self.parts:
+            coming += part.promoting
+            if part.found_blocks + part.promoting < part.count:
+                break
+        return coming * self.block_tokens
+
+    def surveys(self, config: SchedulerConfig, shard_counts: Sequence[int]) -> Iterator[wire.Hint]:
+        """The hints that ask which blocks of the groups beside the first the node knows."""
+        for group in range(1, len(config.block_sizes)):
+            names = block_keys(self.sought, config.keys_per_block(group))
+            size = max(8, wire.KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
+            for begin in range(0, len(names), size):
+                yield wire.Hint(self.tag, b"".join(names[begin : begin + size]), group, begin)
+
+    def next_plan(self, rules: HitRules, config: SchedulerConfig, tokens_max: int) -> HitPlan:
+        """The longest hit of all groups, by the answers so far: the first group has what its leases
+        hold, the others what the node knows, all of them what the engine itself has."""
+        local_tokens, key_count = self.first_block * self.block_tokens, len(self.sought)
+        present = [
+            self.present.resized(group, key_count // config.keys_per_block(group))
+            for group in range(len(config.block_sizes))
+        ]
+        present[0][:] = False
+        present[0][: self.first_block + self.found_blocks] = True
+        for mask, size in zip(present, config.block_sizes, strict=True):
+            mask[: local_tokens // size] = True
+        return rules.longest(present, tokens_max=tokens_max)
+
+    def load_job(
+        self, group: int, blocks: range, *, keys: Sequence[bytes], table: Sequence[int]
+    ) -> LoadJob:
+        """The job that fills blocks of one group, which the answers about it lease.
+
+        Args:
+            group: number of the group.
+            blocks: numbers in the prompt.
+            keys: of all its blocks.
+            table: the engine's blocks of it.
+        """
+        parts = [part for part in self.parts if part.group == group]
+        replies = [part.reply for part in parts if part.reply is not None]
+        begin, end = blocks.start - parts[0].first, blocks.stop - parts[0].first
+        assert 0 <= begin < end <= sum(part.found_blocks for part in parts), (begin, end)
+        shards = parts[0].shards
+
+        def cut(arrays: list[bytes], size: int) -> bytes:
+            return b"".join(arrays)[begin * shards * size : end * shards * size]
+
+        return LoadJob(
+            request=self.id,
+            lease=parts[0].lease,
+            session=self.session,
+            block_ids=tuple(table[blocks.start : blocks.stop]),
+            keys=b"".join(keys[blocks.start : blocks.stop]),
+            slots=cut([r.slots for r in replies], 4),
+            generations=cut([r.generations for r in replies], 8),
+            checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
+            group=group,
+        )
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
     def end_wait(self, queued_ns: float, now_ns: int) -> None:
         """End the wait with the blocks that came; `queued_ns` of computing comes before the
         request's own."""
@@ -309,10 +399,8 @@ class Request:
 
 def cut_name(request: str) -> str:
     """A request's id, cut to REQUEST_BYTES_MAX bytes of UTF-8: users choose ids, of any length."""
-    return (
-        request.encode("utf-8", "replace")[: wire.REQUEST_BYTES_MAX].decode("utf-8", "ignore")
-        or "?"
-    )
+    cut = request.encode("utf-8", "replace")[: wire.REQUEST_BYTES_MAX]
+    return cut.decode("utf-8", "ignore") or "?"
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
@@ -321,18 +409,6 @@ def cut_name(request: str) -> str:
 def keys_per_ask(shards: int) -> int:
     """Most keys of one LeaseAsk, whose answer has `shards` slots for each key."""
     return max(1, wire.KEYS_PER_DATAGRAM_MAX // shards)
-
-
-def leading_blocks(parts: Sequence[LookupPart]) -> int:
-    """Blocks of the first group that are leased without a gap."""
-    leading = 0
-    for part in parts:
-        if part.group:
-            break
-        leading += part.found_blocks
-        if part.is_short:
-            break
-    return leading
 
 
 def needed_blocks(
@@ -345,40 +421,6 @@ def needed_blocks(
         first = 0 if plan is None else plan.first_blocks[group]
         ranges.append(range(max(local_tokens // size, first), -(-end_tokens // size)))
     return ranges
-
-
-def load_job(
-    request: Request, group: int, blocks: range, *, keys: Sequence[bytes], table: Sequence[int]
-) -> LoadJob:
-    """The job that fills blocks of one group, which the answers about it lease.
-
-    Args:
-        request: of the lookup.
-        group: number of the group.
-        blocks: numbers in the prompt.
-        keys: of all blocks of the request.
-        table: the engine's blocks of the request.
-    """
-    parts = [part for part in request.parts if part.group == group]
-    replies = [part.reply for part in parts if part.reply is not None]
-    begin, end = blocks.start - parts[0].first, blocks.stop - parts[0].first
-    assert 0 <= begin < end <= sum(part.found_blocks for part in parts), (begin, end)
-    shards = parts[0].shards
-
-    def cut(arrays: list[bytes], size: int) -> bytes:
-        return b"".join(arrays)[begin * shards * size : end * shards * size]
-
-    return LoadJob(
-        request=request.id,
-        lease=parts[0].lease,
-        session=request.session,
-        block_ids=tuple(table[blocks.start : blocks.stop]),
-        keys=b"".join(keys[blocks.start : blocks.stop]),
-        slots=cut([r.slots for r in replies], 4),
-        generations=cut([r.generations for r in replies], 8),
-        checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
-        group=group,
-    )
 
 
 def all_sent(replies: Sequence[wire.LeaseReply]) -> bool:
@@ -397,54 +439,3 @@ def joined_checksums(replies: Sequence[wire.LeaseReply | wire.LeaseMore]) -> byt
     return b"".join(
         reply.checksums or bytes(len(reply.slots) // 4 * CHECKSUM_BYTES) for reply in replies
     )
-
-
-# ── the groups beside the first ──────────────────────────────────────────────────────────────────
-
-
-def surveys(
-    config: SchedulerConfig, request: Request, shard_counts: Sequence[int]
-) -> Iterator[wire.Hint]:
-    """The hints that ask which blocks of the groups beside the first the node knows."""
-    for group in range(1, len(config.block_sizes)):
-        names = block_keys(request.sought, config.keys_per_block(group))
-        size = max(8, wire.KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
-        for begin in range(0, len(names), size):
-            yield wire.Hint(request.tag, b"".join(names[begin : begin + size]), group, begin)
-
-
-def short_parts(request: Request) -> list[LookupPart]:
-    """Questions about the groups beside the first of which not all blocks are leased."""
-    return [part for part in request.parts if part.group and part.is_short]
-
-
-def coming_tokens(request: Request) -> int:
-    """Tokens of the blocks on their way that would lengthen the hit."""
-    if request.plan is not None:  # without one of these blocks there is no such hit
-        short = short_parts(request)
-        if any(part.found_blocks + part.promoting < part.count for part in short):
-            return 0
-        return request.plan.tokens - request.first_block * request.block_tokens if short else 0
-    coming = 0
-    for part in request.parts:
-        coming += part.promoting
-        if part.found_blocks + part.promoting < part.count:
-            break
-    return coming * request.block_tokens
-
-
-def next_plan(
-    rules: HitRules, config: SchedulerConfig, request: Request, tokens_max: int
-) -> HitPlan:
-    """The longest hit of all groups, by the answers so far: the first group has what its leases
-    hold, the others what the node knows, all of them what the engine itself has."""
-    local_tokens, key_count = request.first_block * request.block_tokens, len(request.sought)
-    present = [
-        request.present.resized(group, key_count // config.keys_per_block(group))
-        for group in range(len(config.block_sizes))
-    ]
-    present[0][:] = False
-    present[0][: request.first_block + request.found_blocks] = True
-    for mask, size in zip(present, config.block_sizes, strict=True):
-        mask[: local_tokens // size] = True
-    return rules.longest(present, tokens_max=tokens_max)

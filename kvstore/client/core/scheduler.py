@@ -23,7 +23,6 @@ from kvstore.client.core.plan import (
     LoadResult,
     RankReport,
     SchedulerConfig,
-    SchedulerStats,
     StepPlan,
 )
 from kvstore.client.core.pushes import EnginePushes
@@ -45,13 +44,13 @@ class SchedulerCore:
         assert (rules is not None) == (len(config.block_sizes) > 1)
         self.config = config
         self._rules = rules
-        self.stats = SchedulerStats()
         self.attachment = Attachment(config)
+        self.stats = self.attachment.stats
         self.costs = Costs(config)
-        self.lookups = EngineLookups(config, self.attachment, self.stats, self.costs, rules)
-        self._stores = EngineStores(config, self.attachment, self.stats)
-        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, rules)
-        self._shadows = Shadows(config, self.attachment, self.lookups, self._stores, self.stats)
+        self.lookups = EngineLookups(self.attachment, self.costs, rules)
+        self._stores = EngineStores(self.attachment)
+        self.pushes = EnginePushes(self.attachment, self._stores, rules)
+        self._shadows = Shadows(self.attachment, self.lookups, self._stores)
         self.requests: dict[str, Request] = {}
         """Requests under way, by the engine's names."""
         self._by_tag: dict[int, Request] = {}
@@ -235,7 +234,7 @@ class SchedulerCore:
             entry.load_ns, entry.admitted_ns = {}, now_ns
             entry.loaded_tokens = external_tokens
             entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
-            self.stats.add("load_blocks", sum(len(job.block_ids) for job in jobs))
+            self.stats["load_blocks"] += sum(len(job.block_ids) for job in jobs)
         elif entry.stage in WAITING_STAGES:
             self.lookups.release(entry)
 
@@ -336,8 +335,8 @@ class SchedulerCore:
         if not why_early:
             entry.first_token_ns = entry.first_token_ns or self._now_ns
         story = entry.story(self.costs.saved_ns(entry.loaded_tokens), self._now_ns)
-        self.stats.add("saved_prefill_ns", story.saved_ns)
-        self.stats.add("waited_ns", story.lookup_ns + story.promotion_ns + story.load_ns)
+        self.stats["saved_prefill_ns"] += story.saved_ns
+        self.stats["waited_ns"] += story.lookup_ns + story.promotion_ns + story.load_ns
         self._tell(story)
         return story
 
@@ -357,12 +356,12 @@ class SchedulerCore:
         """Count how a request was answered when it was admitted."""
         match outcome:
             case Hit(tokens):
-                self.stats.add("hits")
-                self.stats.add("hit_tokens:file", file_tokens)
-                self.stats.add("hit_tokens:peer", peer_tokens)
-                self.stats.add("hit_tokens:dram", tokens - file_tokens - peer_tokens)
+                self.stats["hits"] += 1
+                self.stats["hit_tokens:file"] += file_tokens
+                self.stats["hit_tokens:peer"] += peer_tokens
+                self.stats["hit_tokens:dram"] += tokens - file_tokens - peer_tokens
             case Miss(reason):
-                self.stats.add(f"misses:{reason}")
+                self.stats[f"misses:{reason}"] += 1
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
@@ -406,18 +405,18 @@ class SchedulerCore:
         for job in self._stores.reported(report.store_jobs_done):
             self._shadows.finished(job)
         self.pushes.settle(now_ns)
-        self.stats.add("store_blocks_sealed", report.blocks_sealed)
-        self.stats.add("store_blocks_dropped", report.blocks_dropped)
-        self.stats.add("store_bytes", report.store_bytes)
-        self.stats.add("store_ns", report.store_ns)
-        self.stats.add("fence_ns", report.fence_ns)
+        self.stats["store_blocks_sealed"] += report.blocks_sealed
+        self.stats["store_blocks_dropped"] += report.blocks_dropped
+        self.stats["store_bytes"] += report.store_bytes
+        self.stats["store_ns"] += report.store_ns
+        self.stats["fence_ns"] += report.fence_ns
 
     def _load_reported(self, rank: int, result: LoadResult, now_ns: int) -> None:
-        self.stats.add("load_bytes", result.bytes_moved)
-        self.stats.add("load_ns", result.duration_ns)
+        self.stats["load_bytes"] += result.bytes_moved
+        self.stats["load_ns"] += result.duration_ns
         entry = self.requests.get(result.request)
         if result.failed_block_ids and not (entry and entry.failed):
-            self.stats.add("load_failures")
+            self.stats["load_failures"] += 1
         if entry is not None:
             entry.load_ns[rank] = entry.load_ns.get(rank, 0) + result.duration_ns
             if result.failed_block_ids:

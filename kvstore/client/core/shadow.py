@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import CompareResult, SchedulerConfig, SchedulerStats
+from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.request import LookupPart, LookupStage, Request
 from kvstore.client.core.stores import NULL_BLOCK, EngineStores
 from kvstore.types import CHECKSUM_BYTES
@@ -49,18 +49,10 @@ class Shadows:
     """All shadow checks of one engine."""
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        attachment: Attachment,
-        lookups: EngineLookups,
-        stores: EngineStores,
-        stats: SchedulerStats,
+        self, attachment: Attachment, lookups: EngineLookups, stores: EngineStores
     ) -> None:
-        self._config = config
-        self._attachment = attachment
-        self._lookups = lookups
-        self._stores = stores
-        self._stats = stats
+        self._config, self._stats = attachment.config, attachment.stats
+        self._attachment, self._lookups, self._stores = attachment, lookups, stores
         self._jobs: dict[int, _Job] = {}
 
     def has_work(self, request: Request, settled_tokens: int) -> bool:
@@ -111,18 +103,15 @@ class Shadows:
         step = max(1, -(-whole // BLOCKS_MAX))
         end = min(full_blocks - first, whole)
         # The engine does not keep all blocks of a window or of recurrent layers.
-        blocks = [
-            b
-            for b in range(part.checked, end)
-            if not b % step and block_ids[first + b] != NULL_BLOCK
-        ]
+        due = (b for b in range(part.checked, end) if not b % step)
+        blocks = [b for b in due if block_ids[first + b] != NULL_BLOCK]
         part.checked = max(part.checked, end)
         if not blocks:
             return
         number = self._stores.compare(
             [block_ids[first + b] for b in blocks],
             group,
-            keys=[bytes(keys[first + b]) for b in blocks],
+            [bytes(keys[first + b]) for b in blocks],
             slots=self._rows(part.reply.slots, group, blocks, 4),
             generations=self._rows(part.reply.generations, group, blocks, 8),
             checksums=self._rows(part.reply.checksums, group, blocks, CHECKSUM_BYTES),
@@ -151,8 +140,8 @@ class Shadows:
         if job is None:
             return
         job.part.jobs_out -= 1
-        self._stats.add("shadow_blocks", job.compared)
-        self._stats.add("shadow_blocks_diverged", len(job.diverged))
+        self._stats["shadow_blocks"] += job.compared
+        self._stats["shadow_blocks_diverged"] += len(job.diverged)
         if (job.compared or job.diverged) and job.session == self._attachment.session:
             blocks = sorted(job.blocks[index] for index in job.diverged)
             self._attachment.outbox.append(

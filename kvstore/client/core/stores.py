@@ -15,13 +15,18 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
-from kvstore.client.core.plan import SchedulerConfig, SchedulerStats, StoreJob
+from kvstore.client.core.plan import StoreJob
 from kvstore.client.core.request import Request
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
+RECENT_KEYS_MAX = 65_536
+"""Keys remembered as stored, so that equal prompts are stored once."""
+WORK_NS_MAX = 1000 * NS_PER_MS
+"""Longest time that running copies keep an otherwise idle engine stepping."""
 HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
 NULL_BLOCK = 0
 """Stands in a block table for blocks that the engine does not keep."""
@@ -45,14 +50,12 @@ class _Outstanding:
 class EngineStores:
     """All stores of one engine."""
 
-    def __init__(
-        self, config: SchedulerConfig, attachment: Attachment, stats: SchedulerStats
-    ) -> None:
-        self._config = config
+    def __init__(self, attachment: Attachment) -> None:
+        self._config, self._stats = attachment.config, attachment.stats
         self._attachment = attachment
-        self._stats = stats
         self._sequence = 0
-        self._next_job = 1
+        self.last_job = 0
+        """Number of the last job so far."""
         self._recent: OrderedDict[bytes, int] = OrderedDict()
         self._outstanding: dict[int, _Outstanding] = {}
         self._source_blocks: Counter[int] = Counter()
@@ -100,10 +103,8 @@ class EngineStores:
             full_blocks: blocks complete once this step's forward has run.
             needed: flags of the blocks from next_block on that a later hit can need; None: all.
         """
-        credits, batch = (
-            self._attachment.credits[group],
-            self._batches.setdefault(group, _BlockBatch()),
-        )
+        credits = self._attachment.credits[group]
+        batch = self._batches.setdefault(group, _BlockBatch())
         self._sequence += 1
         first = request.next_blocks[group]
         for i in range(first, full_blocks):
@@ -112,7 +113,7 @@ class EngineStores:
             is_kept = block != NULL_BLOCK and (needed is None or needed[i - first])
             if is_kept and not self._is_stored(request, group, name, i):
                 if not credits:
-                    self._stats.add("store_blocks_without_credit", full_blocks - i)
+                    self._stats["store_blocks_without_credit"] += full_blocks - i
                     return
                 batch.credits.append(credits.popleft())
                 batch.keys.append(key)
@@ -135,51 +136,36 @@ class EngineStores:
 
     def _job(self, group: int, batch: _BlockBatch) -> StoreJob:
         slots, generations = credit_arrays(batch.credits)
-        job = StoreJob(
-            job=self._next_job,
-            session=self._attachment.session,
-            block_ids=tuple(batch.blocks),
-            keys=b"".join(batch.keys),
-            slots=slots,
-            generations=generations,
-            group=group,
-        )
+        job = self._made(batch.blocks, group, batch.keys, slots=slots, generations=generations)
         self._begin(job)
-        self._stats.add("store_blocks_submitted", len(job.block_ids))
-        self._next_job += 1
+        self._stats["store_blocks_submitted"] += len(job.block_ids)
         return job
+
+    def _made(
+        self, block_ids: Sequence[int], group: int, keys: Sequence[bytes], **more: Any
+    ) -> StoreJob:
+        self.last_job += 1
+        return StoreJob(
+            job=self.last_job,
+            session=self._attachment.session,
+            block_ids=tuple(block_ids),
+            keys=b"".join(keys),
+            group=group,
+            **more,
+        )
 
     def _begin(self, job: StoreJob) -> None:
         self._outstanding[job.job] = _Outstanding(job.block_ids)
         self._source_blocks.update(job.block_ids)
 
     def compare(
-        self,
-        block_ids: Sequence[int],
-        group: int,
-        *,
-        keys: list[bytes],
-        slots: bytes,
-        generations: bytes,
-        checksums: bytes,
+        self, block_ids: Sequence[int], group: int, keys: Sequence[bytes], **places: bytes
     ) -> int:
         """Plan a comparison of blocks of a group with slots, after this step, which completes them.
-        Returns the job's number; it ends like a store, and its blocks are fenced like a store's."""
-        self._comparing.append(
-            StoreJob(
-                job=self._next_job,
-                session=self._attachment.session,
-                block_ids=tuple(block_ids),
-                keys=b"".join(keys),
-                slots=slots,
-                generations=generations,
-                compare=True,
-                checksums=checksums,
-                group=group,
-            )
-        )
-        self._next_job += 1
-        return self._next_job - 1
+        Returns the job's number; it ends like a store, and its blocks are fenced like a store's.
+        `places`: slots, generations and checksums, as in a StoreJob."""
+        self._comparing.append(self._made(block_ids, group, keys, compare=True, **places))
+        return self.last_job
 
     def fence(self, new_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of the newly handed out blocks whose copy may still run."""
@@ -213,19 +199,13 @@ class EngineStores:
         """The node may have lost everything: nothing counts as stored any more."""
         self._recent.clear()
 
-    @property
-    def last_job(self) -> int:
-        """Number of the last job so far."""
-        return self._next_job - 1
-
     def has_running(self, last_job: int) -> bool:
         """Whether jobs up to this one have not ended on all ranks."""
         return any(job <= last_job for job in self._outstanding)
 
     def running(self, now_ns: int) -> bool:
         """Whether copies run that an idle engine should keep stepping for, within the bound."""
-        limit_ns = self._config.push_work_ms_max * NS_PER_MS
-        return bool(self._outstanding) and now_ns - self._last_submit_ns < limit_ns
+        return bool(self._outstanding) and now_ns - self._last_submit_ns < WORK_NS_MAX
 
     def _is_stored(self, request: Request, group: int, name: bytes, index: int) -> bool:
         stored_at = self._recent.get(name)
@@ -241,5 +221,5 @@ class EngineStores:
     def _remember(self, name: bytes) -> None:
         self._recent[name] = self._sequence
         self._recent.move_to_end(name)
-        if len(self._recent) > self._config.recent_keys_max:
+        if len(self._recent) > RECENT_KEYS_MAX:
             self._recent.popitem(last=False)

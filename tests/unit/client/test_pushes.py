@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.client.core.hits import PENDING, Hit, HitPlan, Mask, Miss
 from kvstore.client.core.plan import RankReport
+from kvstore.client.core.stores import WORK_NS_MAX
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
@@ -123,7 +124,7 @@ def test_a_rank_that_reports_no_more_does_not_keep_a_transfer_open(node: PushNod
     node.prefill()
     node.store("p", chain("x", 4))
     node.core.finished("p")
-    node.wait(node.core.config.push_work_ms_max + 1)
+    node.wait(WORK_NS_MAX // NS_PER_MS + 1)
     node.core.plan((), node.now_ns)
     assert node.words()[-1] == PushClose("t")
 
