@@ -468,40 +468,13 @@ class Grant(Message, frozen=True):
     group: GroupIndex = 0
 
 
-EngineMessage = (
-    HelloScheduler
-    | HelloRank
-    | Quiet
-    | Hint
-    | LeaseAsk
-    | LeaseRenew
-    | LeaseRelease
-    | Measured
-    | Story
-    | Compared
-    | Unserved
-    | PushOpen
-    | PushClose
-    | PushExpect
-    | PushCancel
-    | Seal
-    | Drop
-    | Distrust
-    | Verified
-    | Pinned
-)
-NodeMessage = (
-    Welcome
-    | Refused
-    | Quiesce
-    | SessionOpen
-    | SessionClosed
-    | HintReply
-    | LeaseReply
-    | LeaseMore
-    | PushEnd
-    | Grant
-)
+RankMessage = HelloRank | Quiet | Seal | Drop | Distrust | Verified | Pinned
+LookupMessage = Hint | LeaseAsk | LeaseRenew | LeaseRelease
+PushMessage = PushOpen | PushClose | PushExpect | PushCancel
+Report = Measured | Story | Compared | Unserved
+EngineMessage = HelloScheduler | LookupMessage | PushMessage | Report | RankMessage
+Answer = HintReply | LeaseReply | LeaseMore | PushEnd
+NodeMessage = Welcome | Refused | Quiesce | SessionOpen | SessionClosed | Grant | Answer
 
 _M = TypeVar("_M")
 _encoder = msgspec.msgpack.Encoder()

@@ -100,17 +100,6 @@ class Job:
     """One job under way. Blocks before index `next` were handed out in order; their copies end in
     any order."""
 
-    __slots__ = (
-        "abandoned",
-        "after",
-        "checksums",
-        "generations",
-        "in_flight",
-        "next",
-        "plan",
-        "prefix",
-        "slots",
-    )
     kind: ClassVar[type[Copy]]
 
     def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
@@ -190,7 +179,6 @@ class Job:
 class RunningLoad(Job):
     """Slots → engine blocks; no copy begins after one that failed."""
 
-    __slots__ = ("copied", "duration_ns")
     kind = LoadBlock
     plan: LoadJob
 
@@ -217,7 +205,6 @@ class RunningLoad(Job):
 class RunningStore(Job):
     """Engine blocks → granted slots; a block that cannot be copied does not stop the others."""
 
-    __slots__ = ("sealed",)
     kind = StoreBlock
     plan: StoreJob
 
@@ -236,7 +223,6 @@ class RunningStore(Job):
 class RunningCheck(Job):
     """Compares engine blocks with slots; writes nothing."""
 
-    __slots__ = ("compared", "diverged", "worst")
     kind = CompareBlock
     plan: StoreJob
 

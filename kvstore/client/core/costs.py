@@ -129,20 +129,6 @@ class WaitAccount:
 class BlockWait:
     """One request's wait for blocks that are on their way."""
 
-    __slots__ = (
-        "_account",
-        "_arrived_ns",
-        "_begun_ns",
-        "_estimate_ns",
-        "_left_ns",
-        "_risk_ns",
-        "_saved_ns",
-        "_saving_ns",
-        "_sooner_ns",
-        "queue_ns_max",
-        "until_ns",
-    )
-
     def __init__(
         self,
         account: WaitAccount,

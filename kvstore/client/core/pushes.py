@@ -238,8 +238,6 @@ class EnginePushes:
         for transfer in sorted(self._transfers):
             self._say(wire.PushOpen(transfer))
 
-    def _say(
-        self, message: wire.PushOpen | wire.PushClose | wire.PushExpect | wire.PushCancel
-    ) -> None:
+    def _say(self, message: wire.PushMessage) -> None:
         if self.node:
             self._attachment.outbox.append(message)
