@@ -120,7 +120,7 @@ class SchedulerSide:
         self._polled_ns = now_ns
         if self._closed:
             return
-        if self._link is None and core.attachment.wants_connection(now_ns):
+        if self._link is None and core.attachment.dial.is_due(now_ns):
             self._connect(now_ns)
         if self._link is not None:
             self._receive(now_ns)
@@ -137,7 +137,7 @@ class SchedulerSide:
         except AttachError as error:
             self._core.attachment.connect_failed(now_ns, str(error))
         else:
-            self._core.attachment.connected(now_ns)
+            self._core.attachment.dial.connected(now_ns)
 
     def _receive(self, now_ns: int) -> None:
         assert self._link is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.attachment import AttachState
 from kvstore.client.core.scheduler import SchedulerCore
 
 
@@ -10,4 +9,4 @@ def is_serving(core: SchedulerCore) -> bool:
     """Attached, session open, breakers closed."""
     lookups = core.lookups
     is_off = lookups._breaker.is_open or lookups._copies.is_open
-    return core.attachment.state is AttachState.OPEN and not is_off
+    return core.attachment.session != 0 and not is_off

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from kvstore.client.core import lookups, stores
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
-from kvstore.client.core.rank import RankCore
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
@@ -147,14 +146,12 @@ def first_of_several_errors_frees() -> contextlib.AbstractContextManager[Any]:
 
 def hit_without_load() -> contextlib.AbstractContextManager[Any]:
     """A load that could not begin is reported as done."""
-    load_result = RankCore._load_result
+    result = LoadJob.result
 
-    def broken(
-        self: RankCore, plan: LoadJob, *, loaded: int, duration_ns: int, reason: str
-    ) -> None:
-        load_result(self, plan, loaded=len(plan.block_ids), duration_ns=duration_ns, reason="")
+    def broken(self: LoadJob, **more: Any) -> LoadResult:
+        return result(self, **more | {"loaded": len(self.block_ids), "reason": ""})
 
-    return mock.patch.object(RankCore, "_load_result", broken)
+    return mock.patch.object(LoadJob, "result", broken)
 
 
 def truncated_hash() -> contextlib.AbstractContextManager[Any]:

@@ -207,7 +207,7 @@ class SlowDiskWorld:
         self._inbox: list[Message] = []
         self._requests = 0
         self._feed([Ready(ARENA_SLABS * slab)])
-        self.core.attachment.connected(self.now_ns)
+        self.core.attachment.dial.connected(self.now_ns)
         self._feed([Received(SCHEDULER, self.core.attachment.hello())])
         self._feed([Received(RANK, self.rank.hello())])
         self._exchange()

@@ -7,10 +7,11 @@
 
 The scheduler and every rank have a `Dial`: when to connect, and when to hang up. Times are the
 process's monotonic nanoseconds; heartbeats are stamps of the node's clock, and the offset between
-the two clocks is estimated. The scheduler's `Attachment` adds its session and its credits.
+the two clocks is estimated. The scheduler's `Attachment` adds its session and its credits: it is
+OPEN while it has a session, and WAITING for the ranks while it is welcome without one.
 
-Rules. 1: only `Attachment` changes its state. 2: credits exist only while OPEN and die with the
-session. 3: every change worth knowing leaves one notice, never one per request.
+Rules. 1: `session` changes here alone. 2: credits exist only while OPEN and die with the session.
+3: every change worth knowing leaves one notice, never one per request.
 
 A heartbeat older than its limit turns the cache off; the next beat turns it on again. Leases and
 credits stay meanwhile: the memory is there, and generations show which slots are void. The
@@ -136,15 +137,6 @@ CREDITS_MAX = 16_384
 """Far more than a node grants one engine; further credits are ignored."""
 
 
-class AttachState(enum.Enum):
-    """State of the connection."""
-
-    DOWN = "down"
-    GREETED = "greeted"
-    WAITING = "waiting for the ranks"
-    OPEN = "open"
-
-
 Credit = tuple[tuple[int, ...], tuple[int, ...]]
 """Slots and generations of one block, one per shard."""
 
@@ -154,7 +146,7 @@ class Attachment:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.stats = config, SchedulerStats()
-        self._dial = Dial(config.heartbeat_timeout_ms)
+        self.dial = Dial(config.heartbeat_timeout_ms)
         self.session = 0
         self.shard_counts: tuple[int, ...] = (1,)
         """Distinct shards of a block, by KV cache group."""
@@ -172,38 +164,26 @@ class Attachment:
         self._silence_noticed_ns: int | None = None
 
     @property
-    def state(self) -> AttachState:
-        if self._dial.state is not DialState.WELCOMED:
-            return AttachState(self._dial.state.value)
-        return AttachState.OPEN if self.session else AttachState.WAITING
-
-    @property
     def is_open(self) -> bool:
         """Whether the node can be asked."""
-        return self.state is AttachState.OPEN and not self.is_silent
+        return self.session != 0 and not self.is_silent
 
     @property
     def is_silent(self) -> bool:
         """Whether the last heartbeat is older than its limit."""
-        return self._dial.silent_since_ns > 0
+        return self.dial.silent_since_ns > 0
 
     def is_coming(self, now_ns: int, within_ns: int) -> bool:
         """Whether the node's silence, or its handshake, began less than `within_ns` ago, so that it
         may answer at any moment."""
-        match self.state:
-            case AttachState.DOWN:
-                return False
-            case AttachState.OPEN:
-                return now_ns - self._dial.silent_since_ns < within_ns
-            case _:
-                return now_ns - self._dial.since_ns < within_ns
-
-    def wants_connection(self, now_ns: int) -> bool:
-        return self._dial.is_due(now_ns)
+        if self.dial.state is DialState.DOWN:
+            return False
+        begin_ns = self.dial.silent_since_ns if self.session else self.dial.since_ns
+        return now_ns - begin_ns < within_ns
 
     def connect_failed(self, now_ns: int, reason: str) -> None:
         """The socket is absent or refuses. One notice, then silence until something changes."""
-        self._dial.ended(now_ns)
+        self.dial.ended(now_ns)
         self._notice_away(reason)
 
     def hello(self) -> wire.HelloScheduler:
@@ -214,17 +194,13 @@ class Attachment:
             protocol=wire.PROTOCOL_VERSION, weights_epoch=self.weights_epoch, **same
         )
 
-    def connected(self, now_ns: int) -> None:
-        """The socket is connected and the hello is on its way."""
-        self._dial.connected(now_ns)
-
     def disconnected(self, now_ns: int, reason: str) -> None:
         """The socket ended, or the caller closed it on request. Safe to call when down."""
-        if self.state is AttachState.DOWN:
+        if self.dial.state is DialState.DOWN:
             return
         self._end_session()
         self.outbox.clear()
-        self._dial.ended(now_ns)
+        self.dial.ended(now_ns)
         self._notice_away(reason)
 
     def restart(self, weights_epoch: str, now_ns: int) -> None:
@@ -232,7 +208,7 @@ class Attachment:
         self.weights_epoch = weights_epoch
         self._end_session()
         self.outbox.clear()
-        self._dial.restart(now_ns)
+        self.dial.restart(now_ns)
         self.notices.append("the engine's cache was reset: continuing in a new space")
 
     def cannot_be_served(self, reason: str) -> None:
@@ -243,30 +219,30 @@ class Attachment:
         self._tell_unserved()
 
     def _tell_unserved(self) -> None:
-        if self.unserved and self.state in (AttachState.WAITING, AttachState.OPEN):
+        if self.unserved and self.dial.state is DialState.WELCOMED:
             self.outbox.append(wire.Unserved(self.unserved))
 
     def received(self, message: wire.Message, now_ns: int) -> str | None:
         """Take an attachment message. Returns a reason when the caller must close the socket."""
         match message:
             case wire.Welcome():
-                if self.state is not AttachState.GREETED:
+                if self.dial.state is not DialState.GREETED:
                     return "the node welcomed twice"
                 self.incarnation = message.incarnation
-                self._dial.welcomed(now_ns, message.now_ns)
+                self.dial.welcomed(now_ns, message.now_ns)
                 self._tell_unserved()
-            case wire.SessionOpen() if self._dial.state is DialState.WELCOMED:
+            case wire.SessionOpen() if self.dial.state is DialState.WELCOMED:
                 self._end_session()
                 self.session = message.session
                 self.shard_counts, self.node = message.shard_counts, message.node
-                self._dial.since_ns = now_ns
-                self._dial.served()
+                self.dial.since_ns = now_ns
+                self.dial.served()
                 self._away_noticed = False
                 self.notices.append(f"attached to the node, session {message.session}: cache on")
             case wire.SessionClosed():
                 if message.session == self.session:
                     self._end_session()
-                    self._dial.since_ns = now_ns
+                    self.dial.since_ns = now_ns
                     self._notice_away(message.reason)
             case wire.Grant():
                 if message.session == self.session:
@@ -274,7 +250,7 @@ class Attachment:
             case wire.Refused():
                 self._notice_away(f"refused: {message.reason}")
                 self._end_session()
-                self._dial.refused(now_ns)
+                self.dial.refused(now_ns)
                 return "refused"
             case _:
                 pass
@@ -283,9 +259,9 @@ class Attachment:
     def check_heartbeat(self, now_ns: int, heartbeat_ns: int) -> str:
         """Take note of the node's last beat, 0 if unknown. Returns a reason when the caller must
         close the socket, or nothing."""
-        before_ns = self._dial.silent_since_ns
-        reason = self._dial.check_heartbeat(now_ns, heartbeat_ns)
-        if self.state is AttachState.OPEN:
+        before_ns = self.dial.silent_since_ns
+        reason = self.dial.check_heartbeat(now_ns, heartbeat_ns)
+        if self.session:
             if self.is_silent and not before_ns:
                 self._notice_silence(now_ns)
             if before_ns and not self.is_silent and before_ns == self._silence_noticed_ns:

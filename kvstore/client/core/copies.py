@@ -10,7 +10,7 @@ them. Does not cover: order and reports of jobs (`kvstore.client.core.rank`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
@@ -123,9 +123,8 @@ class Job:
             or len(checksums) not in (0, n * shards * CHECKSUM_BYTES)
         ):
             raise ProtocolError(PLAN_MALFORMED)
-        self.slots: list[int] = wire.slots_array(plan.slots).reshape(n, shards)[:, column].tolist()
-        words = wire.generations_array(plan.generations).reshape(n, shards)[:, column]
-        self.generations: list[int] = words.tolist()
+        self.slots = wire.slots_array(plan.slots).reshape(n, shards)[:, column]
+        self.generations = wire.generations_array(plan.generations).reshape(n, shards)[:, column]
         step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
         every = [checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)]
         self.checksums = [checksum if any(checksum) else None for checksum in every]
@@ -154,10 +153,9 @@ class Job:
         self.next += 1
         return index
 
-    def places(self, indexes: Iterable[int]) -> tuple[bytes, bytes]:
+    def places(self, indexes: list[int]) -> tuple[bytes, bytes]:
         """Slots (u32 each) and generations (u64 each) of these blocks, as datagrams have them."""
-        places = [(self.slots[i], self.generations[i]) for i in indexes]
-        return _u32(slot for slot, _ in places), _u64(generation for _, generation in places)
+        return self.slots[indexes].tobytes(), self.generations[indexes].tobytes()
 
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
@@ -167,8 +165,8 @@ class Job:
         return self.kind(
             self.plan.group,
             self.plan.block_ids[index],
-            SlotId(self.slots[index]),
-            Generation(self.generations[index]),
+            SlotId(int(self.slots[index])),
+            Generation(int(self.generations[index])),
             key,
             header(self.prefix, key),
             self.checksums[index] if self.checksums else None,
@@ -288,11 +286,3 @@ def distrust(job: Job, index: int) -> wire.Distrust:
 def _batches(indexes: list[int]) -> Iterator[list[int]]:
     step = wire.KEYS_PER_DATAGRAM_MAX
     return (indexes[at : at + step] for at in range(0, len(indexes), step))
-
-
-def _u32(values: Iterable[int]) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
-
-
-def _u64(values: Iterable[int]) -> bytes:
-    return b"".join(value.to_bytes(8, "little") for value in values)

@@ -31,6 +31,15 @@ class LoadJob(msgspec.Struct, frozen=True):
     group: int = 0
     """KV cache group of all blocks of the job."""
 
+    def result(
+        self, *, loaded: int = 0, bytes_moved: int = 0, duration_ns: int = 0, reason: str = ""
+    ) -> LoadResult:
+        """The result of a rank that loaded so many of the blocks."""
+        failed = self.block_ids[loaded:]
+        return LoadResult(
+            self.request, self.lease, loaded, failed, bytes_moved, duration_ns, reason
+        )
+
 
 class StoreJob(msgspec.Struct, frozen=True):
     """Copy engine blocks into granted slots after the step's forward, then seal.
@@ -121,18 +130,7 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
     return RankReport(
         rank=rank,
         session=0,
-        loads=tuple(
-            LoadResult(
-                request=load.request,
-                lease=load.lease,
-                loaded_blocks=0,
-                failed_block_ids=load.block_ids,
-                bytes_moved=0,
-                duration_ns=0,
-                reason=reason if load.block_ids else "",
-            )
-            for load in plan.loads
-        ),
+        loads=tuple(load.result(reason=reason if load.block_ids else "") for load in plan.loads),
         store_jobs_done=tuple(store.job for store in plan.stores),
         blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
     )

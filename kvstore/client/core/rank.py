@@ -310,14 +310,14 @@ class RankCore:
 
     def _submit_load(self, plan: LoadJob, after: int) -> None:
         if not plan.block_ids:
-            self._load_result(plan, loaded=0, duration_ns=0, reason="")
+            self._load_results.append(plan.result())
         elif not self._serves(plan):
-            self._load_result(plan, loaded=0, duration_ns=0, reason=SESSION_OVER)
+            self._load_results.append(plan.result(reason=SESSION_OVER))
         else:
             try:
                 job = copies.RunningLoad(plan, self._column(plan), after)
             except ProtocolError as error:
-                self._load_result(plan, loaded=0, duration_ns=0, reason=str(error))
+                self._load_results.append(plan.result(reason=str(error)))
             else:
                 self._loads.append(job)
 
@@ -342,24 +342,13 @@ class RankCore:
         self._loads.remove(job)
         if self._attached:
             self._outbox += copies.verified(job)
-        loaded = job.loaded_blocks
-        self._load_result(
-            job.plan,
-            loaded=loaded,
-            duration_ns=job.duration_ns,
-            reason=reason if loaded < len(job.plan.block_ids) else "",
-        )
-
-    def _load_result(self, plan: LoadJob, *, loaded: int, duration_ns: int, reason: str) -> None:
+        loaded, plan = job.loaded_blocks, job.plan
         self._load_results.append(
-            LoadResult(
-                request=plan.request,
-                lease=plan.lease,
-                loaded_blocks=loaded,
-                failed_block_ids=plan.block_ids[loaded:],
+            plan.result(
+                loaded=loaded,
                 bytes_moved=loaded and loaded * self._config.groups[plan.group].block_bytes,
-                duration_ns=duration_ns,
-                reason=reason,
+                duration_ns=job.duration_ns,
+                reason=reason if loaded < len(plan.block_ids) else "",
             )
         )
 

@@ -144,10 +144,10 @@ class SimEngine:
     def poll_scheduler(self) -> None:
         """As `connector.scheduler_side.poll`."""
         machine, core, now_ns = self.machine, self.core, self.now_ns
-        if not self.scheduler_socket and core.attachment.wants_connection(now_ns):
+        if not self.scheduler_socket and core.attachment.dial.is_due(now_ns):
             self.scheduler_socket = machine.connect(core.attachment.hello())
             if self.scheduler_socket:
-                core.attachment.connected(now_ns)
+                core.attachment.dial.connected(now_ns)
             else:
                 core.attachment.connect_failed(now_ns, "absent")
         if self.scheduler_socket:

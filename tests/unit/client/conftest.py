@@ -49,8 +49,8 @@ class ScriptedNode:
 
     def attach(self, credits: int = 0, *, incarnation: int = 7) -> None:
         """Connect and open a session with so many credits."""
-        assert self.core.attachment.wants_connection(self.now_ns)
-        self.core.attachment.connected(self.now_ns)
+        assert self.core.attachment.dial.is_due(self.now_ns)
+        self.core.attachment.dial.connected(self.now_ns)
         self.session += 1
         self.give(
             m.Welcome(

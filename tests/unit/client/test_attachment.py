@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.attachment import CREDITS_MAX, AttachState
+from kvstore.client.core.attachment import CREDITS_MAX, DialState
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import ScriptedNode
@@ -12,7 +12,7 @@ def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
     """Whether the cache is off."""
     node.core.attachment.check_heartbeat(node.now_ns, heartbeat_ns)
     attachment = node.core.attachment
-    assert attachment.is_open == (attachment.state is AttachState.OPEN and not attachment.is_silent)
+    assert attachment.is_open == (attachment.session != 0 and not attachment.is_silent)
     return attachment.is_silent
 
 
@@ -59,7 +59,7 @@ def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: Script
     attachment = node.core.attachment
     tries = 0
     for _ in range(1000):
-        if attachment.wants_connection(node.now_ns):
+        if attachment.dial.is_due(node.now_ns):
             tries += 1
             attachment.connect_failed(node.now_ns, "no such file")
         node.wait(10)
@@ -69,17 +69,17 @@ def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: Script
     node.attach()
     assert len(node.core.take_notices()) == 1
     attachment.disconnected(node.now_ns, "gone")
-    assert attachment.state is AttachState.DOWN
+    assert attachment.dial.state is DialState.DOWN
     assert len(node.core.take_notices()) == 1
 
 
 def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
-    node.core.attachment.connected(node.now_ns)
+    node.core.attachment.dial.connected(node.now_ns)
     assert node.give(m.Refused(reason="other version", permanent=True)) is not None
     node.wait(9000)
-    assert not node.core.attachment.wants_connection(node.now_ns)
+    assert not node.core.attachment.dial.is_due(node.now_ns)
     node.wait(2000)
-    assert node.core.attachment.wants_connection(node.now_ns)
+    assert node.core.attachment.dial.is_due(node.now_ns)
     (notice,) = node.core.take_notices()
     assert "other version" in notice
 
@@ -119,7 +119,7 @@ def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
     node.core.new_weights("abc", node.now_ns, emptied=True)
     assert node.core.attachment.hello().weights_epoch == "abc"
     node.wait(NS_PER_MS)
-    assert node.core.attachment.state is AttachState.DOWN
+    assert node.core.attachment.dial.state is DialState.DOWN
 
 
 WELCOME = m.Welcome(protocol=1, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
@@ -129,12 +129,12 @@ def test_why_no_session_opens_is_told_on_every_connection(node: ScriptedNode) ->
     attachment = node.core.attachment
     attachment.cannot_be_served("x" * 999)
     for _ in range(2):
-        attachment.connected(node.now_ns)
+        attachment.dial.connected(node.now_ns)
         assert node.core.take_outbox() == []
         node.give(WELCOME)
         assert node.core.take_outbox() == [m.Unserved("x" * m.UNSERVED_LENGTH_MAX)]
         attachment.disconnected(node.now_ns, "the node ended")
-    attachment.connected(node.now_ns)
+    attachment.dial.connected(node.now_ns)
     node.give(WELCOME)
     node.core.take_outbox()
     attachment.cannot_be_served("another reason")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.client.core.attachment import AttachState
+from kvstore.client.core.attachment import DialState
 from kvstore.client.core.scheduler import PENDING, Miss
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import ScriptedNode, chain
@@ -26,9 +26,9 @@ def welcome(node: ScriptedNode) -> None:
 def say(node: ScriptedNode, message: m.Message) -> None:
     """As the connector takes a message: a reason to close the socket closes it."""
     attachment = node.core.attachment
-    if attachment.wants_connection(node.now_ns):
-        attachment.connected(node.now_ns)
-    if attachment.state is AttachState.DOWN:
+    if attachment.dial.is_due(node.now_ns):
+        attachment.dial.connected(node.now_ns)
+    if attachment.dial.state is DialState.DOWN:
         return  # there is no socket that it could come by
     reason = node.give(message)
     if reason is not None:
@@ -37,7 +37,7 @@ def say(node: ScriptedNode, message: m.Message) -> None:
 
 def open_or_close(node: ScriptedNode) -> None:
     """A session that ends in the step after it began, before any answer."""
-    if node.core.attachment.state is AttachState.OPEN:
+    if node.core.attachment.session:
         say(node, m.SessionClosed(session=node.session, reason="a rank left"))
     else:
         open_another(node)
@@ -52,7 +52,7 @@ def open_another(node: ScriptedNode) -> None:
 def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
     node = ScriptedNode()
     keys = chain("a", 400)  # so many that their answer is waited for longest
-    node.core.attachment.connected(node.now_ns)
+    node.core.attachment.dial.connected(node.now_ns)
     welcome(node)
     node.arrive("r", keys)
     begin_ns, outcome = node.now_ns, node.match("r")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.attachment import AttachState
 from kvstore.client.link import Lost
 from kvstore.connector.scheduler_side import TURN, Attendant, SchedulerSide
 from kvstore.errors import AttachError
@@ -54,7 +53,7 @@ def lost(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> tuple[Schedule
     """An engine that was attached, and whose node has just ended."""
     link, node = FullSocket(room=100), Node()
     side = make_side(link)
-    assert side._core.attachment.state is AttachState.OPEN
+    assert side._core.attachment.session
     monkeypatch.setattr("kvstore.connector.scheduler_side.Link.connect", node.connect)
     lost: Any = Lost("the node closed the connection")
     link.inbox.append(lost)
@@ -62,7 +61,7 @@ def lost(make_side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> tuple[Schedule
 
 
 def is_open(side: SchedulerSide) -> bool:
-    return side._core.attachment.state is AttachState.OPEN
+    return side._core.attachment.session != 0
 
 
 def idle(side: SchedulerSide, clock: SimpleNamespace, ns: int) -> None:
