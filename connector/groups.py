@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.client.core.hits import HitPlan, Mask
+from kvstore.client.core.plan import HitPlan, Mask
 from kvstore.client.core.stores import NULL_BLOCK
 from kvstore.wire.space import FULL_ATTENTION
 

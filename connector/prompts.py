@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvstore.client.core.hits import DerivedKeys
+from kvstore.client.core.request import DerivedKeys
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import Images
 from kvstore.connector.weights import digest_path, downloaded
@@ -129,14 +129,12 @@ class AdapterKeys(DerivedKeys):
 
     def __init__(self, request: Request, digest: bytes) -> None:
         """`digest`: of the adapter. `request` goes on making its own keys."""
+        super().__init__(lambda: len(request.block_hashes), self._key)
         self._request = request
         self._digest = digest
         self._made: dict[bytes, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._request.block_hashes)
-
-    def _at(self, at: int) -> bytes:
+    def _key(self, at: int) -> bytes:
         own = self._request.block_hashes[at]
         made = self._made.get(own)
         if made is None:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.core.hits import PENDING, Hit
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerConfig
+from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankReport, SchedulerConfig
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig

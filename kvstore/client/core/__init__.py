@@ -2,9 +2,8 @@
 
 | module          | cares about                                  | in → out                        |
 |-----------------|----------------------------------------------|---------------------------------|
-| `plan.py`       | values of connector, scheduler and ranks: configuration, plans, reports | –    |
+| `plan.py`       | values of connector, scheduler, ranks: configuration, hits, plans, reports | – |
 | `attachment.py` | back-off, heartbeats; session and credits of the scheduler | datagrams → state |
-| `hits.py`       | lengths of hits, the port of their rules     | –                               |
 | `request.py`    | a request under way, its leased blocks, its story | answers → LoadJob, Story   |
 | `pushes.py`     | transfers from prefill to decode             | requests ↔ datagrams            |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending       |

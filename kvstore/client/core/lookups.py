@@ -28,14 +28,23 @@ import msgspec
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import BlockWait, Costs
-from kvstore.client.core.hits import PENDING, Hit, HitPlan, HitRules, Miss, Outcome, block_keys
-from kvstore.client.core.plan import LoadJob, LoadResult
+from kvstore.client.core.plan import (
+    PENDING,
+    Hit,
+    HitPlan,
+    HitRules,
+    LoadJob,
+    LoadResult,
+    Miss,
+    Outcome,
+)
 from kvstore.client.core.request import (
     WAITING_STAGES,
     LookupPart,
     LookupStage,
     Request,
     all_sent,
+    block_keys,
     joined_checksums,
     keys_per_ask,
     needed_blocks,

@@ -1,5 +1,10 @@
 """The values that connector, scheduler core and ranks exchange: the configuration of the scheduler
-side, its plans for the ranks, one each step, the reports of the ranks, and counters.
+side, counters, hits, plans for the ranks, one each step, and reports of the ranks.
+
+With one KV cache group a hit is the leading run of blocks that the node has. With several, each
+kind of attention needs other blocks: full attention all of them, a window of 1,024 tokens only
+those that end where the hit ends. The engine's own rules decide (`HitRules`), so that a hit is
+never longer and never shorter than the engine would find in its own cache.
 
 Plans travel inside the engine's own step metadata, to every rank the same. Arrays are bytes as on
 the attach socket (`kvstore.wire.messages`): [n][S] over the session's distinct shards, shard minor.
@@ -9,9 +14,134 @@ Every rank reads its column; the lowest of the ranks that share a column alone w
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Store = Literal["all", "prompt", "none"]
+"""Which blocks an engine stores: all, also those that fill during decoding; those of prompts; or
+none, and it only loads."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and names of one engine's scheduler side."""
+
+    engine_id: str
+    nonce: str
+    """Differs between two starts of the same engine id."""
+    process: str
+    tenant: str
+    rank_count: int
+    block_tokens: int
+    """Tokens of a block of the first KV cache group, the one with full attention."""
+    group_tokens: tuple[int, ...] = ()
+    """Tokens of a block of each KV cache group; empty: there is one group."""
+    group_names: tuple[str, ...] = ("full attention",)
+    """Names of the KV cache groups, for people."""
+    key_tokens: int = 0
+    """Tokens between two keys of a request, where blocks are longer; 0: `block_tokens`."""
+    lookahead_tokens: int = 0
+    """Tokens past a block on which its last entries depend, with drafts that read the model's
+    hidden states: a block is stored when they are known, and a hit leaves its last block out."""
+    label: str = ""
+    data_rank: int = 0
+    """Data-parallel rank of the engine."""
+    events: str = ""
+    """Endpoint at which the node reads the engine's KV events; empty: none."""
+    events_replay: str = ""
+    address: str = ""
+    """URL of the engine's HTTP server, for routers; empty: not listed."""
+    role: str = ""
+    """`prefill`, `decode` or `both`, for routers."""
+    lookup_deadline_ms: int = 20
+    """Time from the first question for a request until it is answered 0; longer where computing
+    takes long (`kvstore.client.core.costs`)."""
+    heartbeat_timeout_ms: int = 250
+    push_deadline_ms: int = 60_000
+    """Longest wait for blocks that a prefill node sends."""
+    prefill_ns_per_token: int = 10_000
+    """Cost of computing a token, until a step was measured or the node has a value: a quick
+    engine's, so that no request waits for blocks that this one may compute in less time."""
+    min_load_tokens: int = 128
+    """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
+    store: Store = "all"
+    verify_every: int = 1
+    """Every n-th load is checked against its checksums: 1 all, 0 none."""
+    shadow_every: int = 0
+    """Every n-th hit is computed all the same, and compared; 0: none."""
+    breaker_cooldown_ms: int = 1000
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by KV cache group."""
+        return self.group_tokens or (self.block_tokens,)
+
+    def keys_per_block(self, group: int) -> int:
+        """Keys of a request for each block of a group."""
+        return self.block_sizes[group] // (self.key_tokens or self.block_tokens)
+
+
+class SchedulerStats(Counter[str]):
+    """Counts since the last `take`. Names are the metric names without prefix, then a label's value
+    behind a colon, if there is one; `_ns` becomes `_seconds`."""
+
+    def take(self) -> dict[str, int]:
+        counts = dict(self)
+        self.clear()
+        return counts
+
+
+# ── hits ──────────────────────────────────────────────────────────────────────────────────────────
+
+Mask = NDArray[np.bool_]
+"""[n] flags of a request's blocks of one group, in chain order."""
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """Ask again in the next step."""
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """`tokens` tokens beyond the prefix-cache hit can be loaded."""
+
+    tokens: int
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """Nothing to load; `reason` is one of a small fixed set of words for metrics and logs."""
+
+    reason: str
+
+
+Outcome = Pending | Hit | Miss
+PENDING = Pending()
+
+
+class HitPlan(msgspec.Struct, frozen=True):
+    """The longest hit that all groups can serve."""
+
+    tokens: int
+    """From the start of the prompt."""
+    first_blocks: tuple[int, ...]
+    """By group: the first block that the hit needs; it needs all from there to its end."""
+    lacking_group: int = 0
+    """Group whose blocks ended the hit."""
+
+
+class HitRules(Protocol):
+    """The engine's rules for models with several KV cache groups."""
+
+    def longest(self, present: Sequence[Mask], *, tokens_max: int) -> HitPlan:
+        """The longest hit of at most `tokens_max` tokens, given the blocks of each group."""
+
+    def are_needed(self, group: int, first_block: int, end_block: int) -> Sequence[bool] | None:
+        """Flags of the blocks that a later hit can need; None: all."""
+
+
+# ── plans and reports ─────────────────────────────────────────────────────────────────────────────
 
 
 class LoadJob(msgspec.Struct, frozen=True):
@@ -134,76 +264,3 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
         store_jobs_done=tuple(store.job for store in plan.stores),
         blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
     )
-
-
-class SchedulerStats(Counter[str]):
-    """Counts since the last `take`. Names are the metric names without prefix, then a label's value
-    behind a colon, if there is one; `_ns` becomes `_seconds`."""
-
-    def take(self) -> dict[str, int]:
-        counts = dict(self)
-        self.clear()
-        return counts
-
-
-Store = Literal["all", "prompt", "none"]
-"""Which blocks an engine stores: all, also those that fill during decoding; those of prompts; or
-none, and it only loads."""
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and names of one engine's scheduler side."""
-
-    engine_id: str
-    nonce: str
-    """Differs between two starts of the same engine id."""
-    process: str
-    tenant: str
-    rank_count: int
-    block_tokens: int
-    """Tokens of a block of the first KV cache group, the one with full attention."""
-    group_tokens: tuple[int, ...] = ()
-    """Tokens of a block of each KV cache group; empty: there is one group."""
-    group_names: tuple[str, ...] = ("full attention",)
-    """Names of the KV cache groups, for people."""
-    key_tokens: int = 0
-    """Tokens between two keys of a request, where blocks are longer; 0: `block_tokens`."""
-    lookahead_tokens: int = 0
-    """Tokens past a block on which its last entries depend, with drafts that read the model's
-    hidden states: a block is stored when they are known, and a hit leaves its last block out."""
-    label: str = ""
-    data_rank: int = 0
-    """Data-parallel rank of the engine."""
-    events: str = ""
-    """Endpoint at which the node reads the engine's KV events; empty: none."""
-    events_replay: str = ""
-    address: str = ""
-    """URL of the engine's HTTP server, for routers; empty: not listed."""
-    role: str = ""
-    """`prefill`, `decode` or `both`, for routers."""
-    lookup_deadline_ms: int = 20
-    """Time from the first question for a request until it is answered 0; longer where computing
-    takes long (`kvstore.client.core.costs`)."""
-    heartbeat_timeout_ms: int = 250
-    push_deadline_ms: int = 60_000
-    """Longest wait for blocks that a prefill node sends."""
-    prefill_ns_per_token: int = 10_000
-    """Cost of computing a token, until a step was measured or the node has a value: a quick
-    engine's, so that no request waits for blocks that this one may compute in less time."""
-    min_load_tokens: int = 128
-    """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
-    store: Store = "all"
-    verify_every: int = 1
-    """Every n-th load is checked against its checksums: 1 all, 0 none."""
-    shadow_every: int = 0
-    """Every n-th hit is computed all the same, and compared; 0: none."""
-    breaker_cooldown_ms: int = 1000
-
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a block, by KV cache group."""
-        return self.group_tokens or (self.block_tokens,)
-
-    def keys_per_block(self, group: int) -> int:
-        """Keys of a request for each block of a group."""
-        return self.block_sizes[group] // (self.key_tokens or self.block_tokens)

@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.hits import HitRules, block_keys
-from kvstore.client.core.request import Request, needed_blocks
+from kvstore.client.core.plan import HitRules
+from kvstore.client.core.request import Request, block_keys, needed_blocks
 from kvstore.client.core.stores import WORK_NS_MAX, EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as wire

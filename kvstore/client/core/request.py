@@ -6,26 +6,107 @@ transfer, `shadow.py` of shadow checks, `scheduler.py` of the rest. `lookups.py`
 picture of the stages.
 
 Checksums in answers are 16 bytes a slot, zeros where there is nothing to verify, or none at all.
-Does not cover: leases (`lookups.py`), the engine's rules (`hits.HitRules`).
+Does not cover: leases (`lookups.py`), the engine's rules (`plan.HitRules`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 
 from kvstore.client.core.costs import BlockWait
-from kvstore.client.core.hits import HitPlan, HitRules, Outcome, Presence, PromptKeys, block_keys
-from kvstore.client.core.plan import LoadJob, SchedulerConfig
+from kvstore.client.core.plan import HitPlan, HitRules, LoadJob, Mask, Outcome, SchedulerConfig
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire import messages as wire
 from kvstore.wire.requests import DecodePart, PrefillPart
 
 DETAIL_LENGTH_MAX: Final = 255
+
+
+# ── keys and presence of blocks ───────────────────────────────────────────────────────────────────
+
+
+class DerivedKeys(Sequence[bytes]):
+    """A sequence of keys that takes each from other keys when it is read."""
+
+    def __init__(self, length: Callable[[], int], at: Callable[[int], bytes]) -> None:
+        """`length`: their number now. `at`: makes one, by its place in [0, length)."""
+        self._length, self._at = length, at
+
+    def __len__(self) -> int:
+        return self._length()
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self._at(at) for at in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._at(index % len(self))
+
+
+def block_keys(keys: Sequence[bytes], step: int) -> Sequence[bytes]:
+    """Keys of blocks that are `step` times as long as those that `keys` name: every `step`-th key,
+    since each depends on all tokens before its end."""
+    if step == 1:
+        return keys
+    return DerivedKeys(lambda: len(keys) // step, lambda at: keys[(at + 1) * step - 1])
+
+
+class Presence:
+    """Blocks of one request that the node knows, by group, as of its last answers."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, Mask] = {}
+
+    def update_from_answer(self, group: int, first_block: int, bits: bytes) -> None:
+        """Take the node's flags of the blocks from `first_block` on, padded to whole bytes. An
+        answer about block 0 replaces all earlier answers; one that leaves a gap is ignored."""
+        flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(np.bool_)
+        before = self._masks.get(group)
+        if not first_block:
+            self._masks[group] = flags
+        elif before is not None and first_block <= len(before):
+            self._masks[group] = np.concatenate([before[:first_block], flags])
+
+    def get(self, group: int) -> Mask | None:
+        """Flags of the blocks of a group; None: the node has not answered."""
+        return self._masks.get(group)
+
+    def resized(self, group: int, count: int) -> Mask:
+        """Flags of the first `count` blocks; unknown ones are absent."""
+        mask = self._masks.get(group, np.zeros(0, np.bool_))
+        sized: Mask = np.zeros(count, np.bool_)
+        sized[: len(mask)] = mask[:count]
+        return sized
+
+    def mark_absent(self, group: int, first_block: int, end_block: int | None = None) -> None:
+        """Clear the flags of blocks [first_block, end_block), which turned out to be absent;
+        `end_block` None: to the end."""
+        if group in self._masks:
+            self._masks[group][first_block:end_block] = False
+
+    def mark_present(self, group: int, blocks: range) -> None:
+        """Set the flags of leased blocks, which came after the answer, from another node or from
+        disk. Blocks beyond the end of the answer stay unknown."""
+        if group in self._masks and blocks:
+            self._masks[group][blocks.start : blocks.stop] = True
+
+    def clear(self) -> None:
+        """Forget all answers: the node may have lost everything."""
+        self._masks.clear()
+
+
+# ── the request ───────────────────────────────────────────────────────────────────────────────────
 
 
 class LookupStage(enum.Enum):
@@ -242,7 +323,10 @@ class Request:
         return self._with_tail() if self.tail_tokens else self.keys
 
     def _with_tail(self) -> Sequence[bytes]:
-        return PromptKeys(self.keys, self.prompt_tokens // self.block_tokens, self.tail)
+        """Keys of the prompt's whole blocks, and the key of its tail: of the tokens behind them,
+        which fill a part of a block."""
+        keys, tail, whole = self.keys, self.tail, self.prompt_tokens // self.block_tokens
+        return DerivedKeys(lambda: whole + 1, lambda at: keys[at] if at < whole else tail)
 
     def full_blocks(self, settled_tokens: int, size: int) -> int:
         """Blocks of `size` tokens that may be stored; the tail is that of the first group."""

@@ -16,17 +16,21 @@ import msgspec
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import (
+    PENDING,
+    Hit,
+    HitRules,
     LoadJob,
     LoadResult,
+    Miss,
+    Outcome,
     RankReport,
     SchedulerConfig,
     StepPlan,
 )
 from kvstore.client.core.pushes import EnginePushes
-from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, cut_name
+from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, block_keys, cut_name
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores
 from kvstore.wire import messages as wire
@@ -140,7 +144,7 @@ class SchedulerCore:
         traceparent: str = "",
     ) -> None:
         """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
-        nothing. `tail`: key of the prompt's tail, where a transfer includes it (`PromptKeys`);
+        nothing. `tail`: key of the prompt's tail, where a transfer includes it;
         ignored with several KV cache groups or drafts."""
         self._now_ns = now_ns
         has_tails = self._rules is None and not self.config.lookahead_tokens

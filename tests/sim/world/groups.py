@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from kvstore.client.core.hits import HitPlan, Mask
+from kvstore.client.core.plan import HitPlan, Mask
 
 Kind = Literal["full", "window", "state"]
 BLOCK_TOKENS: Final = 16

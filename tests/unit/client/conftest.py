@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.core.hits import HitRules, Outcome
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerConfig
+from kvstore.client.core.plan import (
+    HitRules,
+    LoadJob,
+    LoadResult,
+    Outcome,
+    RankReport,
+    SchedulerConfig,
+)
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m

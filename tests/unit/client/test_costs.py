@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from kvstore.client.core.costs import PROBE_EVERY, SOURCES_MAX, TELL_EVERY, Costs
-from kvstore.client.core.hits import PENDING, Hit, Miss, Outcome
-from kvstore.client.core.plan import LoadResult, RankReport, SchedulerConfig
+from kvstore.client.core.plan import (
+    PENDING,
+    Hit,
+    LoadResult,
+    Miss,
+    Outcome,
+    RankReport,
+    SchedulerConfig,
+)
 from kvstore.wire import messages as m
 from kvstore.wire.load import COMPUTE_NS_MAX, COMPUTE_NS_MIN
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.costs import SAMPLES, STEP_TOKENS_MIN, Pace
-from kvstore.client.core.hits import PENDING, Hit, Miss
-from kvstore.client.core.plan import RankReport
+from kvstore.client.core.plan import PENDING, Hit, Miss, RankReport
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.client.core.hits import PENDING, Hit, HitPlan, Mask, Miss
-from kvstore.client.core.plan import RankReport
+from kvstore.client.core.plan import PENDING, Hit, HitPlan, Mask, Miss, RankReport
 from kvstore.client.core.stores import WORK_NS_MAX
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m

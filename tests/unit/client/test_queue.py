@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core.costs import VAIN_SHARE
-from kvstore.client.core.hits import PENDING, Miss
+from kvstore.client.core.plan import PENDING, Miss
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, chain
 from tests.unit.client.test_promotions import COMPUTE_NS_PER_TOKEN, SlowDisk

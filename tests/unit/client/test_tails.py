@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.hits import Hit, Miss
-from kvstore.client.core.plan import LoadJob, StoreJob
+from kvstore.client.core.plan import Hit, LoadJob, Miss, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushEnd, PushExpect

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.core.hits import (
+from kvstore.client.core.lookups import HINT_NS_MAX, ROUNDS_MAX
+from kvstore.client.core.plan import (
     PENDING,
-    BlockKeys,
+    CompareResult,
     Hit,
     HitPlan,
+    LoadJob,
     Mask,
     Miss,
     Outcome,
-    Presence,
+    RankReport,
+    StoreJob,
 )
-from kvstore.client.core.lookups import HINT_NS_MAX, ROUNDS_MAX
-from kvstore.client.core.plan import CompareResult, LoadJob, RankReport, StoreJob
+from kvstore.client.core.request import Presence, block_keys
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, named, split
 
@@ -271,7 +273,7 @@ def test_long_prompts_are_asked_about_in_pieces() -> None:
 
 def test_keys_of_longer_blocks_are_every_nth() -> None:
     keys = chain("a", 7)
-    blocks = BlockKeys(keys, 3)
+    blocks = block_keys(keys, 3)
     assert (len(blocks), list(blocks), blocks[-1]) == (2, [keys[2], keys[5]], keys[5])
     assert blocks[1:] == [keys[5]]
     with pytest.raises(IndexError):

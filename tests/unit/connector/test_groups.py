@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.core.hits import HitPlan
+from kvstore.client.core.plan import HitPlan
 from kvstore.connector.groups import EngineGroups, served_groups
 from tests.kit.own_cache import OwnCache
 
