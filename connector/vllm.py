@@ -17,15 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.metrics.stats import CacheHitSource
 
 from kvstore.client.core.plan import RankReport, SchedulerConfig, StepPlan
@@ -67,26 +59,26 @@ _FOR_THE_CORE: Final = {*ConnectorConfig.__struct_fields__} & {*SchedulerConfig.
 
 
 @dataclass
-class KVStoreMetadata(KVConnectorMetadata):
+class KVStoreMetadata(base.KVConnectorMetadata):
     """A step's orders, on their way to the ranks."""
 
     plan: StepPlan
 
 
 @dataclass
-class KVStoreHandshake(KVConnectorHandshakeMetadata):
+class KVStoreHandshake(base.KVConnectorHandshakeMetadata):
     """The reason of a rank that cannot be served; other ranks send no handshake."""
 
     unserved: str
 
 
 @dataclass
-class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
+class KVStoreWorkerMetadata(base.KVConnectorWorkerMetadata):
     """Reports of ranks, on their way to the scheduler."""
 
     reports: list[RankReport] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVStoreWorkerMetadata:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> KVStoreWorkerMetadata:
         """Join the reports of two ranks or steps."""
         assert isinstance(other, KVStoreWorkerMetadata)
         return KVStoreWorkerMetadata(self.reports + other.reports)
@@ -119,14 +111,14 @@ def _guarded(
     return wrap
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """See the module. One instance in the scheduler's process, one in each worker's."""
 
     open_copies: OpenCopies = staticmethod(open_copies)
     """Makes a rank's copy engine."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
@@ -142,7 +134,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._errors = 0
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             lora = vllm_config.lora_config
             groups = EngineGroups(vllm_config, kv_cache_config)
             self._scheduler = SchedulerSide(
@@ -248,7 +240,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._in_scheduler.file_tokens(request)
 
     @_guarded(lambda self: KVStoreMetadata(self._rescue_plan()))
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         """The step's orders to the ranks."""
         return KVStoreMetadata(self._in_scheduler.build_plan(scheduler_output))
 
@@ -257,7 +249,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: None)
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: dict[tuple[int, int], base.KVConnectorHandshakeMetadata]
     ) -> None:
         """Take the reasons of ranks whose caches cannot be served; once, at the start."""
         for _, found in sorted(metadata.items(), key=lambda item: item[0]):
@@ -309,13 +301,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_worker.register_kv_caches(kv_caches)
 
     @_guarded(lambda self: KVStoreHandshake(BROKEN))
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Why this rank is not served, for the scheduler, which can pass it on to the node."""
         unserved = self._in_worker.unserved
         return KVStoreHandshake(unserved) if unserved else None
 
     @_guarded(lambda self: None)
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """First in a step: wait for copies out of blocks that are about to be overwritten."""
         assert isinstance(kv_connector_metadata, KVStoreMetadata)
         self._in_worker.handle_preemptions(kv_connector_metadata.plan)
@@ -344,10 +336,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, KVStoreMetadata)
         self._in_worker.wait_for_save(metadata.plan)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Requests whose loads ended, well or not, each exactly once."""
         finished = self._finished_loads()
-        return KVConnectorTransferResults(
+        return base.KVConnectorTransferResults(
             finished_recving=finished, failed_recving=self._failed_loads(finished)
         )
 
@@ -367,7 +359,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._in_worker.block_ids_with_load_errors()
 
     @_guarded(lambda self: None, also_when_off=True)
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """This rank's report, if there is one."""
         report = self._in_worker.build_worker_meta()
         return None if report is None else KVStoreWorkerMetadata([report])

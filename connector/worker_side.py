@@ -20,16 +20,9 @@ import msgspec
 
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
 from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier, Handoff
-from kvstore.connector.devices import (
-    GroupLayers,
-    OpenCopies,
-    cache_pages,
-    device_of,
-    open_copies,
-    prove,
-)
 from kvstore.connector.mapping import describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
@@ -61,7 +54,7 @@ class WorkerSide:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         *,
-        open_copies: OpenCopies = open_copies,
+        open_copies: devices.OpenCopies = devices.open_copies,
     ) -> None:
         """`open_copies`: makes the copy engine for the caches, by KV cache group."""
         self._open_copies = open_copies
@@ -124,7 +117,7 @@ class WorkerSide:
         return self._reason if self._handoff is None else ""
 
     def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[RankConfig, CopyEngine]:
-        device = device_of(kv_caches)
+        device = devices.device_of(kv_caches)
         by_group = grouped(self._kv_cache_config, kv_caches)
         begin_ns = time.monotonic_ns()
         weights = [digest_weights(*each) for each in models_of(self._vllm_config)]
@@ -133,7 +126,7 @@ class WorkerSide:
         groups, held = zip(*described, strict=True)
         block_count = self._kv_cache_config.num_blocks
         copies = self._open_copies(held, block_count)
-        if reason := prove(copies, held, block_count):
+        if reason := devices.prove(copies, held, block_count):
             copies.close()
             raise NotServed(f"copies from and to the KV cache do not work on {device}: {reason}")
         for number, each in enumerate(groups):
@@ -161,13 +154,14 @@ class WorkerSide:
 
     def _describe_group(
         self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
-    ) -> tuple[Group, GroupLayers]:
-        cache_pages(layers, block_count=self._kv_cache_config.num_blocks)  # raises NotServed
+    ) -> tuple[Group, devices.GroupLayers]:
+        # Raises NotServed where they have no pages.
+        devices.cache_pages(layers, block_count=self._kv_cache_config.num_blocks)
         model = describe(
             self._vllm_config, self._kv_cache_config, layers, weights=weights, group=number
         )
         size = shard_bytes(model.space, model.shard)
-        return Group(model.space, model.shard, size), GroupLayers(layers, model.uncompared)
+        return Group(model.space, model.shard, size), devices.GroupLayers(layers, model.uncompared)
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────
 

@@ -16,12 +16,8 @@ from typing import Final
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-)
 
 from kvstore.client.tls import Tls, TlsFiles
 from kvstore.errors import ConfigError
@@ -94,7 +90,7 @@ def _certificates(option: str, path: Path, pem: bytes) -> Sequence[x509.Certific
 
 def _key(option: str, path: Path, pem: bytes) -> PrivateKeyTypes:
     try:
-        return load_pem_private_key(pem, password=None)
+        return serialization.load_pem_private_key(pem, password=None)
     except TypeError:
         raise ConfigError(f"{option} {path} needs a password: give one without") from None
     except ValueError:
@@ -102,7 +98,9 @@ def _key(option: str, path: Path, pem: bytes) -> PrivateKeyTypes:
 
 
 def _public(owner: x509.Certificate | PrivateKeyTypes) -> bytes:
-    return owner.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return owner.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
 
 
 def _refuse_wrong_time(option: str, path: Path, certificate: x509.Certificate) -> None:

@@ -36,18 +36,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.wire import record
 from kvstore.wire.bounds import U32, U64, Checksum, Id
-from kvstore.wire.record import (
-    PAGE_COVERED,
-    Scope,
-    Void,
-    page_is_whole,
-    parse_page,
-    parse_prefix,
-    record_pages,
-    seal_page,
-    void_page,
-)
 
 SEGMENT_VERSION: Final = 2
 PAGE_SHIFT: Final = 32
@@ -85,14 +75,14 @@ class Table(msgspec.Struct, frozen=True):
     """Records of one segment. `pages` and `scope_of` u32 [n], `keys` u8 [n, 32], `checksums` u8
     [n, 16], ascending by page; `scope_of` indexes `scopes`."""
 
-    scopes: Annotated[tuple[Scope, ...], _AsMany]
-    voids: Annotated[tuple[Void, ...], _AsMany]
+    scopes: Annotated[tuple[record.Scope, ...], _AsMany]
+    voids: Annotated[tuple[record.Void, ...], _AsMany]
     pages: Any
     scope_of: Any
     keys: Any
     checksums: Any
 
-    def living(self, number: int, voids: Sequence[Void]) -> NDArray[np.bool_]:
+    def living(self, number: int, voids: Sequence[record.Void]) -> NDArray[np.bool_]:
         """Which records no void covers, of this table or of `voids`; bool [n]."""
         alive = np.ones(len(self.pages), np.bool_)
         places = self.pages.astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
@@ -110,7 +100,7 @@ def store_page(store_id: bytes) -> bytes:
 
 def parse_store_page(page: bytes) -> bytes | None:
     """The identity of a directory, or None: broken, or of another version."""
-    if not page_is_whole(page):
+    if not record.page_is_whole(page):
         return None
     magic, version, _, store_id = _STORE.unpack_from(page)
     return store_id if magic == _STORE_MAGIC and version == SEGMENT_VERSION else None
@@ -125,7 +115,7 @@ def segment_page(head: SegmentHead) -> bytes:
 
 def parse_segment_page(page: bytes) -> SegmentHead | None:
     """Content of page 0, or None: broken, or of another version."""
-    if not page_is_whole(page):
+    if not record.page_is_whole(page):
         return None
     magic, version, flags, store_id, segment_id, number = _HEAD.unpack_from(page)
     if magic != _SEGMENT_MAGIC or version != SEGMENT_VERSION:
@@ -144,7 +134,7 @@ def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
     prefixes = [scope.prefix() for scope in table.scopes]
     parts = [struct.pack("<I", len(prefix)) + prefix for prefix in prefixes]
     scope_bytes = sum(map(len, parts))
-    parts += [void_page(void, segment_id=head.segment_id, place=0) for void in table.voids]
+    parts += [record.void_page(void, segment_id=head.segment_id, place=0) for void in table.voids]
     parts += [
         np.ascontiguousarray(table.pages, "<u4").tobytes(),
         np.ascontiguousarray(table.scope_of, "<u4").tobytes(),
@@ -185,7 +175,7 @@ class FooterPlace(msgspec.Struct, frozen=True):
 
 def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterPlace | None:
     """Where the footer of this segment is, or None: it has none that can be trusted."""
-    if not page_is_whole(page):
+    if not record.page_is_whole(page):
         return None
     fields = _TRAILER.unpack_from(page)
     magic, version, _, segment_id, number, first_page, records, scopes, voids = fields[:9]
@@ -211,8 +201,8 @@ def parse_footer(body: bytes, place: FooterPlace, head: SegmentHead) -> Table | 
     at = place.scope_bytes
     voids = []
     for _ in range(place.void_count):
-        void = parse_page(body[at : at + PAGE_BYTES], segment_id=head.segment_id, place=0)
-        if not isinstance(void, Void):
+        void = record.parse_page(body[at : at + PAGE_BYTES], segment_id=head.segment_id, place=0)
+        if not isinstance(void, record.Void):
             return None
         voids.append(void)
         at += PAGE_BYTES
@@ -230,8 +220,8 @@ def parse_footer(body: bytes, place: FooterPlace, head: SegmentHead) -> Table | 
 
 
 def build_table(
-    scopes: Sequence[Scope],
-    voids: Sequence[Void],
+    scopes: Sequence[record.Scope],
+    voids: Sequence[record.Void],
     *,
     pages: Sequence[int],
     scope_of: Sequence[int],
@@ -249,13 +239,13 @@ def build_table(
     )
 
 
-def _parse_scopes(body: bytes, count: int) -> tuple[Scope, ...] | None:
+def _parse_scopes(body: bytes, count: int) -> tuple[record.Scope, ...] | None:
     scopes, at = [], 0
     for _ in range(count):
         if at + 4 > len(body):
             return None
         (length,) = struct.unpack_from("<I", body, at)
-        scope = parse_prefix(body[at + 4 : at + 4 + length])
+        scope = record.parse_prefix(body[at + 4 : at + 4 + length])
         if scope is None:
             return None
         scopes.append(scope)
@@ -269,7 +259,7 @@ def _fits(table: Table, end_page: int) -> bool:
         return True
     if int(table.scope_of.max()) >= len(table.scopes):
         return False
-    lengths = np.array([record_pages(scope) for scope in table.scopes], np.int64)
+    lengths = np.array([record.record_pages(scope) for scope in table.scopes], np.int64)
     begins = table.pages.astype(np.int64)
     ends = begins + lengths[table.scope_of]
     return bool(begins[0] >= 1 and (ends[:-1] <= begins[1:]).all() and ends[-1] <= end_page)
@@ -278,5 +268,5 @@ def _fits(table: Table, end_page: int) -> bool:
 def _sealed(fields: bytes) -> bytes:
     page = bytearray(PAGE_BYTES)
     page[: len(fields)] = fields
-    page[PAGE_COVERED:] = seal_page(page)
+    page[record.PAGE_COVERED :] = record.seal_page(page)
     return bytes(page)
