@@ -95,31 +95,27 @@ class Table(msgspec.Struct, frozen=True):
 
 def store_page(store_id: bytes) -> bytes:
     """The page that gives a directory its identity."""
-    return _sealed(_STORE.pack(_STORE_MAGIC, SEGMENT_VERSION, 0, store_id))
+    return _sealed(_STORE, _STORE_MAGIC, 0, store_id)
 
 
 def parse_store_page(page: bytes) -> bytes | None:
     """The identity of a directory, or None: broken, or of another version."""
-    if not record.page_is_whole(page):
-        return None
-    magic, version, _, store_id = _STORE.unpack_from(page)
-    return store_id if magic == _STORE_MAGIC and version == SEGMENT_VERSION else None
+    fields = _unsealed(page, _STORE, _STORE_MAGIC)
+    return fields[1] if fields else None
 
 
 def segment_page(head: SegmentHead) -> bytes:
     """Page 0 of a segment."""
     flags = _FOLLOWS_CLOSED if head.follows_closed else 0
-    ids = head.store_id, head.segment_id, head.number
-    return _sealed(_HEAD.pack(_SEGMENT_MAGIC, SEGMENT_VERSION, flags, *ids))
+    return _sealed(_HEAD, _SEGMENT_MAGIC, flags, head.store_id, head.segment_id, head.number)
 
 
 def parse_segment_page(page: bytes) -> SegmentHead | None:
     """Content of page 0, or None: broken, or of another version."""
-    if not record.page_is_whole(page):
+    fields = _unsealed(page, _HEAD, _SEGMENT_MAGIC)
+    if not fields:
         return None
-    magic, version, flags, store_id, segment_id, number = _HEAD.unpack_from(page)
-    if magic != _SEGMENT_MAGIC or version != SEGMENT_VERSION:
-        return None
+    flags, store_id, segment_id, number = fields
     return SegmentHead(store_id, segment_id, number, bool(flags & _FOLLOWS_CLOSED))
 
 
@@ -135,27 +131,13 @@ def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
     parts = [struct.pack("<I", len(prefix)) + prefix for prefix in prefixes]
     scope_bytes = sum(map(len, parts))
     parts += [record.void_page(void, segment_id=head.segment_id, place=0) for void in table.voids]
-    parts += [
-        np.ascontiguousarray(table.pages, "<u4").tobytes(),
-        np.ascontiguousarray(table.scope_of, "<u4").tobytes(),
-        np.ascontiguousarray(table.keys, np.uint8).tobytes(),
-        np.ascontiguousarray(table.checksums, np.uint8).tobytes(),
-    ]
+    parts += [np.asarray(each, "<u4").tobytes() for each in (table.pages, table.scope_of)]
+    parts += [np.asarray(each, np.uint8).tobytes() for each in (table.keys, table.checksums)]
     body = b"".join(parts)
-    trailer = _TRAILER.pack(
-        _TRAILER_MAGIC,
-        SEGMENT_VERSION,
-        0,
-        head.segment_id,
-        head.number,
-        first_page,
-        len(table.pages),
-        len(table.scopes),
-        len(table.voids),
-        scope_bytes,
-        xxhash.xxh3_128_digest(body),
-    )
-    return body + bytes(-len(body) % PAGE_BYTES) + _sealed(trailer)
+    sizes = len(table.pages), len(table.scopes), len(table.voids), scope_bytes
+    place = first_page, *sizes, xxhash.xxh3_128_digest(body)
+    trailer = _sealed(_TRAILER, _TRAILER_MAGIC, 0, head.segment_id, head.number, *place)
+    return body + bytes(-len(body) % PAGE_BYTES) + trailer
 
 
 class FooterPlace(msgspec.Struct, frozen=True):
@@ -175,16 +157,13 @@ class FooterPlace(msgspec.Struct, frozen=True):
 
 def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterPlace | None:
     """Where the footer of this segment is, or None: it has none that can be trusted."""
-    if not record.page_is_whole(page):
+    fields = _unsealed(page, _TRAILER, _TRAILER_MAGIC)
+    if not fields:
         return None
-    fields = _TRAILER.unpack_from(page)
-    magic, version, _, segment_id, number, first_page, records, scopes, voids = fields[:9]
-    scope_bytes, checksum = fields[9:]
-    if magic != _TRAILER_MAGIC or version != SEGMENT_VERSION:
+    _, segment_id, number, *rest = fields
+    place = FooterPlace(*rest)
+    if segment_id != head.segment_id or number != head.number or place.scope_bytes > file_bytes:
         return None
-    if segment_id != head.segment_id or number != head.number or scope_bytes > file_bytes:
-        return None
-    place = FooterPlace(first_page, records, scopes, voids, scope_bytes, checksum)
     table_pages = -(-place.table_bytes // PAGE_BYTES)
     if place.first_page < 1 or (place.first_page + table_pages + 1) * PAGE_BYTES != file_bytes:
         return None
@@ -265,8 +244,17 @@ def _fits(table: Table, end_page: int) -> bool:
     return bool(begins[0] >= 1 and (ends[:-1] <= begins[1:]).all() and ends[-1] <= end_page)
 
 
-def _sealed(fields: bytes) -> bytes:
+def _sealed(form: struct.Struct, magic: bytes, *fields: Any) -> bytes:
+    """A page of these fields behind magic and version."""
     page = bytearray(PAGE_BYTES)
-    page[: len(fields)] = fields
+    form.pack_into(page, 0, magic, SEGMENT_VERSION, *fields)
     page[record.PAGE_COVERED :] = record.seal_page(page)
     return bytes(page)
+
+
+def _unsealed(page: bytes, form: struct.Struct, magic: bytes) -> list[Any] | None:
+    """The fields of `_sealed`, or None: broken, or of another version."""
+    if not record.page_is_whole(page):
+        return None
+    found, version, *fields = form.unpack_from(page)
+    return fields if (found, version) == (magic, SEGMENT_VERSION) else None
