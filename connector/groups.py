@@ -92,13 +92,7 @@ class EngineGroups:
         alignment, self.key_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.rules = None
         if len(self.served) > 1:
-            self.rules = EngineRules(
-                vllm_config,
-                kv_cache_config,
-                served=self.served,
-                alignment=alignment,
-                key_tokens=self.key_tokens,
-            )
+            self.rules = EngineRules(vllm_config, kv_cache_config, self, alignment)
 
     def tables(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The tables of the groups that are served, out of those of all groups."""
@@ -131,16 +125,15 @@ class EngineRules:
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        *,
-        served: Sequence[int],
+        groups: EngineGroups,
         alignment: int,
-        key_tokens: int,
     ) -> None:
         """`alignment`: number of tokens that every hit is a multiple of."""
         from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
-        self._served, self._key_tokens, self._alignment = served, key_tokens, alignment
-        self._known = _KnownBlocks(key_tokens)
+        self._served, self._key_tokens = groups.served, groups.key_tokens
+        self._sizes, self._alignment = groups.block_sizes, alignment
+        self._known = _KnownBlocks(groups.key_tokens)
         self._coordinator: Any = get_kv_cache_coordinator(
             replace(kv_cache_config, num_blocks=1),
             max_model_len=vllm_config.model_config.max_model_len,
@@ -151,11 +144,10 @@ class EngineRules:
             dcp_world_size=1,
             pcp_world_size=1,
             scheduler_block_size=alignment,
-            hash_block_size=key_tokens,
+            hash_block_size=groups.key_tokens,
         )
         for manager in self._coordinator.single_type_managers:
             manager.block_pool = self._known
-        self._sizes = [self._coordinator.group_block_sizes[number] for number in served]
 
     def longest(self, present: Sequence[Mask], *, tokens_max: int) -> HitPlan:
         """See `HitRules`."""

@@ -1,7 +1,6 @@
 """From flags and YAML to frozen settings, checked: one sentence for each error.
 
-settings        the table of all settings; reading: flags and YAML to values of the table
-yaml_file       a YAML file that an operator wrote; by itself, since flags need no YAML
+settings        the table of all settings; reading: flags and YAML files to values of the table
 values          the forms of values: addresses, sizes, files
 node, router    of `kvstore node`; of `kvstore router`, and its policy file
 cluster         of `kvstore index`; what a node has beyond one machine: --transport, --engine-events

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -76,20 +77,17 @@ def used_bytes(directory: Path) -> int:
 
 def file_system_bytes(directory: Path) -> int:
     """Size of the file system that a directory lies in, or will lie in."""
-    found = _file_system(directory)
-    return found.f_blocks * found.f_frsize
+    return shutil.disk_usage(_existing(directory)).total
 
 
 def file_system_free_bytes(directory: Path) -> int:
     """Bytes that this user may still write to the file system of a directory."""
-    found = _file_system(directory)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(_existing(directory)).free
 
 
-def _file_system(directory: Path) -> os.statvfs_result:
+def _existing(directory: Path) -> Path:
     # Not Path.exists, which raises for a name that is too long: whoever makes it will say so.
-    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-    return os.statvfs(existing)
+    return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
 def available_memory() -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """Settings as an operator writes them, YAML and flags, to the table's own types (`settings`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: a file that cannot be read, is no
-YAML or has a key twice; an unknown key; a value of another type; no choice; a number beyond its
-bounds; a setting without another that it needs.
+YAML, is nested too deeply or has a key twice; an unknown key; a value of another type; no choice; a
+number beyond its bounds; a setting without another that it needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from kvstore.config.values import is_exposed
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.wording import why_not
+
+if TYPE_CHECKING:
+    import yaml
 
 _S = TypeVar("_S", bound=DaemonSettings)
 _THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -93,11 +96,54 @@ def _number(row: Setting, value: object, least: int, most: int) -> int:
 
 
 def _read_lines(path: Path) -> dict[str, Any]:
-    from kvstore.config.yaml_file import read_yaml  # only here: flags need no YAML
-
     content = read_yaml("--config", path)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"--config {path} must hold lines such as 'log-level: info'")
     return content
+
+
+# ── YAML ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_yaml(option: str, path: Path) -> Any:
+    """Content of a file that `option` names. Raises ConfigError."""
+    import yaml  # only here: flags need no YAML
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _twice(yaml.compose(text, Loader=yaml.SafeLoader), set())
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # such as a date that is none
+        raise ConfigError(f"{option} {path} is not YAML: {_yaml_fault(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{option} {path} is nested too deeply: write fewer levels") from None
+    if twice is not None:
+        raise ConfigError(f"{option} {path} has {twice!r} twice: keep one of them")
+    return content
+
+
+def _yaml_fault(error: Exception) -> str:
+    """Line, column and fault; PyYAML's own text repeats a name that is not the file's."""
+    if mark := getattr(error, "problem_mark", None):
+        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
+    return " ".join(str(error).split())
+
+
+def _twice(node: yaml.Node | None, seen: set[int]) -> str | None:
+    """A key that a mapping has twice, at any depth; None: there is none. YAML silently uses the
+    last one. `seen`: ids of nodes that were looked at, since aliases repeat them.
+    """
+    if node is None or not isinstance(node.value, list) or id(node) in seen:
+        return None
+    seen.add(id(node))
+    children = node.value
+    if node.id == "mapping":
+        names = [str(key.value) for key, _ in node.value]
+        if found := [name for name in names if names.count(name) > 1]:
+            return found[0]
+        children = [value for _, value in node.value]
+    return next(filter(None, (_twice(child, seen) for child in children)), None)

@@ -17,10 +17,9 @@ from typing import Any, Final
 
 from kvstore.client.tls import Tls
 from kvstore.config.cluster import resolve_tls
-from kvstore.config.reading import load_settings
+from kvstore.config.reading import load_settings, read_yaml
 from kvstore.config.settings import RouterSettings
 from kvstore.config.values import is_exposed, joined
-from kvstore.config.yaml_file import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.routing.policy import RoutingPolicy, parse

@@ -180,6 +180,12 @@ class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_ns_per_token: I64 = 0
     load_ns_per_token: I64 = 0
 
+    def within_bounds(self) -> SpacePace:
+        """The same with both numbers moved into their bounds."""
+        compute_ns = clamp(self.compute_ns_per_token, COMPUTE_NS_MIN, COMPUTE_NS_MAX)
+        load_ns = clamp(self.load_ns_per_token, LOAD_NS_MIN, LOAD_NS_MAX)
+        return SpacePace(self.tenant, self.space, compute_ns, load_ns)
+
 
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Used part of the budget of disk writes, and the time of this reading."""
@@ -216,20 +222,9 @@ def clamp(value: int, low: int, high: int) -> int:
 def within_bounds(learned: Learned) -> Learned:
     """The measurements with every number moved into its bounds, and of the first SPACES_MAX spaces
     only."""
-    return Learned(
-        clamp(learned.disk_ns_per_mib, DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX),
-        tuple(
-            msgspec.structs.replace(
-                pace,
-                compute_ns_per_token=clamp(
-                    pace.compute_ns_per_token, COMPUTE_NS_MIN, COMPUTE_NS_MAX
-                ),
-                load_ns_per_token=clamp(pace.load_ns_per_token, LOAD_NS_MIN, LOAD_NS_MAX),
-            )
-            for pace in learned.spaces[:SPACES_MAX]
-        ),
-        learned.spent,
-    )
+    disk_ns = clamp(learned.disk_ns_per_mib, DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX)
+    spaces = tuple(pace.within_bounds() for pace in learned.spaces[:SPACES_MAX])
+    return Learned(disk_ns, spaces, learned.spent)
 
 
 def still_spent(spent: Spent, *, day_bytes: int, now_s: int) -> int:

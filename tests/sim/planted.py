@@ -31,7 +31,7 @@ from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
-from kvstore.client.core.stores import EngineStores
+from kvstore.client.core.stores import EngineStores, FilledBlocks
 from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.shares import QuotaGroup, Quotas
@@ -336,8 +336,9 @@ def groups_swapped() -> contextlib.AbstractContextManager[Any]:
     """Blocks are stored under the keys of the next KV cache group."""
     bind = EngineStores.bind
 
-    def broken(self: EngineStores, request: Request, group: int, **more: Any) -> None:
-        bind(self, request, (group + 1) % len(self._config.block_sizes), **more)
+    def broken(self: EngineStores, request: Request, filled: FilledBlocks, needed: Any) -> None:
+        group = (filled.group + 1) % len(self._config.block_sizes)
+        bind(self, request, filled._replace(group=group), needed)
 
     return mock.patch.object(EngineStores, "bind", broken)
 

@@ -446,18 +446,11 @@ class RankCore:
         assert not self._loads, "a job outlived its session"
         assert not self._stores, "a job outlived its session"
         self._session = self._quiesce.session
-        self._columns = tuple(
-            copies.RankColumn(
-                column.number,
-                column.writes,
-                Scope(
-                    tenant=self._config.tenant,
-                    space=fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch),
-                    shard=group.shard,
-                    block_bytes=group.block_bytes,
-                ).prefix(),
-            )
-            for group, column in zip(self._config.groups, self._quiesce.columns, strict=True)
-        )
+        made = []
+        for group, column in zip(self._config.groups, self._quiesce.columns, strict=True):
+            space = fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch)
+            scope = Scope(self._config.tenant, space, group.shard, group.block_bytes)
+            made.append(copies.RankColumn(column.number, column.writes, scope.prefix()))
+        self._columns = tuple(made)
         self._quiesce = None
         self._outbox.append(wire.Quiet(self._session))

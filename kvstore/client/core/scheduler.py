@@ -32,7 +32,7 @@ from kvstore.client.core.plan import (
 from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, block_keys, cut_name
 from kvstore.client.core.shadow import Shadows
-from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores
+from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, FilledBlocks
 from kvstore.wire import messages as wire
 from kvstore.wire.requests import DecodePart, PrefillPart
 
@@ -101,14 +101,12 @@ class SchedulerCore:
 
     def take_outbox(self) -> list[wire.Message]:
         """Datagrams to send now, in order."""
-        outbox = self.attachment.outbox
-        self.attachment.outbox = []
+        outbox, self.attachment.outbox = self.attachment.outbox, []
         return outbox
 
     def take_notices(self) -> list[str]:
         """Sentences for the log: one per change of state."""
-        notices = self.attachment.notices
-        self.attachment.notices = []
+        notices, self.attachment.notices = self.attachment.notices, []
         return notices
 
     def new_weights(self, epoch: str, now_ns: int, *, emptied: bool) -> None:
@@ -280,27 +278,18 @@ class SchedulerCore:
         has_to_store = self._stores.has_work(entry, settled_tokens)
         for group, (size, table) in enumerate(zip(self.config.block_sizes, tables, strict=True)):
             names = self._keys(entry.stored, group)
-            full_blocks = min(entry.full_blocks(settled_tokens, size), len(names), len(table))
-            self._shadows.bind(entry, group, keys=names, block_ids=table, full_blocks=full_blocks)
+            count = min(entry.full_blocks(settled_tokens, size), len(names), len(table))
+            filled = FilledBlocks(group, names, table, count)
+            self._shadows.bind(entry, filled)
             first = entry.next_blocks[group]
-            if has_to_store and first < full_blocks:
-                self._stores.bind(
-                    entry,
-                    group,
-                    keys=names,
-                    block_ids=table,
-                    full_blocks=full_blocks,
-                    needed=self._needed(group, first, full_blocks),
-                )
+            if has_to_store and first < count:
+                rules = self._rules
+                needed = rules.are_needed(group, first, count) if rules is not None else None
+                self._stores.bind(entry, filled, needed)
         self._set_due(entry)
 
     def _keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         return block_keys(keys, self.config.keys_per_block(group))
-
-    def _needed(self, group: int, first_block: int, end_block: int) -> Sequence[bool] | None:
-        if self._rules is None:
-            return None
-        return self._rules.are_needed(group, first_block, end_block)
 
     def _set_due(self, entry: Request) -> None:
         blocks = zip(entry.next_blocks, self.config.block_sizes, strict=True)

@@ -11,7 +11,6 @@ comparing (`kvstore.kernels.host`), effects of a difference (`kvstore.engine.tru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +20,7 @@ from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.request import LookupPart, LookupStage, Request
-from kvstore.client.core.stores import NULL_BLOCK, EngineStores
+from kvstore.client.core.stores import NULL_BLOCK, EngineStores, FilledBlocks
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared
 
@@ -63,25 +62,16 @@ class Shadows:
         parts = request.parts
         return any(settled_tokens // sizes[p.group] > p.first + p.checked for p in parts)
 
-    def bind(
-        self,
-        request: Request,
-        group: int,
-        *,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        full_blocks: int,
-    ) -> None:
-        """Compare the blocks of a KV cache group that this step completes. Arguments as of
-        `EngineStores.bind`."""
+    def bind(self, request: Request, filled: FilledBlocks) -> None:
+        """Compare the blocks of a KV cache group that this step completes."""
         if request.stage is not LookupStage.SHADOW:
             return
         if request.session != self._attachment.session:
             self._lookups.release(request)
             return
         for part in request.parts:
-            if part.group == group:
-                self._compare(request, part, keys, block_ids, full_blocks)
+            if part.group == filled.group:
+                self._compare(request, part, filled)
         self._end_if_done(request)
 
     def _whole_blocks(self, request: Request, part: LookupPart) -> int:
@@ -90,16 +80,10 @@ class Shadows:
             return part.found_blocks
         return min(part.found_blocks, request.end_tokens // self._config.block_tokens - part.first)
 
-    def _compare(
-        self,
-        request: Request,
-        part: LookupPart,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        full_blocks: int,
-    ) -> None:
+    def _compare(self, request: Request, part: LookupPart, filled: FilledBlocks) -> None:
+        group, keys, block_ids, full_blocks = filled
         assert part.reply is not None
-        first, group, whole = part.first, part.group, self._whole_blocks(request, part)
+        first, whole = part.first, self._whole_blocks(request, part)
         step = max(1, -(-whole // BLOCKS_MAX))
         end = min(full_blocks - first, whole)
         # The engine does not keep all blocks of a window or of recurrent layers.

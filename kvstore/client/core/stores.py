@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
 from kvstore.client.core.plan import StoreJob
@@ -30,6 +30,18 @@ WORK_NS_MAX = 1000 * NS_PER_MS
 HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
 NULL_BLOCK = 0
 """Stands in a block table for blocks that the engine does not keep."""
+
+
+class FilledBlocks(NamedTuple):
+    """Blocks of one KV cache group of a request, of which some are complete after this step."""
+
+    group: int
+    keys: Sequence[bytes]
+    """Of the request's blocks, at least `count`."""
+    block_ids: Sequence[int]
+    """The request's whole block table, at least `count`."""
+    count: int
+    """Blocks complete once this step's forward has run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,27 +94,17 @@ class EngineStores:
         return False
 
     def bind(
-        self,
-        request: Request,
-        group: int,
-        *,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        full_blocks: int,
-        needed: Sequence[bool] | None = None,
+        self, request: Request, filled: FilledBlocks, needed: Sequence[bool] | None = None
     ) -> None:
-        """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as credits
-        go.
+        """Bind blocks next_block … count-1 of a KV cache group to credits, as far as credits go.
 
         Args:
             request: whose blocks they are. Those that the engine had in its own cache count as
                 stored without an answer to the hint.
-            group: number of the group.
-            keys: of the request's blocks, at least `full_blocks`.
-            block_ids: the request's whole block table, at least `full_blocks`.
-            full_blocks: blocks complete once this step's forward has run.
+            filled: its blocks.
             needed: flags of the blocks from next_block on that a later hit can need; None: all.
         """
+        group, keys, block_ids, full_blocks = filled
         credits = self._attachment.credits[group]
         batch = self._batches.setdefault(group, _BlockBatch())
         self._sequence += 1

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
-from kvstore.config.yaml_file import read_yaml
+from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.router.engines.workers import Workers
 from kvstore.router.front import heads
