@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,9 +19,6 @@ from kvstore.config.values import is_exposed
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.wording import why_not
-
-if TYPE_CHECKING:
-    import yaml
 
 _S = TypeVar("_S", bound=DaemonSettings)
 _THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -133,9 +130,9 @@ def _yaml_fault(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _twice(node: yaml.Node | None, seen: set[int]) -> str | None:
-    """A key that a mapping has twice, at any depth; None: there is none. YAML silently uses the
-    last one. `seen`: ids of nodes that were looked at, since aliases repeat them.
+def _twice(node: Any, seen: set[int]) -> str | None:
+    """A key that a mapping in a node has twice, at any depth; None: there is none. YAML silently
+    uses the last one. `seen`: ids of nodes that were looked at, since aliases repeat them.
     """
     if node is None or not isinstance(node.value, list) or id(node) in seen:
         return None

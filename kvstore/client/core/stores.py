@@ -37,10 +37,10 @@ class FilledBlocks(NamedTuple):
 
     group: int
     keys: Sequence[bytes]
-    """Of the request's blocks, at least `count`."""
+    """Of the request's blocks, at least `full_blocks`."""
     block_ids: Sequence[int]
-    """The request's whole block table, at least `count`."""
-    count: int
+    """The request's whole block table, at least `full_blocks`."""
+    full_blocks: int
     """Blocks complete once this step's forward has run."""
 
 
@@ -96,7 +96,7 @@ class EngineStores:
     def bind(
         self, request: Request, filled: FilledBlocks, needed: Sequence[bool] | None = None
     ) -> None:
-        """Bind blocks next_block … count-1 of a KV cache group to credits, as far as credits go.
+        """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as credits go.
 
         Args:
             request: whose blocks they are. Those that the engine had in its own cache count as
