@@ -96,7 +96,7 @@ class EngineStores:
     def bind(
         self, request: Request, filled: FilledBlocks, needed: Sequence[bool] | None = None
     ) -> None:
-        """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as credits go.
+        """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as they go.
 
         Args:
             request: whose blocks they are. Those that the engine had in its own cache count as
