@@ -203,12 +203,7 @@ class SchedulerCore:
         return outcome
 
     def allocated(
-        self,
-        request: str,
-        *,
-        tables: Sequence[Sequence[int]],
-        external_tokens: int,
-        now_ns: int,
+        self, request: str, *, tables: Sequence[Sequence[int]], external_tokens: int, now_ns: int
     ) -> None:
         """The engine admitted the request; `tables` are its whole block tables, by KV cache group.
 
