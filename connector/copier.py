@@ -40,11 +40,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvstore.arena import ArenaView, GenerationView
-from kvstore.client.core import copies as blocks
+from kvstore.client.core import rank
 from kvstore.client.core.attachment import Dial, DialState
 from kvstore.client.core.costs import SourcePace
 from kvstore.client.core.plan import RankReport, StepPlan
-from kvstore.client.core.rank import RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.mailbox import Wake
@@ -62,7 +61,7 @@ SELECT_FD_END = 1024
 class Handoff:
     """One per rank. Methods say which thread may call them."""
 
-    def __init__(self, core: RankCore) -> None:
+    def __init__(self, core: rank.RankCore) -> None:
         self._core = core
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -129,7 +128,7 @@ class Handoff:
     # ── copy thread ──────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def core(self) -> Iterator[RankCore]:
+    def core(self) -> Iterator[rank.RankCore]:
         """Lock the core. At the end the engine's waiting thread wakes if its condition holds."""
         with self._changed:
             yield self._core
@@ -163,9 +162,9 @@ DRAIN_S_MAX = 60.0
 engine, which lives on where the cache was turned off, and uses their blocks once they are reported.
 """
 _WAYS = {
-    blocks.LoadBlock: CopyWay.LOAD,
-    blocks.StoreBlock: CopyWay.STORE,
-    blocks.CompareBlock: CopyWay.COMPARE,
+    rank.LoadBlock: CopyWay.LOAD,
+    rank.StoreBlock: CopyWay.STORE,
+    rank.CompareBlock: CopyWay.COMPARE,
 }
 
 
@@ -183,8 +182,8 @@ class Copier:
         """
         self._handoff = handoff
         self._copies = copies
-        self._under_way: dict[int, blocks.Copy] = {}
-        self._clearing: dict[int, blocks.Outcome] = {}
+        self._under_way: dict[int, rank.Copy] = {}
+        self._clearing: dict[int, rank.Outcome] = {}
         """Outcomes of failed loads, by number, whose blocks are being cleared."""
         self._places: GenerationView | None = None
         """Page of places of the slab, while loads may use it."""
@@ -408,9 +407,9 @@ class Copier:
         assert self._generations is not None, "a session without a mapping"
         begin = copy.slot * PAGE_BYTES
         if begin + self._copies.block_bytes(copy.group) > self._generations.ready_bytes():
-            self._finish(copy, blocks.CopyVoid("the slot lies outside the arena"))
+            self._finish(copy, rank.CopyVoid("the slot lies outside the arena"))
         elif not self._is_current(copy):
-            self._finish(copy, blocks.CopyVoid())
+            self._finish(copy, rank.CopyVoid())
         else:
             self._number += 1
             place = self._place(copy)
@@ -420,7 +419,7 @@ class Copier:
             self._under_way[self._number] = copy  # unless an error ends this thread
         return True
 
-    def _order(self, number: int, copy: blocks.Copy, *, place: int) -> None:
+    def _order(self, number: int, copy: rank.Copy, *, place: int) -> None:
         """Begin a copy. A load with a `place`, not 0, takes its bytes from the slab."""
         if place:
             self._from_slab[number] = place
@@ -438,19 +437,19 @@ class Copier:
             )
         )
 
-    def _place(self, copy: blocks.Copy) -> int:
+    def _place(self, copy: rank.Copy) -> int:
         """Word of the place of a block in the slab; 0: it is not to be loaded from there."""
-        if self._places is None or not isinstance(copy, blocks.LoadBlock):
+        if self._places is None or not isinstance(copy, rank.LoadBlock):
             return 0
         (word,) = self._places.generations(np.array([copy.slot], np.uint32)).tolist()
         is_inside = begin_of(word) + self._copies.block_bytes(copy.group) <= self._slab_bytes
         return int(word) if is_inside else 0
 
-    def _is_from_dram_now(self, copy: blocks.Copy, end: CopyEnd) -> bool:
+    def _is_from_dram_now(self, copy: rank.Copy, end: CopyEnd) -> bool:
         """Whether a load that ended came from the slab, was of no use, and has been ordered again
         from dram."""
         place = self._from_slab.pop(end.number, 0)
-        if not place or not isinstance(copy, blocks.LoadBlock):
+        if not place or not isinstance(copy, rank.LoadBlock):
             return False
         is_same = self._place(copy) == place
         if is_same and not end.reason and copy.checksum in (None, end.checksum):
@@ -474,7 +473,7 @@ class Copier:
         ends = self._copies.ended()
         for end in ends:
             copy = self._under_way[end.number]
-            is_load = isinstance(copy, blocks.LoadBlock) and _is_verified(copy)
+            is_load = isinstance(copy, rank.LoadBlock) and _is_verified(copy)
             if self._places is not None and is_load and end.checksum:
                 size, is_hbm = self._copies.block_bytes(copy.group), end.number in self._from_slab
                 self._pace.ended(end.duration_ns, size, is_hbm=is_hbm)
@@ -485,7 +484,7 @@ class Copier:
                 self._finish(copy, self._clearing.pop(end.number))
                 continue
             outcome = self._outcome(copy, end)
-            if isinstance(copy, blocks.LoadBlock) and not isinstance(outcome, blocks.Copied):
+            if isinstance(copy, rank.LoadBlock) and not isinstance(outcome, rank.Copied):
                 self._under_way[end.number] = copy
                 self._clearing[end.number] = outcome
                 self._copies.begin(BlockCopy(end.number, CopyWay.CLEAR, copy.group, copy.block_id))
@@ -493,32 +492,32 @@ class Copier:
                 self._finish(copy, outcome)
         return bool(ends)
 
-    def _finish(self, copy: blocks.Copy, outcome: blocks.Outcome) -> None:
+    def _finish(self, copy: rank.Copy, outcome: rank.Outcome) -> None:
         with self._handoff.core() as core:
             core.finished(copy, outcome)
 
-    def _outcome(self, copy: blocks.Copy, end: CopyEnd) -> blocks.Outcome:
+    def _outcome(self, copy: rank.Copy, end: CopyEnd) -> rank.Outcome:
         if end.reason:
-            return blocks.CopyVoid(end.reason)
-        if isinstance(copy, blocks.CompareBlock):
+            return rank.CopyVoid(end.reason)
+        if isinstance(copy, rank.CompareBlock):
             # Damaged bytes fail their checksum, and are no evidence against the space.
             if end.diverged and self._slot_sum(copy) != copy.checksum:
-                return blocks.Mismatch() if self._is_current(copy) else blocks.CopyVoid()
-            compared = blocks.CopyCompared(end.error, end.diverged)
-            return compared if self._is_current(copy) else blocks.CopyVoid()
+                return rank.Mismatch() if self._is_current(copy) else rank.CopyVoid()
+            compared = rank.CopyCompared(end.error, end.diverged)
+            return compared if self._is_current(copy) else rank.CopyVoid()
         if not self._is_current(copy):
-            return blocks.CopyVoid()
-        if isinstance(copy, blocks.LoadBlock) and copy.checksum not in (None, end.checksum):
-            return blocks.Mismatch()
-        return blocks.Copied(end.checksum, end.duration_ns)
+            return rank.CopyVoid()
+        if isinstance(copy, rank.LoadBlock) and copy.checksum not in (None, end.checksum):
+            return rank.Mismatch()
+        return rank.Copied(end.checksum, end.duration_ns)
 
-    def _slot_sum(self, copy: blocks.CompareBlock) -> bytes:
+    def _slot_sum(self, copy: rank.CompareBlock) -> bytes:
         assert self._arena is not None
         begin = copy.slot * PAGE_BYTES
         slot = self._arena.array[begin : begin + self._copies.block_bytes(copy.group)]
         return checksum_of(copy.header, [slot.data])
 
-    def _is_current(self, copy: blocks.Copy) -> bool:
+    def _is_current(self, copy: rank.Copy) -> bool:
         assert self._generations is not None
         (generation,) = self._generations.generations(np.array([copy.slot], np.uint32))
         return int(generation) == copy.generation
@@ -540,5 +539,5 @@ class Copier:
         return True
 
 
-def _is_verified(copy: blocks.Copy) -> bool:
+def _is_verified(copy: rank.Copy) -> bool:
     return getattr(copy, "checksum", None) is not None

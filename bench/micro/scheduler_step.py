@@ -27,9 +27,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore.client.core.copies import Copied
 from kvstore.client.core.plan import RankReport, StepPlan
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import Copied, RankConfig, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard

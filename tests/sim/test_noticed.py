@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.copies import Copied, Copy, CopyVoid, Outcome, RunningStore
-from kvstore.client.core.rank import RankCore
+from kvstore.client.core.rank import Copied, Copy, CopyVoid, Outcome, RankCore, RunningStore
 from kvstore.client.core.request import LookupStage
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine

@@ -20,9 +20,9 @@ from tests.style.tree import ROOT, python_files
 CORE = ("kvstore/engine", "kvstore/index", "kvstore/wire", "kvstore/client/core")
 REFUSALS = {
     "kvstore/client/core/attachment.py": "the log of the attachment",
-    "kvstore/client/core/copies.py": "a plan that does not fit",
     "kvstore/client/core/lookups.py": "an answer of a node that does not fit",
-    "kvstore/client/core/rank.py": "loads that failed, for the log and `Story.detail`",
+    "kvstore/client/core/rank.py": "a plan that does not fit; loads that failed, for the log and"
+    " `Story.detail`",
     "kvstore/engine/engine.py": "Hangup",
     "kvstore/engine/moves/grants.py": "PushEnd",
     "kvstore/engine/sessions/awaited.py": "Hangup, PushEnd",

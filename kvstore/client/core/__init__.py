@@ -11,6 +11,5 @@
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan             |
 | `costs.py`      | load or compute; waits for blocks on their way | times → worth it or not       |
 | `shadow.py`     | shadow checks                                | hits → some of them             |
-| `copies.py`     | one running job of a rank                    | arrays → block copies           |
-| `rank.py`       | the jobs of one rank                         | StepPlan, datagrams → copies    |
+| `rank.py`       | the jobs of one rank, and their copies       | StepPlan, datagrams → copies    |
 """

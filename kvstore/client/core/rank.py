@@ -1,4 +1,8 @@
-"""The state machine of one rank: order of copies, and messages to the node and the scheduler.
+"""The state machine of one rank: its jobs, order of copies, messages to the node and the scheduler.
+
+    LoadJob ─────────▶ RunningLoad  ──copy()──▶ LoadBlock       Copied | Void | Mismatch
+    StoreJob ────────▶ RunningStore ──copy()──▶ StoreBlock      Copied | Void
+      with `compare` ▶ RunningCheck ──copy()──▶ CompareBlock    Compared | Void | Mismatch
 
 Rules:
 1. At most `copies_max` copies are in flight, and end in any order; of several places one is left to
@@ -15,19 +19,18 @@ Rules:
    A rank that does not write begins no store and never seals or drops.
 7. A store that only compares is a store in all but its end: it reads engine blocks, and is fenced.
 
-Covers: order of copies, seals, drops, reports, fences. Does not cover: one job's arrays
-(`kvstore.client.core.copies`), copying and generations
-(`kvstore.connector.worker_side`, `kvstore.kernels`), the socket (`kvstore.client.link`).
+Covers: arrays of a plan, order of copies, seals, drops, reports, fences. Does not cover: copying
+and generations (`kvstore.connector.copier`, `kvstore.kernels`), the socket (`kvstore.client.link`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from typing import ClassVar
 
 import msgspec
 
-from kvstore.client.core import copies
 from kvstore.client.core.plan import (
     CompareResult,
     LoadJob,
@@ -37,15 +40,274 @@ from kvstore.client.core.plan import (
     StoreJob,
 )
 from kvstore.errors import ProtocolError
-from kvstore.types import CHECKSUM_BYTES
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Generation, SlotId
 from kvstore.wire import messages as wire
-from kvstore.wire.record import Scope
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, fingerprint
 
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
+PLAN_MALFORMED = "the plan's arrays do not fit together"
 
-RunningJob = copies.RunningLoad | copies.RunningStore | copies.RunningCheck
+
+# ── block copies ──────────────────────────────────────────────────────────────────────────────────
+
+
+class SlotBlock(msgspec.Struct, frozen=True):
+    """One block of the engine's cache, and a slot that counts only while it has this generation."""
+
+    group: int
+    """KV cache group of the block."""
+    block_id: int
+    slot: SlotId
+    generation: Generation
+    key: BlockKey
+    header: bytes
+    """Bytes before the payload that the checksum covers (`kvstore.wire.record`)."""
+    checksum: bytes | None = None
+    """16 bytes to compare with; None: no check, since the bytes crossed no medium and no restart
+    of the node."""
+    after: int = 0
+    """Mark of engine work (`ports.CopyEngine.mark`) that must be done before the copy; 0: none."""
+
+
+class LoadBlock(SlotBlock, frozen=True):
+    """Copy: slot → engine block. The generation is compared before and after."""
+
+
+class StoreBlock(SlotBlock, frozen=True):
+    """Copy: engine block → slot, if the slot still has this generation; return the checksum."""
+
+
+class CompareBlock(SlotBlock, frozen=True):
+    """Copy nothing: compare an engine block with a slot, if that still has this generation. Where
+    values differ and the checksum does not match, the slot's bytes are damaged, nothing more."""
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """The copy is complete and its generation was valid to the end."""
+
+    checksum: bytes = b""
+    """16 bytes; of a load that was not asked to verify: empty."""
+    duration_ns: int = 0
+
+
+class CopyVoid(msgspec.Struct, frozen=True):
+    """The slot no longer holds the planned block, or cannot be read; nothing may be used."""
+
+    reason: str = "the slot was given to another block"
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """Load or compare: generation valid, checksum wrong."""
+
+
+class CopyCompared(msgspec.Struct, frozen=True):
+    """The slot held the block to the end, and its bytes are those that were stored."""
+
+    error: float
+    """Relative distance of the values in the two."""
+    diverged: bool
+    """Error beyond that of another order of computing: another block, model or prompt."""
+
+
+Copy = LoadBlock | StoreBlock | CompareBlock
+Outcome = Copied | CopyVoid | Mismatch | CopyCompared
+
+
+# ── jobs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RankColumn(msgspec.Struct, frozen=True):
+    """A rank's part in one KV cache group of a session."""
+
+    number: int
+    """Place of its shard in the [n][S] arrays."""
+    writes: bool
+    prefix: bytes
+    """Prefix of the headers that checksums cover."""
+
+
+class Job:
+    """One job under way. Blocks before index `next` were handed out in order; their copies end in
+    any order."""
+
+    kind: ClassVar[type[Copy]]
+
+    def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
+        self.plan = plan
+        self.after = after
+        """Mark of engine work that must be done before any copy of the job; 0: none."""
+        self.next = 0
+        self.in_flight: set[int] = set()
+        """Indexes of blocks whose copy has not ended."""
+        self.prefix = its.prefix
+        self.abandoned = ""
+        """Why the job ends with its copies in flight; empty while it goes on."""
+        n, column = len(plan.block_ids), its.number
+        checksums = plan.checksums
+        shards, rest = divmod(len(plan.slots), 4 * n)
+        if (
+            rest
+            or column >= shards
+            or len(plan.keys) != n * KEY_BYTES
+            or len(plan.generations) != n * shards * 8
+            or len(checksums) not in (0, n * shards * CHECKSUM_BYTES)
+        ):
+            raise ProtocolError(PLAN_MALFORMED)
+        self.slots = wire.slots_array(plan.slots).reshape(n, shards)[:, column]
+        self.generations = wire.generations_array(plan.generations).reshape(n, shards)[:, column]
+        step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
+        every = [checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)]
+        self.checksums = [checksum if any(checksum) else None for checksum in every]
+        """One per block, None where there is nothing to verify; empty if that is so for all."""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a copy to hand out."""
+        return not self.abandoned and self.next < len(self.plan.block_ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is in flight, and nothing will be."""
+        return not (self.in_flight or self.has_next)
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """Engine blocks whose copy has not ended."""
+        in_flight = (self.plan.block_ids[i] for i in self.in_flight)
+        return (*in_flight, *self.plan.block_ids[self.next :])
+
+    def begin(self) -> int:
+        """Hand out the next copy. Returns its index."""
+        index = self.next
+        self.in_flight.add(index)
+        self.next += 1
+        return index
+
+    def places(self, indexes: list[int]) -> tuple[bytes, bytes]:
+        """Slots (u32 each) and generations (u64 each) of these blocks, as datagrams have them."""
+        return self.slots[indexes].tobytes(), self.generations[indexes].tobytes()
+
+    def key(self, index: int) -> BlockKey:
+        return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
+
+    def copy(self, index: int) -> Copy:
+        key = self.key(index)
+        return self.kind(
+            self.plan.group,
+            self.plan.block_ids[index],
+            SlotId(int(self.slots[index])),
+            Generation(int(self.generations[index])),
+            key,
+            header(self.prefix, key),
+            self.checksums[index] if self.checksums else None,
+            self.after,
+        )
+
+
+class RunningLoad(Job):
+    """Slots → engine blocks; no copy begins after one that failed."""
+
+    kind = LoadBlock
+    plan: LoadJob
+
+    def __init__(self, plan: LoadJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
+        self.copied: set[int] = set()
+        self.duration_ns = 0
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Leading blocks that hold what was stored."""
+        count = 0
+        while count in self.copied:
+            count += 1
+        return count
+
+    def verified(self) -> Iterator[wire.Verified]:
+        """Messages that report the blocks whose bytes are those that were stored."""
+        indexes = sorted(self.copied) if self.checksums else []
+        for batch in _batches([i for i in indexes if self.checksums[i] is not None]):
+            yield wire.Verified(*self.places(batch))
+
+
+class RunningStore(Job):
+    """Engine blocks → granted slots; a block that cannot be copied does not stop the others."""
+
+    kind = StoreBlock
+    plan: StoreJob
+
+    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
+        self.sealed: dict[int, bytes] = {}
+        """Checksum by index of the blocks that were copied."""
+
+    def forget(self, blocks: frozenset[int]) -> None:
+        """Drop the checksums of copies from these engine blocks, so that they are not sealed: the
+        bytes may have been another request's."""
+        for index in [i for i in self.sealed if self.plan.block_ids[i] in blocks]:
+            del self.sealed[index]
+
+    def seals(self, indexes: list[int]) -> Iterator[wire.Seal]:
+        """Messages that seal these blocks, which are complete."""
+        for batch in _batches(indexes):
+            slots, generations = self.places(batch)
+            yield wire.Seal(
+                session=self.plan.session,
+                keys=b"".join(self.key(i) for i in batch),
+                slots=slots,
+                generations=generations,
+                checksums=b"".join(self.sealed[i] for i in batch),
+                group=self.plan.group,
+            )
+
+    def drops(self, indexes: list[int]) -> Iterator[wire.Drop]:
+        """Messages that drop these blocks, whose slots were not written."""
+        for batch in _batches(indexes):
+            yield wire.Drop(self.plan.session, *self.places(batch), group=self.plan.group)
+
+
+class RunningCheck(Job):
+    """Compares engine blocks with slots; writes nothing."""
+
+    kind = CompareBlock
+    plan: StoreJob
+
+    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
+        self.compared = 0
+        self.diverged: list[int] = []
+        self.worst = 0.0
+
+    def forget(self, blocks: frozenset[int]) -> None:
+        """Reset the result if the job reads one of these engine blocks: the values may have been
+        another request's."""
+        if not blocks.isdisjoint(self.plan.block_ids):
+            self.compared, self.diverged, self.worst = 0, [], 0.0
+
+    def take(self, index: int, outcome: Outcome) -> None:
+        """Take the outcome of a block."""
+        if isinstance(outcome, CopyCompared):
+            self.compared += 1
+            self.worst = max(self.worst, outcome.error)
+            if outcome.diverged:
+                self.diverged.append(index)
+
+    def result(self) -> CompareResult:
+        blocks = tuple(sorted(self.diverged))
+        return CompareResult(self.plan.job, self.compared, blocks, self.worst)
+
+
+def _batches(indexes: list[int]) -> Iterator[list[int]]:
+    step = wire.KEYS_PER_DATAGRAM_MAX
+    return (indexes[at : at + step] for at in range(0, len(indexes), step))
+
+
+RunningJob = RunningLoad | RunningStore | RunningCheck
+
+
+# ── the rank ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,18 +332,18 @@ class RankCore:
         engine may overwrite blocks before it names them; see `settle`."""
         self._config = config
         self._is_fenced_late = is_fenced_late
-        self._unsettled: list[copies.RunningStore | copies.RunningCheck] = []
+        self._unsettled: list[RunningStore | RunningCheck] = []
         """Stores whose copies have ended, but which are sealed only in the next `settle`."""
         self._copies_max = copies_max
         self._attached = False
         self._session = 0
-        self._columns: tuple[copies.RankColumn, ...] = ()
+        self._columns: tuple[RankColumn, ...] = ()
         """This rank's part in the session, by KV cache group."""
         self._quiesce: wire.Quiesce | None = None
         """Received while copies were in flight; answered when they end."""
-        self._loads: deque[copies.RunningLoad] = deque()
-        self._stores: deque[copies.RunningStore | copies.RunningCheck] = deque()
-        self._in_flight: dict[int, tuple[copies.Copy, RunningJob, int]] = {}
+        self._loads: deque[RunningLoad] = deque()
+        self._stores: deque[RunningStore | RunningCheck] = deque()
+        self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
         """By `id` of a copy: the copy, its job and its index there."""
         self.reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
@@ -186,7 +448,7 @@ class RankCore:
         for store in plan.stores:
             self._submit_store(store, after)
 
-    def next_copy(self) -> copies.Copy | None:
+    def next_copy(self) -> Copy | None:
         """A block to copy now, or None: nothing is left to begin, or enough is in flight.
         `finished` must follow."""
         if len(self._in_flight) >= self._copies_max:
@@ -207,19 +469,17 @@ class RankCore:
     def _is_full_of_stores(self) -> bool:
         """Whether stores have all the places that they may have. Half of the places (rounded down)
         are kept for loads, since a store may have to wait for the engine's whole step."""
-        stores = sum(
-            not isinstance(job, copies.RunningLoad) for _, job, _ in self._in_flight.values()
-        )
+        stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
         return stores >= self._copies_max - self._copies_max // 2
 
-    def finished(self, copy: copies.Copy, outcome: copies.Outcome) -> None:
+    def finished(self, copy: Copy, outcome: Outcome) -> None:
         """A copy that `next_copy` gave has ended."""
         _, job, index = self._in_flight.pop(id(copy))
         job.in_flight.discard(index)
         if id(copy) in self._spoiled:
             self._spoiled.discard(id(copy))
-            outcome = copies.CopyVoid("the block was overwritten meanwhile")
-        if isinstance(job, copies.RunningLoad):
+            outcome = CopyVoid("the block was overwritten meanwhile")
+        if isinstance(job, RunningLoad):
             self._load_finished(job, index, outcome)
         else:
             self._store_finished(job, index, outcome)
@@ -259,7 +519,7 @@ class RankCore:
         now on: the result of a copy in flight that reads one is discarded."""
         fenced = frozenset(block_ids)
         for copy, _, _ in self._in_flight.values():
-            if copy.block_id in fenced and not isinstance(copy, copies.LoadBlock):
+            if copy.block_id in fenced and not isinstance(copy, LoadBlock):
                 self._spoiled.add(id(copy))
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
@@ -276,7 +536,7 @@ class RankCore:
             self._end_store(job)
 
     @staticmethod
-    def _reads(job: copies.RunningStore | copies.RunningCheck, blocks: frozenset[int]) -> bool:
+    def _reads(job: RunningStore | RunningCheck, blocks: frozenset[int]) -> bool:
         return bool(blocks) and not blocks.isdisjoint(job.remaining)
 
     # ── the report ───────────────────────────────────────────────────────────────────────────────
@@ -301,9 +561,9 @@ class RankCore:
     def _serves(self, plan: LoadJob | StoreJob) -> bool:
         return self._session != 0 and plan.session == self._session
 
-    def _column(self, plan: LoadJob | StoreJob) -> copies.RankColumn:
+    def _column(self, plan: LoadJob | StoreJob) -> RankColumn:
         if not 0 <= plan.group < len(self._columns):
-            raise ProtocolError(copies.PLAN_MALFORMED)
+            raise ProtocolError(PLAN_MALFORMED)
         return self._columns[plan.group]
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
@@ -315,33 +575,33 @@ class RankCore:
             self._load_results.append(plan.result(reason=SESSION_OVER))
         else:
             try:
-                job = copies.RunningLoad(plan, self._column(plan), after)
+                job = RunningLoad(plan, self._column(plan), after)
             except ProtocolError as error:
                 self._load_results.append(plan.result(reason=str(error)))
             else:
                 self._loads.append(job)
 
-    def _load_finished(self, job: copies.RunningLoad, index: int, outcome: copies.Outcome) -> None:
+    def _load_finished(self, job: RunningLoad, index: int, outcome: Outcome) -> None:
         match outcome:
-            case copies.Copied():
+            case Copied():
                 job.copied.add(index)
                 job.duration_ns += outcome.duration_ns
-            case copies.CopyVoid():
+            case CopyVoid():
                 job.abandoned = job.abandoned or outcome.reason
-            case copies.Mismatch():
+            case Mismatch():
                 self._distrust(job, index)
                 job.abandoned = job.abandoned or "the checksum of a block does not match"
         if job.is_over:
             self._close_load(job, job.abandoned)
 
-    def _distrust(self, job: copies.RunningLoad | copies.RunningCheck, index: int) -> None:
+    def _distrust(self, job: RunningLoad | RunningCheck, index: int) -> None:
         if self._attached:
-            self._outbox.append(copies.distrust(job, index))
+            self._outbox.append(wire.Distrust(*job.places([index])))
 
-    def _close_load(self, job: copies.RunningLoad, reason: str) -> None:
+    def _close_load(self, job: RunningLoad, reason: str) -> None:
         self._loads.remove(job)
         if self._attached:
-            self._outbox += copies.verified(job)
+            self._outbox += job.verified()
         loaded, plan = job.loaded_blocks, job.plan
         self._load_results.append(
             plan.result(
@@ -362,7 +622,7 @@ class RankCore:
             if not (column.writes or plan.compare):
                 self._stores_done.append(plan.job)
                 return
-            kind = copies.RunningCheck if plan.compare else copies.RunningStore
+            kind = RunningCheck if plan.compare else RunningStore
             job = kind(plan, column, after)
         except ProtocolError:
             self._stores_done.append(plan.job)
@@ -372,13 +632,13 @@ class RankCore:
             self.reading.update(plan.block_ids)
 
     def _store_finished(
-        self, job: copies.RunningStore | copies.RunningCheck, index: int, outcome: copies.Outcome
+        self, job: RunningStore | RunningCheck, index: int, outcome: Outcome
     ) -> None:
-        if isinstance(job, copies.RunningCheck):
+        if isinstance(job, RunningCheck):
             job.take(index, outcome)
-            if isinstance(outcome, copies.Mismatch):
+            if isinstance(outcome, Mismatch):
                 self._distrust(job, index)
-        elif isinstance(outcome, copies.Copied):
+        elif isinstance(outcome, Copied):
             assert len(outcome.checksum) == CHECKSUM_BYTES
             job.sealed[index] = outcome.checksum
             self._store_ns += outcome.duration_ns
@@ -387,7 +647,7 @@ class RankCore:
         if job.is_over:
             self._close_store(job)
 
-    def _close_store(self, job: copies.RunningStore | copies.RunningCheck) -> None:
+    def _close_store(self, job: RunningStore | RunningCheck) -> None:
         self._stores.remove(job)
         self._unread(job.remaining)
         if self._is_fenced_late and self._attached:
@@ -395,10 +655,10 @@ class RankCore:
         else:
             self._end_store(job)
 
-    def _end_store(self, job: copies.RunningStore | copies.RunningCheck) -> None:
+    def _end_store(self, job: RunningStore | RunningCheck) -> None:
         """Seal the blocks copied, drop the rest; for another session send neither."""
         self._stores_done.append(job.plan.job)
-        if isinstance(job, copies.RunningCheck):
+        if isinstance(job, RunningCheck):
             self._compared.append(job.result())
             return
         indexes = range(len(job.plan.block_ids))
@@ -406,8 +666,8 @@ class RankCore:
         if not self._attached or job.plan.session != self._session:
             sealed = []
         else:
-            self._outbox += copies.seals(job, sealed)
-            self._outbox += copies.drops(job, [i for i in indexes if i not in job.sealed])
+            self._outbox += job.seals(sealed)
+            self._outbox += job.drops([i for i in indexes if i not in job.sealed])
         self._blocks_sealed += len(sealed)
         self._blocks_dropped += len(indexes) - len(sealed)
 
@@ -435,7 +695,7 @@ class RankCore:
     def _abandon(self, job: RunningJob, reason: str) -> None:
         if job.in_flight:
             job.abandoned = reason  # closed by `finished`, rule 3
-        elif isinstance(job, copies.RunningLoad):
+        elif isinstance(job, RunningLoad):
             self._close_load(job, reason)
         else:
             self._close_store(job)
@@ -450,7 +710,7 @@ class RankCore:
         for group, column in zip(self._config.groups, self._quiesce.columns, strict=True):
             space = fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch)
             scope = Scope(self._config.tenant, space, group.shard, group.block_bytes)
-            made.append(copies.RankColumn(column.number, column.writes, scope.prefix()))
+            made.append(RankColumn(column.number, column.writes, scope.prefix()))
         self._columns = tuple(made)
         self._quiesce = None
         self._outbox.append(wire.Quiet(self._session))

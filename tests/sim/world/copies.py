@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.client.core.copies import (
+from kvstore.client.core.rank import (
     CompareBlock,
     Copied,
     Copy,

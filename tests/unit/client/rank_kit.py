@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstore.client.core.copies import Copied, Copy, Outcome
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import Copied, Copy, Outcome, RankConfig, RankCore
 from kvstore.types import Shard
 from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
 from kvstore.wire.space import Group, ShardColumn, Space

@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.copies import (
+from kvstore.client.core.plan import refuse
+from kvstore.client.core.rank import (
     Copied,
     Copy,
     CopyVoid,
     LoadBlock,
     Mismatch,
     Outcome,
+    RankCore,
     StoreBlock,
 )
-from kvstore.client.core.plan import refuse
-from kvstore.client.core.rank import RankCore
 from kvstore.errors import ProtocolError
 from kvstore.types import Shard
 from kvstore.wire.messages import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.client.core.copies import (
+from kvstore.client.core.plan import CompareResult, StoreJob
+from kvstore.client.core.rank import (
     CompareBlock,
     Copied,
     Copy,
@@ -12,9 +13,8 @@ from kvstore.client.core.copies import (
     CopyVoid,
     Mismatch,
     Outcome,
+    RankCore,
 )
-from kvstore.client.core.plan import CompareResult, StoreJob
-from kvstore.client.core.rank import RankCore
 from kvstore.wire.messages import Distrust
 from tests.unit.client.rank_kit import SUM, begun, plan, run, serving, store
 

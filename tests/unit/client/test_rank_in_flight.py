@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.copies import Copied, CopyVoid
+from kvstore.client.core.rank import Copied, CopyVoid
 from kvstore.wire.messages import Verified, slots_array
 from tests.unit.client.rank_kit import SUM, begun, load, plan, serving, store
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from kvstore.client.core.copies import (
+from kvstore.client.core.plan import LoadJob, StoreJob
+from kvstore.client.core.rank import (
     Copied,
     Copy,
     CopyVoid,
     LoadBlock,
     Mismatch,
     Outcome,
+    RankCore,
     StoreBlock,
 )
-from kvstore.client.core.plan import LoadJob, StoreJob
-from kvstore.client.core.rank import RankCore
 from kvstore.wire.messages import (
     Distrust,
     Drop,

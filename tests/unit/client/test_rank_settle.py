@@ -10,8 +10,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.copies import Copied, CopyCompared
-from kvstore.client.core.rank import RankCore
+from kvstore.client.core.rank import Copied, CopyCompared, RankCore
 from kvstore.wire.messages import Drop, Quiesce, Quiet, Seal, slots_array
 from kvstore.wire.space import ShardColumn
 from tests.unit.client.rank_kit import COLUMN, SUM, begun, plan, serving, store
