@@ -70,7 +70,10 @@ def _pair(
 
 def _pem(option: str, path: Path) -> tuple[bytes, Sequence[x509.Certificate]]:
     pem = _read(option, path)
-    return pem, _certificates(option, path, pem)
+    try:
+        return pem, x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise ConfigError(f"{option} {path} is no certificate in PEM form") from None
 
 
 def _read(option: str, path: Path) -> bytes:
@@ -79,13 +82,6 @@ def _read(option: str, path: Path) -> bytes:
             return file.read(PEM_BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
-
-
-def _certificates(option: str, path: Path, pem: bytes) -> Sequence[x509.Certificate]:
-    try:
-        return x509.load_pem_x509_certificates(pem)
-    except ValueError:
-        raise ConfigError(f"{option} {path} is no certificate in PEM form") from None
 
 
 def _key(option: str, path: Path, pem: bytes) -> PrivateKeyTypes:

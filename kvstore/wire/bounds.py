@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, SpaceId
 
@@ -45,7 +45,3 @@ WholeSpace = Annotated[SpaceId, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)
 Started = Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 Checksum = Annotated[bytes, Meta(max_length=CHECKSUM_BYTES)]
 KeyArray = Annotated[bytes, Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
-
-
-class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all datagrams between an engine and the node; the tag is the class name."""

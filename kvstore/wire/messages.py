@@ -55,13 +55,17 @@ from kvstore.wire.bounds import (
     U64,
     KeyArray,
     Label,
-    Message as Message,
     Name,
     Sentence,
     Small,
 )
 from kvstore.wire.requests import TraceText
 from kvstore.wire.space import PER_GROUP, Group, GroupIndex, ShardColumn, Slab
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all datagrams between an engine and the node; the tag is the class name."""
+
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
 # Datagrams of engines for the operator of a node: nothing is decided by them, none is answered.
@@ -110,7 +114,7 @@ class Story(Message, frozen=True):
     detail: Label = ""
     """Error of a load that failed."""
     session: U64 = 0
-    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []  # noqa: RUF012
+    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []
     """LeaseAsks of the lookup, in chain order."""
     first_block: U64 = 0
     """Number in the prompt of the first block of these LeaseAsks."""
