@@ -89,21 +89,7 @@ def _row(count: int) -> tuple[int, int]:
     return max(1, min(BLOCKS_MAX, -(-count // THREADS))), 1
 
 
-def _rows(rows: int, length: int, blocks_max: int) -> tuple[int, int]:
-    """(blocks of a row, rows) of a grid of at most `blocks_max` blocks, for `rows` rows of `length`
-    elements."""
-    high = max(1, min(rows, blocks_max))
-    return max(1, min(blocks_max // high, -(-length // THREADS))), high
-
-
-def moved(
-    launch: Launch,
-    targets: Addresses,
-    sources: Addresses,
-    sizes: Addresses,
-    *,
-    blocks_max: int = MOVE_BLOCKS_MAX,
-) -> None:
+def moved(launch: Launch, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
     """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order."""
     for begin in range(0, len(sizes), MANY_MAX):
         end = min(begin + MANY_MAX, len(sizes))
@@ -113,8 +99,9 @@ def moved(
         table[-1] = count
         for column, values in enumerate((targets, sources, sizes)):
             table[column * room : column * room + count] = values[begin:end]
-        grid = _rows(count, largest // 16, blocks_max)
-        launch(kernel, grid, [_PIECES[room].from_buffer(table.data)])
+        rows = min(count, MOVE_BLOCKS_MAX)
+        blocks = max(1, min(MOVE_BLOCKS_MAX // rows, -(-(largest // 16) // THREADS)))
+        launch(kernel, (blocks, rows), [_PIECES[room].from_buffer(table.data)])
 
 
 # ── checksums ────────────────────────────────────────────────────────────────────────────────────

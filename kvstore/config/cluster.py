@@ -34,7 +34,7 @@ from kvstore.client.tls import PORT_MAX, Tls, TlsFiles
 from kvstore.config.defaults import DEFAULT_ENTRIES, DEFAULT_TENANT
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import IndexSettings, NodeSettings, TlsSettings
-from kvstore.config.values import HostPort, address_of, joined
+from kvstore.config.values import address_of, joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.stores.address import StoreConfig, store_config
@@ -59,15 +59,12 @@ class ReplicaConfig:
     """Begin at once; otherwise the replica first compiles its loops, which takes many seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexConfig:
+class IndexConfig(IndexSettings):
     """The whole configuration of `kvstore index`, checked."""
 
     replica: ReplicaConfig
     tls: Tls | None
     """Certificates; None: --insecure."""
-    http: HostPort | None
-    log_level: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,24 +128,22 @@ def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfi
     """The checked configuration of `kvstore index`. Raises ConfigError: one sentence, with how to
     mend it.
     """
-    settings = load_settings(path, flags, IndexSettings)
-    tls = resolve_tls(settings, what="an index")
+    settings = load_settings(path, flags, IndexConfig)
+    settings.tls = tls = resolve_tls(settings, what="an index")
     if tls is not None and settings.insecure:
         raise ConfigError("--insecure goes without certificates: leave out one or the other")
     if tls is not None and not tls.name_as("index"):
         raise ConfigError(
             f"--cert {settings.cert} names no index: make one with 'kvstore certs DIR --index NAME'"
         )
-    replica = ReplicaConfig(
+    settings.replica = ReplicaConfig(
         **settings.listen._asdict(),
         entry_count_max=settings.entries,
         option="--listen",
         store=_store(settings),
         is_plain=settings.plain,
     )
-    return IndexConfig(
-        replica=replica, tls=tls, http=settings.metrics, log_level=settings.log_level
-    )
+    return settings
 
 
 def _store(settings: IndexSettings) -> StoreConfig | None:

@@ -252,8 +252,8 @@ def run_index(config: IndexConfig) -> None:
         replica = Replica(config.replica, config.tls, loop)
         stack.callback(replica.close)
         url = ""
-        if config.http is not None:
-            http = HttpServer(config.http, make_pages(replica, config.tls))
+        if config.metrics is not None:
+            http = HttpServer(config.metrics, make_pages(replica, config.tls))
             stack.callback(http.close)
             http.start()
             url = http.url + "/metrics"

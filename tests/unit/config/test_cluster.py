@@ -138,7 +138,7 @@ def test_an_index_is_told_by_yaml_too(tmp_path: Path) -> None:
     path.write_text("listen: 127.0.0.1:0\nentries: 100000\ninsecure: true\nmetrics: off\n")
     config = load_index_config(path, {"entries": 200000})
     assert (config.replica.port, config.replica.entry_count_max) == (0, 200000)
-    assert (config.tls, config.http) == (None, None)
+    assert (config.tls, config.metrics) == (None, None)
 
 
 @pytest.mark.parametrize(
