@@ -215,12 +215,6 @@ class DeviceCopies:
             CopyDirection([device.stream(is_urgent=is_urgent) for _ in range(2)])
             for is_urgent in (False, True)
         )
-        self._directions = {
-            CopyWay.STORE: stores,
-            CopyWay.COMPARE: stores,
-            CopyWay.LOAD: loads,
-            CopyWay.CLEAR: loads,
-        }
         self._both = stores, loads
         streams = [*stores.batches, *loads.batches]
         self.moves = BlockMoves(device, streams, caches, by_pieces=by_pieces)
@@ -395,7 +389,8 @@ class DeviceCopies:
     def _begin(self, flights: list[CopyFlight]) -> None:
         """Give like copies to a stream."""
         batch, first = FlightBatch(flights, self._clock_ns()), flights[0].copy
-        direction = self._directions[first.way]
+        stores, loads = self._both
+        direction = loads if first.way in (CopyWay.LOAD, CopyWay.CLEAR) else stores
         stream = direction.next_stream()
         try:
             if first.after:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 
 
@@ -10,3 +11,8 @@ def is_serving(core: SchedulerCore) -> bool:
     lookups = core.lookups
     is_off = lookups._breaker.is_open or lookups._copies.is_open
     return core.attachment.session != 0 and not is_off
+
+
+def has_work(core: RankCore) -> bool:
+    """A job is queued or runs."""
+    return bool(core._loads or core._stores)

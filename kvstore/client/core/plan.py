@@ -202,11 +202,6 @@ class StepPlan(msgspec.Struct, frozen=True):
     step: int = 0
     """Number of a step that is timed: ranks report it when it has run. 0: it is not."""
 
-    @property
-    def empty(self) -> bool:
-        """True when the step asks nothing of the ranks."""
-        return not (self.loads or self.stores or self.fence_blocks)
-
 
 class LoadResult(msgspec.Struct, frozen=True):
     """How one rank's part of a LoadJob ended."""

@@ -351,28 +351,12 @@ class RankCore:
         self._spoiled: set[int] = set()
         """Copies in flight that read a block which is being overwritten: their results are void."""
         self._outbox: list[wire.Message] = []
-        self._refused: wire.Refused | None = None
         self._load_results: list[LoadResult] = []
         self._stores_done: list[int] = []
         self._compared: list[CompareResult] = []
         self._blocks_sealed = self._blocks_dropped = self._store_bytes = self._store_ns = 0
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def attached(self) -> bool:
-        """Welcomed, and the socket has not ended since."""
-        return self._attached
-
-    @property
-    def session(self) -> int:
-        """The session whose plans are obeyed; 0 when none."""
-        return self._session
-
-    @property
-    def refused(self) -> wire.Refused | None:
-        """The node's last refusal of this rank; None once it is welcome."""
-        return self._refused
 
     def hello(self) -> wire.HelloRank:
         """The first datagram of a connection; asserts that no copy is in flight."""
@@ -393,7 +377,7 @@ class RankCore:
                 f"protocol {welcome.protocol} where {wire.PROTOCOL_VERSION} is spoken"
             )
         self._abandon_all(ATTACHED_ANEW)
-        self._attached, self._session, self._refused = True, 0, None
+        self._attached, self._session = True, 0
 
     def received(self, message: wire.NodeMessage) -> None:
         """Take a datagram of the node.
@@ -413,7 +397,7 @@ class RankCore:
                 self._abandon_all(SESSION_OVER)
                 self._answer_quiesce()
             case wire.Refused():
-                self._refused = message
+                pass  # the driver ends the connection
             case _:
                 raise ProtocolError(f"{type(message).__name__} to a rank, or before its Welcome")
 
@@ -484,10 +468,6 @@ class RankCore:
         else:
             self._store_finished(job, index, outcome)
         self._answer_quiesce()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._loads or self._stores)
 
     @property
     def has_loads(self) -> bool:

@@ -14,6 +14,7 @@ from kvstore.client.core.plan import SchedulerConfig, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
+from tests.kit.cores import has_work
 from tests.sim.world.copies import Violation
 from tests.sim.world.engine_clock import SimEngineClock
 from tests.sim.world.groups import (
@@ -374,7 +375,7 @@ class SimEngine:
     def _execute(self, plan: StepPlan, scheduled: Sequence[tuple[SimRequest, int]]) -> None:
         for rank in self.ranks:
             while rank.core.fence(plan.fence_blocks):
-                if rank.copies.running is None and not rank.core.has_work:
+                if rank.copies.running is None and not has_work(rank.core):
                     raise Violation(f"{rank.name}: the fence waits for nothing")
                 if not rank.copies.end_within_fence():
                     rank.core.give_up(plan.fence_blocks)

@@ -20,6 +20,7 @@ from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
 from kvstore.wire.messages import Message, Welcome
 from kvstore.wire.space import Group, Space, shard_bytes
+from tests.kit.cores import has_work
 from tests.sim.world.copies import SimCopies, Violation
 from tests.sim.world.ground import Engine, Ground
 from tests.sim.world.parts import DAMAGED, SimMemory
@@ -63,7 +64,7 @@ class SimRank:
 
     @property
     def idle(self) -> bool:
-        return not self.core.has_work and self.copies.running is None
+        return not has_work(self.core) and self.copies.running is None
 
     @property
     def failure(self) -> str:

@@ -28,6 +28,7 @@ from kvstore.wire.messages import (
     slots_array,
 )
 from kvstore.wire.space import ShardColumn
+from tests.kit.cores import has_work
 from tests.steps import CountedMachine
 from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
 
@@ -109,7 +110,7 @@ class RankMachine(CountedMachine):
         self.core.submit(plan(job))
 
     def _session(self) -> int:
-        return self.core.session or self.next_session
+        return self.core._session or self.next_session
 
     def _number(self, count: int) -> int:
         number = self.next_number
@@ -120,7 +121,7 @@ class RankMachine(CountedMachine):
     def begin(self) -> None:
         copy = self.core.next_copy()
         if not self.copies:
-            assert (copy is not None) == self.core.has_work
+            assert (copy is not None) == has_work(self.core)
         if copy is not None:
             self.copies.append(copy)
             assert len(self.copies) <= self.width

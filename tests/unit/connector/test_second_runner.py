@@ -18,6 +18,7 @@ from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Drop, Seal, slots_array
+from tests.kit.cores import has_work
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
 from tests.unit.connector.test_worker_side import (
     job,
@@ -51,9 +52,10 @@ def step(side: WorkerSide, plan: StepPlan) -> set[str]:
 
 def ended(side: WorkerSide) -> None:
     """Wait for the copies, without a step."""
-    assert side._handoff is not None
-    with side._handoff._changed:
-        assert side._handoff._wait(lambda: not side._handoff._core.has_work, WAIT_S)  # type: ignore[union-attr]
+    handoff = side._handoff
+    assert handoff is not None
+    with handoff._changed:
+        assert handoff._wait(lambda: not has_work(handoff._core), WAIT_S)
 
 
 def test_a_block_that_was_zeroed_before_it_was_named_is_not_sealed(
