@@ -273,19 +273,14 @@ class _Proof:
 
 def device_of(kv_caches: Mapping[str, torch.Tensor]) -> str:
     """Type of the device that the caches are on. Raises NotServed."""
+    import torch
+
     kinds = {str(cache.device.type) for cache in kv_caches.values()}
-    if kinds == {"cuda"} and _is_rocm():
+    if kinds == {"cuda"} and getattr(torch.version, "hip", None) is not None:  # AMD's, too
         raise NotServed("the KV cache is on an AMD GPU (ROCm): NVIDIA GPUs and CPUs are served")
     if kinds in ({"cpu"}, {"cuda"}):
         return kinds.pop()
     raise NotServed(f"the KV cache is on {' and '.join(sorted(kinds))}: cpu and cuda are served")
-
-
-def _is_rocm() -> bool:
-    """Whether PyTorch calls AMD's GPUs `cuda`."""
-    import torch
-
-    return getattr(torch.version, "hip", None) is not None
 
 
 def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:

@@ -85,13 +85,10 @@ class EnginePushes:
         if transfer not in self._transfers:
             self._say(wire.PushOpen(transfer))
 
-    def _close(self, transfer: str, reason: str = "") -> None:
+    def close(self, transfer: str, reason: str = "") -> None:
+        """Close a transfer that no request keeps open, such as one whose blocks are not stored."""
         if transfer not in self._transfers:
             self._say(wire.PushClose(transfer, reason))
-
-    def refuse(self, produced: PrefillPart, reason: str) -> None:
-        """Close the transfer of a request that arrives and whose blocks are not stored."""
-        self._close(produced.transfer, reason)
 
     def preempted(self, request: str) -> None:
         """The engine preempted the request, which loses its blocks: close its transfer. Blocks that
@@ -99,7 +96,7 @@ class EnginePushes:
         entry = self._producing.get(request)
         if entry is not None and not entry.is_paused:
             entry.is_paused = True
-            self._close(entry.transfer_id, "preempted")
+            self.close(entry.transfer_id, "preempted")
 
     def resumed(self, request: Request) -> None:
         """The request goes on after a preemption, or was not preempted."""
@@ -116,7 +113,7 @@ class EnginePushes:
             self._closing.append((request.transfer_id, self._stores.last_job, now_ns))
             self.settle(now_ns)
         else:
-            self._close(request.transfer_id, reason)
+            self.close(request.transfer_id, reason)
 
     def settle(self, now_ns: int) -> None:
         """Close transfers whose stores have ended."""
@@ -129,7 +126,7 @@ class EnginePushes:
         ]
         self._closing = [entry for entry in self._closing if entry not in due]
         for transfer in {transfer for transfer, *_ in due}:
-            self._close(transfer)
+            self.close(transfer)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 

@@ -92,7 +92,7 @@ class SchedulerCore:
                     self.pushes.session_opened()
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
-                    self._stores.forget_recent()
+                    self._stores.recent.clear()
                     for entry in self.requests.values():
                         entry.present.clear()
                 self._tell_what_was_kept()
@@ -121,7 +121,7 @@ class SchedulerCore:
                 stored, nor of later ones that begin with blocks of its own cache.
         """
         self.attachment.restart(epoch, now_ns)
-        self._stores.forget_recent()
+        self._stores.recent.clear()
         self._engine_holds_old = not emptied
         if not emptied:
             for entry in self.requests.values():

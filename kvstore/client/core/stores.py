@@ -68,7 +68,8 @@ class EngineStores:
         self._sequence = 0
         self.last_job = 0
         """Number of the last job so far."""
-        self._recent: OrderedDict[bytes, int] = OrderedDict()
+        self.recent: OrderedDict[bytes, int] = OrderedDict()
+        """Keys that count as stored; cleared by the owner when the node may have lost everything."""
         self._outstanding: dict[int, _Outstanding] = {}
         self._source_blocks: Counter[int] = Counter()
         self._last_submit_ns = 0
@@ -197,10 +198,6 @@ class EngineStores:
                         del self._source_blocks[block]
         return ended
 
-    def forget_recent(self) -> None:
-        """The node may have lost everything: nothing counts as stored any more."""
-        self._recent.clear()
-
     def has_running(self, last_job: int) -> bool:
         """Whether jobs up to this one have not ended on all ranks."""
         return any(job <= last_job for job in self._outstanding)
@@ -210,7 +207,7 @@ class EngineStores:
         return bool(self._outstanding) and now_ns - self._last_submit_ns < WORK_NS_MAX
 
     def _is_stored(self, request: Request, group: int, name: bytes, index: int) -> bool:
-        stored_at = self._recent.get(name)
+        stored_at = self.recent.get(name)
         if stored_at is not None and stored_at > request.hint_sequence:
             return True
         present = request.present.get(group)
@@ -221,7 +218,7 @@ class EngineStores:
         return stored_at is not None or index < local_tokens // self._config.block_sizes[group]
 
     def _remember(self, name: bytes) -> None:
-        self._recent[name] = self._sequence
-        self._recent.move_to_end(name)
-        if len(self._recent) > RECENT_KEYS_MAX:
-            self._recent.popitem(last=False)
+        self.recent[name] = self._sequence
+        self.recent.move_to_end(name)
+        if len(self.recent) > RECENT_KEYS_MAX:
+            self.recent.popitem(last=False)

@@ -141,7 +141,7 @@ def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
 
 
 def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
-    node.core.pushes.refuse(PrefillPart("t", "t"), "not stored: adapter")
+    node.core.pushes.close("t", "not stored: adapter")
     assert node.words() == [PushClose("t", "not stored: adapter")]
 
 
