@@ -69,7 +69,7 @@ class EngineStores:
         self.last_job = 0
         """Number of the last job so far."""
         self.recent: OrderedDict[bytes, int] = OrderedDict()
-        """Keys that count as stored; cleared by the owner when the node may have lost everything."""
+        """Keys that count as stored; the owner clears it when the node may have lost everything."""
         self._outstanding: dict[int, _Outstanding] = {}
         self._source_blocks: Counter[int] = Counter()
         self._last_submit_ns = 0
