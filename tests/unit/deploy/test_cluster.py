@@ -128,8 +128,8 @@ def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Pat
         assert made.tls.name_as("index") == f"kvstore-index-{number}"
         ports = {each["name"]: each["containerPort"] for each in container(found, "index")["ports"]}
         assert (made.replica.host, made.replica.port) == (POD_IP, ports["index"])
-        assert made.http is not None
-        assert (made.http.host, made.http.port) == (POD_IP, ports["metrics"])
+        assert made.metrics is not None
+        assert (made.metrics.host, made.metrics.port) == (POD_IP, ports["metrics"])
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
