@@ -244,7 +244,7 @@ class Copier:
 
     def _sleep(self) -> None:
         if self._under_way:
-            self._pause()
+            self._handoff.await_wake(UNDER_WAY_S)
             return
         self._copies.pin_ahead(self._populated)
         poller = select.poll()
@@ -393,11 +393,8 @@ class Copier:
             is_late = time.monotonic_ns() > until_ns if until_ns else self._handoff.stopping
             if is_late:
                 return False
-            self._pause()
+            self._handoff.await_wake(UNDER_WAY_S)
         return True
-
-    def _pause(self) -> None:
-        self._handoff.await_wake(UNDER_WAY_S)
 
     def _begin(self) -> bool:
         with self._handoff.core() as core:

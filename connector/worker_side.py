@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier, Handoff
 from kvstore.connector.mapping import describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank
 from kvstore.wire.space import Group, shard_bytes
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class WorkerSide:
         """Why this rank's cache is not served; empty when it is."""
         return self._reason if self._handoff is None else ""
 
-    def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[RankConfig, CopyEngine]:
+    def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[HelloRank, CopyEngine]:
         device = devices.device_of(kv_caches)
         by_group = grouped(self._kv_cache_config, kv_caches)
         begin_ns = time.monotonic_ns()
@@ -141,7 +142,8 @@ class WorkerSide:
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
-        config = RankConfig(
+        config = HelloRank(
+            protocol=PROTOCOL_VERSION,
             engine_id=transfer.engine_id,
             nonce=self._vllm_config.instance_id or "0",
             tenant=self._config.tenant,

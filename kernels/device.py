@@ -85,8 +85,6 @@ class PinnedPart(NamedTuple):
 class CopyFlight:
     """A copy under way."""
 
-    __slots__ = ("copy", "digests", "ordered_ns", "staging")
-
     def __init__(self, copy: BlockCopy, ordered_ns: int) -> None:
         self.copy, self.ordered_ns = copy, ordered_ns
         self.staging: PinnedPart | None = None
@@ -102,8 +100,6 @@ class CopyFlight:
 
 class FlightBatch:
     """Copies of one kind (`kind_of`), given to a stream in one go; they end with one event."""
-
-    __slots__ = ("after", "begun_ns", "end_range", "event", "flights", "reason")
 
     def __init__(self, flights: list[CopyFlight], begun_ns: int) -> None:
         self.flights = flights

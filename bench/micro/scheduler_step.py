@@ -28,11 +28,11 @@ from typing import Any
 import msgspec
 
 from kvstore.client.core.plan import RankReport, StepPlan
-from kvstore.client.core.rank import Copied, RankConfig, RankCore
+from kvstore.client.core.rank import Copied, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
-from kvstore.wire.messages import DATAGRAM_BYTES_MAX, Welcome
+from kvstore.wire.messages import DATAGRAM_BYTES_MAX, PROTOCOL_VERSION, HelloRank, Welcome
 from kvstore.wire.space import Group, Space
 
 RESULT = Path(__file__).parents[1] / "results" / "scheduler_step.json"
@@ -86,7 +86,8 @@ def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket
         *(BLOCK_TOKENS, BLOCK_TOKENS, 1, 1, (BLOCK_TOKENS * 512,), "sha256_cbor", "", "bench"),
     )
     core = RankCore(
-        RankConfig(
+        HelloRank(
+            protocol=PROTOCOL_VERSION,
             engine_id=engine_id,
             nonce=nonce,
             tenant="default",

@@ -501,8 +501,7 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
             if len(datagram) > HELLO_BYTES_MAX:
                 raise ProtocolError(f"hello of {len(datagram)} bytes; at most {HELLO_BYTES_MAX}")
             for name in (message.engine_id, message.nonce, message.tenant, message.process):
-                if len(name.encode()) > NAME_BYTES_MAX:
-                    raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
+                check_name(name)
         case Hint(keys=keys) | LeaseAsk(keys=keys) | PushExpect(keys=keys):
             elements(keys, KEY_BYTES, "keys")
         case Seal():
@@ -549,6 +548,12 @@ def decoded(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # It may quote what a stranger wrote.
         raise ProtocolError(f"malformed {what}: {str(error)[:ERROR_CHARS_MAX]}") from None
+
+
+def check_name(name: str) -> None:
+    """Raises ProtocolError: the name is too long in UTF-8."""
+    if len(name.encode()) > NAME_BYTES_MAX:
+        raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
 
 
 def elements(array: bytes, size: int, name: str) -> int:

@@ -37,7 +37,6 @@ from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Shard
 from kvstore.wire.bounds import (
     KEYS_PER_DATAGRAM_MAX,
-    NAME_BYTES_MAX,
     U32,
     U64,
     Label,
@@ -46,7 +45,15 @@ from kvstore.wire.bounds import (
     Started,
     WholeSpace,
 )
-from kvstore.wire.messages import RANKS_MAX, DeadlineMs, SlotArray, decoded, elements, same
+from kvstore.wire.messages import (
+    RANKS_MAX,
+    DeadlineMs,
+    SlotArray,
+    check_name,
+    decoded,
+    elements,
+    same,
+)
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 from kvstore.wire.transfer_worker import Blob, Reason
 
@@ -235,7 +242,7 @@ def decode_ask(data: bytes) -> Ask:
     ask = decoded(_asks, data)
     match ask:
         case PeerHello(node=node):
-            _check_name(node)
+            check_name(node)
         case ServeAsk():
             _count_keys(ask)
         case PushGrant():
@@ -254,7 +261,7 @@ def decode_request(data: bytes) -> PrepareRequest:
     """A request of a router. Raises ProtocolError."""
     request = decoded(_requests, data)
     _count_keys(request)
-    _check_name(request.engine)
+    check_name(request.engine)
     return request
 
 
@@ -263,14 +270,9 @@ def decode_reply(data: bytes) -> PrepareReply:
     return decoded(_replies, data)
 
 
-def _check_name(name: str) -> None:
-    if len(name.encode()) > NAME_BYTES_MAX:
-        raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
-
-
 def _count_keys(message: ServeAsk | PushGrant | PrepareRequest) -> int:
     """Number of keys in a message. Checks the name of its tenant, too. Raises ProtocolError."""
-    _check_name(message.tenant)
+    check_name(message.tenant)
     return elements(message.keys, KEY_BYTES, "keys")
 
 

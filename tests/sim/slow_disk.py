@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankReport, SchedulerConfig
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
@@ -41,7 +41,7 @@ from kvstore.engine.events import (
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.load import Learned
-from kvstore.wire.messages import Message
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Message
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, Space, fingerprint
 
@@ -194,7 +194,8 @@ class SlowDiskWorld:
             )
         )
         self.rank = RankCore(
-            RankConfig(
+            HelloRank(
+                protocol=PROTOCOL_VERSION,
                 engine_id="e",
                 nonce="n",
                 tenant=TENANT,

@@ -263,19 +263,16 @@ class Attachment:
         reason = self.dial.check_heartbeat(now_ns, heartbeat_ns)
         if self.session:
             if self.is_silent and not before_ns:
-                self._notice_silence(now_ns)
+                last_ns = self._silence_noticed_ns
+                if last_ns is None or now_ns - last_ns >= _SILENCE_NOTICES_MS * NS_PER_MS:
+                    self._silence_noticed_ns = now_ns
+                    self.notices.append(
+                        "cache off, requests are computed: the node's heartbeat stopped"
+                        f" (logged once in {_SILENCE_NOTICES_MS // 1000} s)"
+                    )
             if before_ns and not self.is_silent and before_ns == self._silence_noticed_ns:
                 self.notices.append("the node's heartbeat is back: cache on")
         return reason
-
-    def _notice_silence(self, now_ns: int) -> None:
-        last_ns = self._silence_noticed_ns
-        if last_ns is None or now_ns - last_ns >= _SILENCE_NOTICES_MS * NS_PER_MS:
-            self._silence_noticed_ns = now_ns
-            self.notices.append(
-                "cache off, requests are computed: the node's heartbeat stopped"
-                f" (logged once in {_SILENCE_NOTICES_MS // 1000} s)"
-            )
 
     def _add_credits(self, grant: wire.Grant) -> None:
         slots, counts = wire.slots_array(grant.slots), self.shard_counts

@@ -43,7 +43,7 @@ from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Generation, SlotId
 from kvstore.wire import messages as wire
 from kvstore.wire.record import Scope, header
-from kvstore.wire.space import Group, fingerprint
+from kvstore.wire.space import fingerprint
 
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
@@ -310,27 +310,19 @@ RunningJob = RunningLoad | RunningStore | RunningCheck
 # ── the rank ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of this rank, as in its Hello. Fixed for the life of its process."""
-
-    engine_id: str
-    nonce: str
-    tenant: str
-    rank: int
-    process: str
-    groups: tuple[Group, ...]
-    gpu: str = ""
-
-
 class RankCore:
     """See the rules on top. Not thread-safe: the driver holds one lock around every call."""
 
     def __init__(
-        self, config: RankConfig, *, copies_max: int = 1, is_fenced_late: bool = False
+        self, hello: wire.HelloRank, *, copies_max: int = 1, is_fenced_late: bool = False
     ) -> None:
-        """`copies_max`: copies that the driver can have in flight at once. `is_fenced_late`: the
-        engine may overwrite blocks before it names them; see `settle`."""
-        self._config = config
+        """
+        Args:
+            hello: identity of this rank, fixed for the life of its process.
+            copies_max: copies that the driver can have in flight at once.
+            is_fenced_late: the engine may overwrite blocks before it names them; see `settle`.
+        """
+        self._hello = hello
         self._is_fenced_late = is_fenced_late
         self._unsettled: list[RunningStore | RunningCheck] = []
         """Stores whose copies have ended, but which are sealed only in the next `settle`."""
@@ -361,9 +353,7 @@ class RankCore:
     def hello(self) -> wire.HelloRank:
         """The first datagram of a connection; asserts that no copy is in flight."""
         assert not self._in_flight, "Hello while a copy is in flight"
-        return wire.HelloRank(
-            protocol=wire.PROTOCOL_VERSION, **msgspec.structs.asdict(self._config)
-        )
+        return self._hello
 
     def connected(self, welcome: wire.Welcome) -> None:
         """Take the node's Welcome; from here on copies use the mapping that came with it.
@@ -386,10 +376,10 @@ class RankCore:
             ProtocolError: a message that no rank may get; close the connection.
         """
         match message:
-            case wire.Quiesce(columns=columns) if len(columns) != len(self._config.groups):
+            case wire.Quiesce(columns=columns) if len(columns) != len(self._hello.groups):
                 raise ProtocolError(
                     f"Quiesce of {len(columns)} KV cache groups where this rank has"
-                    f" {len(self._config.groups)}"
+                    f" {len(self._hello.groups)}"
                 )
             case wire.Quiesce() if self._attached:
                 self._session = 0
@@ -524,7 +514,7 @@ class RankCore:
     def take_report(self) -> RankReport:
         """Results since the last call."""
         report = RankReport(
-            rank=self._config.rank,
+            rank=self._hello.rank,
             session=self._session if self._attached else 0,
             loads=tuple(self._load_results),
             store_jobs_done=tuple(self._stores_done),
@@ -586,7 +576,7 @@ class RankCore:
         self._load_results.append(
             plan.result(
                 loaded=loaded,
-                bytes_moved=loaded and loaded * self._config.groups[plan.group].block_bytes,
+                bytes_moved=loaded and loaded * self._hello.groups[plan.group].block_bytes,
                 duration_ns=job.duration_ns,
                 reason=reason if loaded < len(plan.block_ids) else "",
             )
@@ -622,7 +612,7 @@ class RankCore:
             assert len(outcome.checksum) == CHECKSUM_BYTES
             job.sealed[index] = outcome.checksum
             self._store_ns += outcome.duration_ns
-            self._store_bytes += self._config.groups[job.plan.group].block_bytes
+            self._store_bytes += self._hello.groups[job.plan.group].block_bytes
         self._unread([job.plan.block_ids[index]])
         if job.is_over:
             self._close_store(job)
@@ -687,9 +677,9 @@ class RankCore:
         assert not self._stores, "a job outlived its session"
         self._session = self._quiesce.session
         made = []
-        for group, column in zip(self._config.groups, self._quiesce.columns, strict=True):
+        for group, column in zip(self._hello.groups, self._quiesce.columns, strict=True):
             space = fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch)
-            scope = Scope(self._config.tenant, space, group.shard, group.block_bytes)
+            scope = Scope(self._hello.tenant, space, group.shard, group.block_bytes)
             made.append(RankColumn(column.number, column.writes, scope.prefix()))
         self._columns = tuple(made)
         self._quiesce = None

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import RankCore
 from kvstore.types import Shard
-from kvstore.wire.messages import Message, Welcome
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Message, Welcome
 from kvstore.wire.space import Group, Space, shard_bytes
 from tests.kit.cores import has_work
 from tests.sim.world.copies import SimCopies, Violation
@@ -44,7 +44,8 @@ class SimRank:
         others = range(1, len(engine.kinds))
         spaces = [space, *(msgspec.structs.replace(space, group=str(n)) for n in others)]
         self.core = RankCore(
-            RankConfig(
+            HelloRank(
+                protocol=PROTOCOL_VERSION,
                 engine_id=engine.name,
                 nonce="1",
                 tenant=engine.tenant,

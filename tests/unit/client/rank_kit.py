@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
-from kvstore.client.core.rank import Copied, Copy, Outcome, RankConfig, RankCore
+from kvstore.client.core.rank import Copied, Copy, Outcome, RankCore
 from kvstore.types import Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Quiesce, Quiet, Welcome
 from kvstore.wire.space import Group, ShardColumn, Space
 
 SPACE = Space(
@@ -32,7 +32,8 @@ SPACE = Space(
     hash_seed="",
     kv_format="vllm-cpu-1",
 )
-CONFIG = RankConfig(
+CONFIG = HelloRank(
+    protocol=PROTOCOL_VERSION,
     engine_id="e",
     nonce="n",
     tenant="t",

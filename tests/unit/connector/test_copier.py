@@ -15,14 +15,24 @@ import pytest
 
 from kvstore.client.core import attachment
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
-from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.rank import RankCore
 from kvstore.connector import copier
 from kvstore.connector.copier import Copier, Handoff
 from kvstore.kernels.host import PagedCache
 from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
+from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
+    Distrust,
+    Drop,
+    HelloRank,
+    Pinned,
+    Quiesce,
+    Quiet,
+    Refused,
+    Seal,
+)
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
@@ -35,7 +45,8 @@ LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
 BLOCK = LAYERS * PAGE
 SLOT_PAGES = BLOCK // PAGE_BYTES
 SPACE = msgspec.structs.replace(rank_kit.SPACE, layer_count=LAYERS, head_bytes=(PAGE // 2,))
-CONFIG = RankConfig(
+CONFIG = HelloRank(
+    protocol=PROTOCOL_VERSION,
     engine_id="e",
     nonce="n",
     tenant="t",
