@@ -128,15 +128,10 @@ class Shadows:
         self._stats["shadow_blocks_diverged"] += len(job.diverged)
         if (job.compared or job.diverged) and job.session == self._attachment.session:
             blocks = sorted(job.blocks[index] for index in job.diverged)
-            self._attachment.outbox.append(
-                Compared(
-                    session=job.session,
-                    lease=job.part.lease,
-                    blocks=job.compared,
-                    diverged=np.array(blocks, "<u4").tobytes(),
-                    error_ppm=int(min(job.worst, 1000.0) * PPM),
-                )
-            )
+            diverged = np.array(blocks, "<u4").tobytes()
+            error_ppm = int(min(job.worst, 1000.0) * PPM)
+            told = Compared(job.session, job.part.lease, job.compared, diverged, error_ppm)
+            self._attachment.outbox.append(told)
         self._end_if_done(job.request)
 
     def ended(self, request: Request) -> None:
