@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from kvstore.cli import main
 from kvstore.config.node import NodeConfig
-from kvstore.net.child import spawn
+from kvstore.net.process import spawn
 from kvstore.node import process
-from kvstore.supervisor import begin
+from kvstore.supervisor import supervisor
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -50,7 +50,7 @@ class SlowDisk(PosixDisk):
 def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     program = (__file__, str(SlowDisk.pace_file), "process")
-    start = begin.start_of(config, settings)
+    start = supervisor.start_of(config, settings)
     sys.exit(Supervisor(start, spawn=lambda: spawn(program)).run())
 
 
@@ -59,5 +59,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "process":
         setattr(tier, "PosixDisk", SlowDisk)  # noqa: B010 -- a name that it does not export
         sys.exit(process.main(sys.argv[2:]))
-    setattr(begin, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    setattr(supervisor, "supervise", supervise)  # noqa: B010 -- it would replace this program
     main.main()

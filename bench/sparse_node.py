@@ -13,11 +13,10 @@ from kvstore.arena import Arena
 from kvstore.cli import main
 from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
-from kvstore.net.child import spawn
+from kvstore.net.process import spawn
 from kvstore.node import process
-from kvstore.supervisor import restarts
-from kvstore.supervisor.begin import start_of
-from kvstore.supervisor.supervisor import Supervisor
+from kvstore.supervisor import child
+from kvstore.supervisor.supervisor import Supervisor, start_of
 from kvstore.units import TIB
 
 
@@ -30,7 +29,7 @@ def supervise(made: NodeConfig, settings: dict[str, Any]) -> NoReturn:
 if __name__ == "__main__":
     setattr(Arena, "populate", lambda _arena, _begin, _end: None)  # noqa: B010
     setattr(config, "available_memory", lambda: (TIB, "nobody"))  # noqa: B010
-    setattr(restarts, "SOON_NS", 0)  # noqa: B010 -- killed as often as anybody likes
+    setattr(child, "SOON_NS", 0)  # noqa: B010 -- killed as often as anybody likes
     setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
     if sys.argv[1] == "process":
         sys.exit(process.main(sys.argv[2:]))

@@ -75,7 +75,7 @@ def node(config_path: Path | None, **flags: Any) -> None:
     """
     from kvstore.config.node import load_config
     from kvstore.config.reading import read_settings
-    from kvstore.supervisor.begin import supervise
+    from kvstore.supervisor.supervisor import supervise
 
     supervise(load_config(config_path, flags), read_settings(config_path, flags))
 
@@ -133,7 +133,7 @@ def router(config_path: Path | None, **flags: Any) -> None:
 
 def _set_up(log_level: str) -> None:
     """Set up logs and limits of this process before it serves."""
-    from kvstore.net.harden import harden_process
+    from kvstore.net.process import harden_process
     from kvstore.obs import logs
 
     logs.setup(log_level)

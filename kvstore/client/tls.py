@@ -9,7 +9,7 @@ its server, so that addresses need not be in certificates.
 
 Covers: contents of the files once checked, credentials of a channel. Does not cover: which names
 are such (`kvstore.wire.identity`), reading and judging the files (`kvstore.client.certificates`),
-servers (`kvstore.net.tls`).
+servers (`kvstore.net.server`).
 """
 
 from __future__ import annotations

@@ -30,11 +30,17 @@ from kvstore.index.index import Index, LocalStore
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
 from kvstore.installation import is_installed, lacking
-from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, PageMaker, metrics_page, text_page
+from kvstore.net.server import (
+    INSECURE,
+    INSECURE_NOTE,
+    certificate_ends,
+    connection_limits,
+    listen,
+    warn_of_its_end,
+)
 from kvstore.net.site import ROWS_MAX, make_site
-from kvstore.net.tls import INSECURE, INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
 from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
@@ -121,7 +127,7 @@ class Replica:
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(
             interceptors=[Shares(self._service.call_refused)],
-            options=[*_OPTIONS, *calls.limits()],
+            options=[*_OPTIONS, *connection_limits()],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
         add_IndexServicer_to_server(self._service, self._server)

@@ -35,8 +35,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.net.aio import Tasks
-from kvstore.net.calls import Context, RefusedCall
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import Context, RefusedCall, peer_identities
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer

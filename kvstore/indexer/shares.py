@@ -11,7 +11,7 @@ Its questions are read one at a time, in the order of their arrival, and are ans
 up to KEYS_AT_ONCE keys together: waiting questions are neither read nor decoded, and between two
 large questions of one caller all others have their turn.
 
-Covers: every service of the server. Does not cover: number of connections (`net.calls`), size of
+Covers: every service of the server. Does not cover: number of connections (`net.server`), size of
 one question (`wire.feed`).
 """
 
@@ -25,8 +25,14 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.net.calls import READ_TIMEOUT_S, Context, Guard, RefusedCall, only_message
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import (
+    READ_TIMEOUT_S,
+    Context,
+    Guard,
+    RefusedCall,
+    only_message,
+    peer_identities,
+)
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES
 

@@ -1,13 +1,13 @@
 """Sockets, threads and system calls for all processes.
 
 aio       a thread with an asyncio loop
-tls       names of callers, ends of certificates
-calls     limits of connections; calls of one message each, where silent ones cost no thread
+server    a gRPC server: TLS and names of callers; limits of connections; calls of one message each,
+          where silent ones cost no thread
 http      read-only pages: /metrics, /healthz, and those of `site`
 site      the page for people, and what its files are
 turns     fair order of sources on a loop
-child     a child process of our own code, which can be killed at any time
-pidfd, harden   which process a descriptor stands for; limits and protections
+process   a child of our own code, which can be killed at any time; limits and protections; the
+          process that a pidfd stands for
 """
 
 import os

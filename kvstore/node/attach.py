@@ -31,7 +31,7 @@ from kvstore.client.link import received_descriptors
 from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
-from kvstore.net.pidfd import process_of, vouches_for, why_no_descriptor
+from kvstore.net.process import process_of, vouches_for, why_no_descriptor
 from kvstore.net.turns import (
     TURN_LISTENER,
     TURN_NEWCOMER,

@@ -1,7 +1,7 @@
 """The inspect service: what `kvstore inspect`, `clear` and `explain` ask, on a unix socket.
 
 Only the node's own user can open the socket (0600), which may be the engines' as well: who says
-nothing costs no thread (`net.calls`). Every answer is made on the node's loop, between two steps,
+nothing costs no thread (`net.server`). Every answer is made on the node's loop, between two steps,
 so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.why`).
 """
 
@@ -20,10 +20,9 @@ import grpc
 from kvstore.config import defaults
 from kvstore.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
-from kvstore.net import calls
 from kvstore.net.aio import LoopThread
-from kvstore.net.calls import Calls, RefusedCall
 from kvstore.net.http import Page
+from kvstore.net.server import Calls, RefusedCall, connection_limits
 from kvstore.node.driver import Driver, NotDurable
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
@@ -217,7 +216,7 @@ class InspectServer:
                 ("grpc.max_metadata_size", 8 << 10),
                 # Or connections that ask nothing would be all that there may be.
                 ("grpc.max_connection_idle_ms", IDLE_MS),
-                *calls.limits(),
+                *connection_limits(),
             ],
         )
         add_InspectServicer_to_server(service, self._server)

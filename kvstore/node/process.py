@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from kvstore.net.harden import die_with, harden_process
+from kvstore.net.process import die_with, harden_process
 
 EXIT_POISONED = 70
 """EX_SOFTWARE: a bug of ours; the supervisor starts another process."""

@@ -18,7 +18,7 @@ from kvstore.config.node import NodeConfig
 from kvstore.engine import UNREADABLE, Journal, JournalUnusable
 from kvstore.engine.events import Adopt, AdoptedWriter
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.net.pidfd import process_of
+from kvstore.net.process import process_of
 from kvstore.supervisor.handover import Handover
 from kvstore.types import ConnectionId, Incarnation
 from kvstore.units import format_size

@@ -46,7 +46,7 @@ from kvstore.installation import lacking
 from kvstore.mailbox import Mailbox
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
-from kvstore.net.tls import INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
+from kvstore.net.server import INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TRANSFERS, Timings
 from kvstore.peers.feed import Feeder, Slice
@@ -66,6 +66,7 @@ from kvstore.wire.transfer_worker import Begin
 
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
+
 
 READ_EVENTS_MAX: Final = 64
 """Most events read at a time: engines are served in between."""

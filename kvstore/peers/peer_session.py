@@ -39,8 +39,7 @@ from numpy.typing import NDArray
 from kvstore.client.index import aio_channel, plain_reason
 from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import KVStoreError, ProtocolError
-from kvstore.net.calls import RefusedCall
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import RefusedCall, peer_identities
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity

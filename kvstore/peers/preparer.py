@@ -35,8 +35,7 @@ import grpc
 from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
-from kvstore.net.calls import Context, RefusedCall, only_message
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import Context, RefusedCall, only_message, peer_identities
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.identity import Identity

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvstore.errors import ProtocolError
-from kvstore.net.child import Child, spawn
+from kvstore.net.process import Child, spawn
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.pieces import joined, total_bytes
 from kvstore.transport.watch import Recycle, Watch

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 
-from kvstore.net.harden import die_with, harden_process
+from kvstore.net.process import die_with, harden_process
 
 
 def main(arguments: list[str]) -> int:

@@ -21,8 +21,8 @@ import msgspec
 from kvstore import __version__
 from kvstore.net.aio import call_on
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
+from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
-from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TTFTS
 from kvstore.router.engines.workers import Worker

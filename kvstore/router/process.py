@@ -35,10 +35,9 @@ from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.net.aio import persist
-from kvstore.net.calls import connections_max
 from kvstore.net.http import HttpServer
+from kvstore.net.server import connections_max, warn_of_its_end
 from kvstore.net.site import REQUESTS_SHOWN
-from kvstore.net.tls import warn_of_its_end
 from kvstore.obs import logs
 from kvstore.obs.timings import Timings
 from kvstore.router.ahead import Preparations

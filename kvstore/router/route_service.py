@@ -24,7 +24,7 @@ from typing import Final
 import grpc
 
 from kvstore.errors import KVStoreError
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import peer_identities
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher

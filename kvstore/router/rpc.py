@@ -15,8 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
-from kvstore.net import calls
-from kvstore.net.tls import listen
+from kvstore.net.server import connection_limits, listen
 from kvstore.proto import picker_pb2, router_pb2
 from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
 from kvstore.router.picker import SERVICE, Picker
@@ -91,7 +90,7 @@ async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) 
 
 
 def _server() -> grpc.aio.Server:
-    options: list[tuple[str, Any]] = [*_OPTIONS, *calls.limits()]
+    options: list[tuple[str, Any]] = [*_OPTIONS, *connection_limits()]
     return grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS_MAX)
 
 

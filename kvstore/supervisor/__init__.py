@@ -1,7 +1,7 @@
 """The process that holds a node's memory and starts another node process when one ends.
 
-begin, supervisor   from the command line to it; its loop
-child, restarts     one node process; when another is started, and when no more
-kept, control, handover   descriptors it keeps; messages between both; the node's end, code on disk
+supervisor          its loop, and how the command line becomes it
+child               one node process, what is kept of it for the next one, and when that is started
+control, handover   messages between both; the node's end, code on disk
 listener, upgrade   the attach socket's files; requests for the code on disk
 """

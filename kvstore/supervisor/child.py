@@ -1,19 +1,40 @@
-"""One node process, as its supervisor sees it.
+"""One node process, as its supervisor sees it; what is kept of it, and when another one is started.
 
-Does not cover: start and end of any child (`net.child`), messages to and from it (`supervisor`).
+A process that ended is replaced at once, with its memory. After two in a row that never served the
+next one begins without memory, which may be the cause. Deaths that come soon after each other have
+growing pauses between them, and after DEATHS_MAX of them the whole node ends, for its pod or unit
+to be started again.
+
+A refused start (a port or a directory that is taken just now) is no such death: memory that served
+before is not its cause, and an end of the node would gain nothing. The start is repeated, with the
+memory, until it succeeds.
+
+Kept for the next process are memory, pidfds of ranks, and places (`control.PLACES`). Does not
+cover: start and end of any child (`net.process`), messages to and from it, what is kept when
+(`supervisor`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
+import os
 import signal
 import socket
 import struct
 import time
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvstore.net.child import Child, Spawned, spawn
+from kvstore.net.process import Child, Spawned, spawn
 from kvstore.supervisor import control
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_S
+
+_HEARTBEAT: Final = slice(24, 32)
+"""Bytes of the heartbeat in a generation page."""
+_log = logging.getLogger(__name__)
 
 spawn_process: Final = partial(spawn, ("-P", "-m", "kvstore.node.process"))
 
@@ -53,3 +74,137 @@ class Process(Child):
         """Send SIGKILL, which ends the process at once unless it hangs in the kernel."""
         self.was_killed = True
         self.signal(signal.SIGKILL)
+
+
+# ── restarts ─────────────────────────────────────────────────────────────────────────────────────
+# Pure.
+
+SOON_NS: Final = 30 * NS_PER_S
+"""A process that served for longer did not die of its start."""
+DEATHS_MAX: Final = 8
+"""Deaths in a row, each soon after its start."""
+WARM_ATTEMPTS_MAX: Final = 2
+"""Processes in a row that never served, after which the next one begins without memory."""
+REFUSAL_PAUSES_NS: Final = tuple(NS_PER_S * seconds for seconds in (1, 2, 5, 10, 30))
+"""Pauses after refused starts."""
+PAUSES_NS: Final = (0, 0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
+
+
+class Again(NamedTuple):
+    """Start another process."""
+
+    pause_ns: int
+    keep: bool
+    """Whether it gets the memory of the previous process."""
+
+
+class GiveUp(NamedTuple):
+    """No process serves for long."""
+
+    deaths: int
+
+
+class Restarts:
+    """Restarts of one node."""
+
+    def __init__(self) -> None:
+        self._soon = 0
+        self._unready = 0
+        self._refusals = 0
+        self.count = 0
+        """Processes started in place of another."""
+
+    def refused(self) -> Again:
+        """A process refused to start; its memory is not the reason."""
+        pause_ns = REFUSAL_PAUSES_NS[min(self._refusals, len(REFUSAL_PAUSES_NS) - 1)]
+        self._refusals += 1
+        self.count += 1
+        return Again(pause_ns, keep=True)
+
+    def ended(self, *, served_ns: int) -> Again | GiveUp:
+        """A process ended unasked after `served_ns` of service; 0: never served."""
+        self._refusals = 0
+        self._unready = 0 if served_ns else self._unready + 1
+        self._soon = 1 if served_ns > SOON_NS else self._soon + 1
+        if self._soon > DEATHS_MAX:
+            return GiveUp(DEATHS_MAX)
+        self.count += 1
+        pause_ns = PAUSES_NS[min(self._soon, len(PAUSES_NS)) - 1]
+        return Again(pause_ns, keep=self._unready < WARM_ATTEMPTS_MAX)
+
+
+def told(status: int) -> str:
+    """An exit status, negative for a signal, as an operator reads it."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
+
+
+# ── kept ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Kept:
+    """State beyond a node process: memory, pidfds and places."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        self.writers: dict[int, tuple[bytes, int]] = {}
+        self.layout = 0
+        self._page: mmap.mmap | None = None
+
+    def keep(self, name: str, fd: int) -> None:
+        held = self.places if name in control.PLACES else self.memory
+        old, held[name] = held.get(name), fd
+        if old is not None:
+            os.close(old)
+
+    def held(self) -> dict[str, int]:
+        """Memory and places by name."""
+        return self.memory | self.places
+
+    def attached(self, number: int, hello: bytes, pidfd: int) -> None:
+        if self.memory:
+            self.writers[number] = hello, pidfd
+        else:  # no later process gets the memory that this rank writes to
+            os.close(pidfd)
+
+    def cannot_keep_a_writer(self) -> None:
+        """The next process could reuse slots that this rank may write to: drop the memory."""
+        if self.memory:
+            _log.error(
+                "too many open files, or too little memory, to remember a rank: the node goes on,"
+                " but its memory ends with its process; raise 'ulimit -n'"
+            )
+        self.drop()
+
+    def released(self, number: int) -> None:
+        if number in self.writers:
+            os.close(self.writers.pop(number)[1])
+
+    def take_page(self, fd: int) -> None:
+        """Map a generation page writable. The one before is void: no slot has generation 0."""
+        if self._page is not None:
+            self._page[PAGE_BYTES:] = bytes(len(self._page) - PAGE_BYTES)
+            self._page.close()
+        self._page = mmap.mmap(fd, os.fstat(fd).st_size)
+        os.close(fd)
+
+    def heartbeat(self) -> bytes:
+        return self._page[_HEARTBEAT] if self._page is not None else b""
+
+    def drop(self) -> None:
+        """Close memory and writers; the old page becomes void with the next one."""
+        for fd in (*self.memory.values(), *(fd for _, fd in self.writers.values())):
+            os.close(fd)
+        self.memory.clear()
+        self.writers.clear()
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self.drop()
+        for fd in self.places.values():
+            os.close(fd)
+        self.places.clear()

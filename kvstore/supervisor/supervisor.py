@@ -14,8 +14,9 @@ good order on a signal, at once when it is killed. Few imports: it lives as long
 Loading the code takes longer than the rest of a restart, so a standby has done it ahead of need.
 The standby has the code of its start: an upgrade puts a new one in its place, which takes over.
 
-Covers: begin and end of processes, descriptors, upgrades. Does not cover: limits of restarts
-(`restarts`), one process (`child`).
+Covers: begin and end of processes, descriptors, upgrades; settings of the command line passed on,
+and the exec that makes its process the supervisor. Does not cover: one process, what is kept of it,
+and limits of restarts (`child`).
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
 from kvstore.errors import ConfigError
-from kvstore.net.child import Spawned
-from kvstore.net.harden import harden_process
+from kvstore.net.process import Spawned, harden_process
 from kvstore.obs import logs
 from kvstore.supervisor import control
-from kvstore.supervisor.child import Process, spawn_process
-from kvstore.supervisor.kept import Kept
+from kvstore.supervisor.child import GiveUp, Kept, Process, Restarts, spawn_process, told
 from kvstore.supervisor.listener import Listener
-from kvstore.supervisor.restarts import GiveUp, Restarts, told
 from kvstore.supervisor.upgrade import UpgradeDoor
 from kvstore.units import NS_PER_S, format_size
+
+if TYPE_CHECKING:
+    from kvstore.config.node import NodeConfig
 
 EXIT_GAVE_UP: Final = 70
 """EX_SOFTWARE: a bug of ours; a pod or unit may start the node again."""
@@ -492,6 +493,37 @@ class Supervisor:
             process.signal(signal.SIGKILL)
         elif self._process is not None:
             self._end_process(self._process, time.monotonic_ns())
+
+
+# ── from the command line ────────────────────────────────────────────────────────────────────────
+
+
+def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
+    """Input of a supervisor."""
+    peers = config.cluster.peers if config.cluster else None
+    return Start(
+        settings=settings,
+        socket=str(config.socket),
+        others_may_connect=bool(config.allow_uids - {0, os.geteuid()}),
+        dram_bytes=config.dram_bytes,
+        dram_note=config.dram_note,
+        log_level=config.log_level,
+        drain_s=peers.drain_s if peers else 0,
+    )
+
+
+def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
+    """Become the supervisor of a node: a process with few of the modules loaded here."""
+    fd = os.memfd_create("kvstore-start", 0)
+    os.write(fd, msgspec.json.encode(start_of(config, settings)))
+    os.lseek(fd, 0, os.SEEK_SET)
+    # The command line follows, for readers of a process list.
+    command = ["-P", "-m", "kvstore.supervisor.supervisor", str(fd), *sys.argv[1:]]
+    sys.stdout.flush()
+    try:
+        os.execv(sys.executable, [sys.executable, *command])  # noqa: S606
+    except OSError as error:
+        raise ConfigError(f"{sys.executable} cannot be run: {error.strerror}") from None
 
 
 def main(arguments: list[str]) -> int:

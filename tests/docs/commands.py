@@ -58,7 +58,9 @@ def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Nod
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
     monkeypatch.setattr(machine, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
-    monkeypatch.setattr("kvstore.supervisor.begin.supervise", lambda made, _: seen.append(made))
+    monkeypatch.setattr(
+        "kvstore.supervisor.supervisor.supervise", lambda made, _: seen.append(made)
+    )
     try:
         cli.main(["node", *flags], prog_name="kvstore", standalone_mode=False)
     except click.ClickException as error:

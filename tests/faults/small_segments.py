@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 from kvstore.cli import main
 from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
-from kvstore.net.child import spawn
+from kvstore.net.process import spawn
 from kvstore.node import process
-from kvstore.supervisor.begin import start_of
-from kvstore.supervisor.supervisor import Supervisor
+from kvstore.supervisor.supervisor import Supervisor, start_of
 from kvstore.tiers.file.config import FileConfig
 
 SEGMENT_BYTES = 1280 << 10

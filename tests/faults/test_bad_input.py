@@ -23,8 +23,8 @@ from msgspec import Struct, msgpack
 from kvstore.cli.prefix import read_tokens
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.net.calls import RefusedCall
 from kvstore.net.http import text_page
+from kvstore.net.server import RefusedCall
 from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb

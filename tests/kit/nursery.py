@@ -32,8 +32,7 @@ from typing import Any, Final, NoReturn, Self
 
 import msgspec
 
-from kvstore.net.child import Spawned, pair
-from kvstore.net.harden import die_with
+from kvstore.net.process import Spawned, die_with, pair
 from kvstore.testing import process, tied
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -52,7 +51,7 @@ IMPORTED: Final = (
     "kvstore.node.publish",
     "kvstore.peers.member",
     "kvstore.router.process",
-    "kvstore.supervisor.begin",
+    "kvstore.supervisor.supervisor",
     "kvstore.supervisor.supervisor",
 )
 
@@ -210,7 +209,7 @@ def _become(supervise: Callable[[list[str]], int], _: str, command: list[str]) -
 
 
 def _fork_node_process() -> Spawned:
-    """What `kvstore.net.child.spawn` does by exec."""
+    """What `kvstore.net.process.spawn` does by exec."""
     parent, (ours, its) = os.getpid(), pair()
     pid = os.fork()
     if pid == 0:

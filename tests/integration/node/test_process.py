@@ -215,8 +215,8 @@ import os, signal, sys
 from kvstore.cli import main
 from kvstore.node import node, process
 from kvstore.supervisor import begin, control
-from kvstore.supervisor.begin import start_of
-from kvstore.net.child import Spawned, pair
+from kvstore.supervisor.supervisor import start_of
+from kvstore.net.process import Spawned, pair
 from kvstore.supervisor.supervisor import Supervisor
 import encodings.idna
 def spawn():

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, Self
 
 import grpc
 
-from kvstore.net.calls import RefusedCall
+from kvstore.net.server import RefusedCall
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.ground import Ground
 from tests.sim.world.loop import SimLoop

@@ -17,7 +17,7 @@ from kvstore.client import certificates
 from kvstore.client.certificates import load
 from kvstore.client.tls import ANY_INDEX, TlsFiles
 from kvstore.errors import ConfigError
-from kvstore.net.tls import peer_identities
+from kvstore.net.server import peer_identities
 from kvstore.wire.identity import Identity, identities_of
 
 NODE = Identity("node", "n1")

@@ -14,7 +14,7 @@ from cryptography import x509
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
 from kvstore.config.router import RouterConfig
-from kvstore.net.tls import WARNING_DAYS
+from kvstore.net.server import WARNING_DAYS
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (

@@ -13,7 +13,7 @@ import yaml
 
 from kvstore.connector.config import parse_config
 from kvstore.router.keys.rendering import UNRENDERED
-from kvstore.supervisor import restarts, supervisor
+from kvstore.supervisor import child, supervisor
 from kvstore.units import GIB, NS_PER_S, parse_size
 from scripts import chart
 from tests.docs.commands import node_config, parse
@@ -278,7 +278,7 @@ def test_no_probe_ends_a_node_that_its_supervisor_still_helps(name: str) -> None
     assert str(given["socket"]) == socket.partition("=")[2]
     # It is seen to stand still, is ended, and as many as may die early begin, each at its latest.
     helps_ns = supervisor.STILL_LOOKS_MAX * supervisor.LOOK_NS + supervisor.STOP_LIMIT_NS
-    helps_ns += restarts.WARM_ATTEMPTS_MAX * supervisor.START_LIMIT_NS + sum(restarts.PAUSES_NS)
+    helps_ns += child.WARM_ATTEMPTS_MAX * supervisor.START_LIMIT_NS + sum(child.PAUSES_NS)
     assert liveness["periodSeconds"] * liveness["failureThreshold"] * NS_PER_S > helps_ns
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 3600
 

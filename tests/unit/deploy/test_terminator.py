@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvstore.cli.main import cli
 from kvstore.client.certificates import load
 from kvstore.client.tls import TlsFiles
-from kvstore.net.tls import server_credentials
+from kvstore.net.server import server_credentials
 from kvstore.testing import tied
 from kvstore.testing.process import reap
 from tests.kit import envoy

@@ -15,7 +15,7 @@ from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
-from kvstore.net.calls import RefusedCall
+from kvstore.net.server import RefusedCall
 from kvstore.ports import IndexStore
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import Incarnation, SpaceId

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.indexer.replica import Replica
-from kvstore.net import calls
+from kvstore.net import server
 from kvstore.net.aio import LoopThread
 
 WAIT_S = 60
@@ -56,7 +56,7 @@ def replicas(loop: LoopThread) -> Iterator[Callable[[], Replica]]:
 def test_who_says_nothing_is_hung_up_on(
     replicas: Callable[[], Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "HANDSHAKE_TIMEOUT_MS", 100)
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_MS", 100)
     with connect(replicas().port) as silent:
         assert is_hung_up_on(silent)
 
@@ -64,8 +64,8 @@ def test_who_says_nothing_is_hung_up_on(
 def test_one_more_than_may_be_connected_is_hung_up_on_and_the_others_are_not(
     replicas: Callable[[], Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "HANDSHAKE_TIMEOUT_MS", 1000 * WAIT_S)
-    monkeypatch.setattr(calls, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_MS", 1000 * WAIT_S)
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 2)
     replica = replicas()
     with connect(replica.port) as first, connect(replica.port) as second:
         with connect(replica.port) as third:
@@ -84,4 +84,4 @@ def test_most_descriptors_are_left_to_the_node(
     descriptors: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (descriptors, descriptors))
-    assert dict(calls.limits())["grpc.max_allowed_incoming_connections"] == count
+    assert dict(server.connection_limits())["grpc.max_allowed_incoming_connections"] == count

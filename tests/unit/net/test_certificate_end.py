@@ -14,7 +14,7 @@ import pytest
 from kvstore.client.certificates import load
 from kvstore.client.tls import Tls
 from kvstore.indexer.replica import make_pages
-from kvstore.net.tls import certificate_ends, warn_of_its_end
+from kvstore.net.server import certificate_ends, warn_of_its_end
 from kvstore.obs.metrics import Family
 from kvstore.peers.member import ClusterMember
 from kvstore.testing.process import Lab

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from kvstore.net.child import Child, pair, spawn
+from kvstore.net.process import Child, pair, spawn
 
 TALKER = """
 import os, socket, sys

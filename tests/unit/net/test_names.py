@@ -15,7 +15,7 @@ from kvstore.cli import certs
 from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Tls, TlsFiles
-from kvstore.net.tls import peer_identities, server_credentials
+from kvstore.net.server import peer_identities, server_credentials
 from kvstore.ports import End, TransportMemory
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp

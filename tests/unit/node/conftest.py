@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.events import Event
-from kvstore.net.pidfd import process_of
+from kvstore.net.process import process_of
 from kvstore.node.attach import Attach
 from kvstore.supervisor.listener import Listener
 from kvstore.types import Shard

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.engine.events import Ended, Exited, Received
 from kvstore.errors import ConfigError
-from kvstore.net.pidfd import vouches_for
+from kvstore.net.process import vouches_for
 from kvstore.node import attach as attach_module
 from kvstore.node.attach import HELLO_DEADLINE_NS, Attach, Sent
 from kvstore.supervisor.listener import Listener

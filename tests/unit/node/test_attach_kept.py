@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.events import Ended, Exited
-from kvstore.net.child import pair
+from kvstore.net.process import pair
 from kvstore.node.attach import Attach
 from kvstore.supervisor import control
 from kvstore.supervisor.listener import Listener

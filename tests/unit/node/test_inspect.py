@@ -20,7 +20,7 @@ from kvstore.engine.why.report import (
     QuotaReport,
 )
 from kvstore.errors import NodeBusy, ProtocolError
-from kvstore.net import calls
+from kvstore.net import server as net_server
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import text_page
 from kvstore.node import inspect
@@ -279,8 +279,8 @@ def test_the_oldest_that_says_nothing_gives_way(
     silent: Callable[[], Silent],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calls, "SILENT_MAX", 4)
-    monkeypatch.setattr(calls, "READ_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(net_server, "SILENT_MAX", 4)
+    monkeypatch.setattr(net_server, "READ_TIMEOUT_S", PATIENCE_S)
     loop.let_go.set()
     first = silent()
     first.call()
@@ -297,7 +297,7 @@ def test_the_oldest_that_says_nothing_gives_way(
 def test_a_call_that_says_nothing_ends_by_itself(
     stub: InspectStub, silent: Callable[[], Silent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(net_server, "READ_TIMEOUT_S", 0.05)
     its = silent()
     its.call()
     assert its.ended.get(timeout=PATIENCE_S).details() == "no message came in time"

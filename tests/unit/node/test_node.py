@@ -7,7 +7,7 @@ import sys
 
 HARDENED = """
 import ctypes, resource, sys
-from kvstore.net.harden import harden_process
+from kvstore.net.process import harden_process
 get_dumpable = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -16,7 +16,7 @@ import pytest
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, Received, Tick
 from kvstore.engine.state import Counters
-from kvstore.net.pidfd import process_of
+from kvstore.net.process import process_of
 from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver

@@ -17,12 +17,12 @@ import pytest
 from kvstore.arena import GenerationView
 from kvstore.config.node import NodeConfig, load_config
 from kvstore.errors import ConfigError
-from kvstore.net.child import pair
+from kvstore.net.process import pair
 from kvstore.node.node import MonotonicClock, _make_engine, _open_files
 from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
+from kvstore.supervisor.child import Kept
 from kvstore.supervisor.handover import Handover
-from kvstore.supervisor.kept import Kept
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB

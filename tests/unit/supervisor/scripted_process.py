@@ -15,7 +15,7 @@ import socket
 import sys
 from pathlib import Path
 
-from kvstore.net.harden import die_with
+from kvstore.net.process import die_with
 from kvstore.supervisor import control
 
 PAGE = 8192

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.supervisor.restarts import (
+from kvstore.supervisor.child import (
     DEATHS_MAX,
     PAUSES_NS,
     REFUSAL_PAUSES_NS,

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("scripted_process.py")
 SUPERVISE = """
 import sys
 from kvstore.obs import logs
-from kvstore.net.child import spawn
+from kvstore.net.process import spawn
 from kvstore.supervisor import restarts, supervisor
 directory, script, pace = sys.argv[1:]
 logs.setup("info")

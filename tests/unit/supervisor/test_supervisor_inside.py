@@ -16,10 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.net.child import Spawned, pair
+from kvstore.net.process import Spawned, pair
 from kvstore.supervisor import control
-from kvstore.supervisor.child import Process
-from kvstore.supervisor.kept import Kept
+from kvstore.supervisor.child import Kept, Process
 from kvstore.supervisor.supervisor import (
     EXIT_GAVE_UP,
     LOOK_NS,

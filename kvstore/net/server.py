@@ -1,4 +1,4 @@
-"""Calls of one message each, for a server that silent callers cannot block.
+"""A gRPC server in the network: its TLS, limits of its connections, calls of one message each.
 
     call ─▶ its message, within READ_TIMEOUT_S ─▶ room? ─▶ a thread of the pool ─▶ answered
               └─ beyond SILENT_MAX the oldest      └─ RESOURCE_EXHAUSTED
@@ -7,26 +7,104 @@
 gRPC's threaded server reads in the thread that will answer: as many half-open calls as there are
 threads, and no call is answered any more. Here a silent call costs no thread.
 
-Covers: the interceptor. Does not cover: connections (`limits`), limits of one caller (an index has
-`shares`).
+Both ends show certificates of one CA (mTLS), or, with --insecure, neither does and nothing is
+authenticated. gRPC speaks TLS 1.2 or later.
+
+Covers: credentials, names of callers, end of the certificate; limits of connections; the
+interceptor of calls. Does not cover: certificate files, and the meaning of names
+(`kvstore.client.tls`); limits of one caller (the servers; an index has `shares`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import logging
 import resource
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
 
-# ── callers ───────────────────────────────────────────────────────────────────────────────────────
-# Limits of a gRPC server in the network: number of connections, and their silence.
-#
+from kvstore.client.tls import Tls
+from kvstore.errors import ConfigError
+from kvstore.obs.metrics import Family, family
+from kvstore.wire.identity import Identity, identities_of
+from kvstore.wording import cannot_listen
+
+# ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
+
+INSECURE: Final = (
+    "--insecure: every client that reaches %s can read and change its contents: no TLS, no"
+    " authentication; for labs only"
+)
+INSECURE_NOTE: Final = "it serves without TLS (--insecure)"
+WARNING_DAYS: Final = 30
+"""A component warns at its start if fewer days of its certificate remain."""
+_DAY_S: Final = 24 * 60 * 60
+_DNS_NAMES: Final = "peer_dns"
+"""Key of the DNS names of a certificate in gRPC's auth context, which has another list with
+alternative names of all kinds.
+"""
+
+_log = logging.getLogger(__name__)
+
+
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Credentials of a server that demands a certificate of its own CA from every client."""
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True
+    )
+
+
+def listen(server: grpc.aio.Server, address: str, tls: Tls | None, option: str) -> int:
+    """Have a server listen on HOST:PORT, without TLS if `tls` is None. Returns the port.
+
+    Raises:
+        ConfigError: the address, which is that of `option`, cannot be listened on.
+    """
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, server_credentials(tls)))
+    except RuntimeError:
+        raise ConfigError(cannot_listen(option, address)) from None
+
+
+def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity]:
+    """Names of the caller in the certificate that the handshake has verified."""
+    names = auth_context.get(_DNS_NAMES, ())
+    return identities_of(("DNS", name.decode("ascii", "replace")) for name in names)
+
+
+def certificate_ends(tls: Tls | None) -> Family:
+    """Metric of the end of this component's certificate; without a value if there is none."""
+    return family(
+        "kvstore_certificate_expires_timestamp_seconds", [((), tls.ends_s)] if tls else []
+    )
+
+
+def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:
+    """Log a warning at the start if the certificate ends within WARNING_DAYS. `renewal`: how to
+    load another one.
+    """
+    if tls is None or (left_s := tls.ends_s - time.time()) >= WARNING_DAYS * _DAY_S:
+        return
+    _log.warning(
+        "the certificate of %s ends at %s UTC, in %.1f days: replace it; %s",
+        min(map(str, tls.identities), default="this component"),
+        datetime.datetime.fromtimestamp(tls.ends_s, datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        left_s / _DAY_S,
+        renewal,
+    )
+
+
+# ── connections ──────────────────────────────────────────────────────────────────────────────────
 # Any host that reaches the port can connect, before any certificate is shown. Without these limits
 # each connection takes a descriptor for minutes, until the node has none left for its pages and
-# files. Does not cover: authentication (`tls`); limits of one caller's requests (the servers).
+# files.
 
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
 """Limit for the TLS handshake and the preface of HTTP/2, also between busy machines."""
@@ -38,8 +116,8 @@ requests need one or two at engines.
 """
 
 
-def limits() -> list[tuple[str, int]]:
-    """The limits as options of a server."""
+def connection_limits() -> list[tuple[str, int]]:
+    """Limits of connections, their number and their silence, as options of a server."""
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_allowed_incoming_connections", connections_max(CONNECTIONS_MAX)),
@@ -54,7 +132,7 @@ def connections_max(wanted: int) -> int:
     return max(1, min(wanted, descriptors // DESCRIPTORS_SHARE))
 
 
-# ── calls ─────────────────────────────────────────────────────────────────────────────────────────
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────
 
 READ_TIMEOUT_S: Final = 5.0
 """Limit for the message of a call to come, once it may be read."""
