@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.micro.attach_roundtrip import measure_lookups, summary
-from kvstore.node.priority import ThreadPriority
+from kvstore.node.turns import ThreadPriority
 from kvstore.testing import tied
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys

@@ -5,7 +5,6 @@ server    a gRPC server: TLS and names of callers; limits of connections; calls 
           where silent ones cost no thread
 http      read-only pages: /metrics, /healthz, and those of `site`
 site      the page for people, and what its files are
-turns     fair order of sources on a loop
 process   a child of our own code, which can be killed at any time; limits and protections; the
           process that a pidfd stands for
 """

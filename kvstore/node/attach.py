@@ -1,9 +1,10 @@
 """The node's end of the attach sockets: who may come in, and datagrams both ways.
 
-Covers: the check of every newcomer (uid, pidfd, hello in time, room), reading in the order that
-the protocol guarantees, bounded outboxes, and the pidfds by which the death of a process is seen.
-Turns sockets into engine events. Does not cover: what the messages mean (`kvstore.engine`), whose
-turn it is (`kvstore.node.driver`), the socket's files (`kvstore.supervisor.listener`).
+Covers: the check of every newcomer (uid, pidfd, hello in time, room), counts and the last reason of
+refusals, reading in the order that the protocol guarantees, bounded outboxes, and the pidfds by
+which the death of a process is seen. Turns sockets into engine events. Does not cover: what the
+messages mean (`kvstore.engine`), whose turn it is (`kvstore.node.driver`), the socket's files
+(`kvstore.supervisor.listener`).
 
 Order of one round: ranks, read until empty; then processes that ended; then one datagram of each
 scheduler; then newcomers (`turns`). One datagram, because a second one may be younger than the look
@@ -25,14 +26,17 @@ import os
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from kvstore.client.link import received_descriptors
 from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
 from kvstore.net.process import process_of, vouches_for, why_no_descriptor
-from kvstore.net.turns import (
+from kvstore.node.turns import (
+    NODE,
     TURN_LISTENER,
     TURN_NEWCOMER,
     TURN_PROCESS,
@@ -43,7 +47,6 @@ from kvstore.net.turns import (
     Turns,
     TurnSource,
 )
-from kvstore.node.connection import RANK_COUNT_MAX, AttachCounters, AttachSocket
 from kvstore.ports import Clock
 from kvstore.supervisor.listener import Door
 from kvstore.types import ConnectionId
@@ -56,6 +59,92 @@ from kvstore.wire.messages import (
     decode_from_engine,
     encode,
 )
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
+# Counts, and the last sentence for /healthz: nothing else is known of a process that is refused
+# before it has introduced itself. All engines ask again after 10 s, so a refusal that nobody
+# repeats is over; one for want of room is over when there is room.
+
+TOLD_NS: Final = 30 * NS_PER_S
+SILENT: Final = "late"
+"""Kind of refusal of a process that connected and sent nothing: it is no engine."""
+
+
+class RefusalCounts(dict[str, int]):
+    """Refusals since the start, by kind."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(dict.fromkeys(kinds, 0))
+        self._last: tuple[str, int, Callable[[], bool]] | None = None
+
+    def add(
+        self, kind: str, reason: str, now_ns: int, holds: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Count one; `holds`: whether the reason is still true."""
+        self[kind] += 1
+        if kind != SILENT:
+            self._last = (reason, now_ns, holds)
+
+    def trouble(self, now_ns: int) -> str:
+        """The last refusal of what may be an engine; empty when it is long ago."""
+        if self._last is None or now_ns - self._last[1] > TOLD_NS or not self._last[2]():
+            return ""
+        return f"a process that wants to attach is refused: {self._last[0]}"
+
+
+# ── sockets ───────────────────────────────────────────────────────────────────────────────────────
+
+RANK_COUNT_MAX = 1024
+"""Most datagrams of one rank in one round."""
+
+
+class AttachCounters:
+    """Counters of the attach sockets since the start; read by /metrics."""
+
+    def __init__(self) -> None:
+        self.datagrams_received = 0
+        self.datagrams_sent = 0
+        self.accepted = 0
+        self.refused = RefusalCounts("uid", "full", "hello", "late")
+        self.ended: dict[str, int] = dict.fromkeys(
+            ("closed", "protocol", "overflow", "exited", "engine", "failure"), 0
+        )
+
+
+class AttachSocket:
+    """One socket and, once it has introduced itself, the process behind it."""
+
+    def __init__(
+        self,
+        number: ConnectionId,
+        sock: socket.socket | None,
+        *,
+        deadline_ns: int,
+        party: Party = NODE,
+    ) -> None:
+        self.number = number
+        self.socket = sock
+        self.pidfd: int | None = None
+        self.is_rank = False
+        self.engine = ""
+        """The engine of a scheduler, as much of its id as is logged."""
+        self.deadline_ns = deadline_ns
+        """Time by which it must have introduced itself."""
+        self.outbox: deque[bytes] = deque()
+        self.outbox_bytes = 0
+        self.party = party
+        self.owner: OwnerKey | None = None
+        """The engine that it is a process of."""
+        self.left_when_exited = RANK_COUNT_MAX
+        """Datagrams still to be read at most once its process is gone: others may hold the
+        socket."""
+
+    @property
+    def introduced(self) -> bool:
+        return self.pidfd is not None
+
+
+# ── the door ──────────────────────────────────────────────────────────────────────────────────────
 
 HELLO_DEADLINE_NS = 2 * NS_PER_S
 OUTBOX_COUNT_MAX = 512

@@ -1,18 +1,32 @@
-"""Between the engine and the disk tier: commands one way, events the other.
+"""The disk tier at the loop: commands one way, events the other, and what an operator is told of
+it.
 
-Both speak `kvstore.tier_events`; the operator's view of the tier is made from what passes. Does not
-cover: what moves bytes (`kvstore.tiers.file`), what is decided (`kvstore.engine.moves.files`).
+Both ends speak `kvstore.tier_events`; the operator's view of the tier is made from what passes.
+
+A directory may be impossible to open when a later process of a node starts. The first start refuses
+such a directory. A later process has memory that engines want, so it serves that: `LateTier`
+refuses reads and writes as a disk that fails does, and tries the directory again until it opens.
+Then the tier goes on where it is, and blocks cleared meanwhile are void in it.
+
+Does not cover: what moves bytes (`kvstore.tiers.file`), what is decided
+(`kvstore.engine.moves.files`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvstore.node.passes import PassLog
+from kvstore.breaker import BreakerState
+from kvstore.errors import ConfigError
+from kvstore.obs.logs import short
 from kvstore.ports import FileStore
 from kvstore.tier_events import (
     FileCommand,
@@ -20,14 +34,17 @@ from kvstore.tier_events import (
     FileKnown,
     FileLate,
     FileRead,
+    FileTierEvent,
     FileWritten,
     ReadFile,
     RecoveryDone,
     Resumed,
     Scrubbed,
     Suspended,
+    VoidFile,
     WriteFile,
 )
+from kvstore.tiers.file.outbox import Outbox
 from kvstore.types import KEY_BYTES
 from kvstore.units import KIB, NS_PER_S, format_size
 from kvstore.wire.load import (
@@ -38,7 +55,13 @@ from kvstore.wire.load import (
     encode_learned,
     still_spent,
 )
+from kvstore.wire.record import Void
 
+if TYPE_CHECKING:
+    from kvstore.tiers.file.tier import FileTier
+
+QUIET_S: Final = 3600
+"""Passes that find nothing are logged once in that time."""
 LOCATION_BYTES = 8
 FILE_ROW_BYTES = 256 * KIB
 """Bytes of the disk tier for each row of metadata. Blocks of models that serve are larger; with
@@ -224,3 +247,145 @@ def _learned(note: bytes) -> Learned:
     except NotLearned as error:
         _log.warning("measurements of an earlier start are discarded: %s", error)
         return Learned()
+
+
+# ── log lines of a scrub ──────────────────────────────────────────────────────────────────────────
+
+
+class PassLog:
+    """One line a pass that found something, one an hour if none did. One thread."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._begun_s = time.monotonic()
+        self._told_s = -math.inf
+        self._blocks = self._bytes = self._bad = 0
+        self._first_bad = b""
+
+    def add(self, blocks: int, size_bytes: int, *, bad: int, bad_key: bytes, ended: bool) -> None:
+        """Count verified blocks, of which `bad` were damaged, the first one `bad_key`; `ended`: the
+        pass is over."""
+        self._blocks += blocks
+        self._bytes += size_bytes
+        if bad and not self._bad:
+            self._first_bad = bad_key
+            _log.warning(
+                "scrub of %s: block %s failed its checksum and is dropped; the pass continues",
+                self._tier,
+                short(bad_key),
+            )
+        self._bad += bad
+        if ended:
+            self._end()
+
+    def _end(self) -> None:
+        now_s = time.monotonic()
+        took_s = now_s - self._begun_s
+        what = (self._tier, self._blocks, format_size(self._bytes), took_s)
+        if self._bad:
+            _log.warning(
+                "scrub of %s: a pass over %d blocks, %s, took %.0f s and dropped %d (first: %s);"
+                " the kernel's log may report failing memory or a failing disk",
+                *what,
+                self._bad,
+                short(self._first_bad),
+            )
+        elif self._blocks and now_s - self._told_s >= QUIET_S:
+            _log.info("scrub of %s: a pass over %d blocks, %s, took %.0f s; no damage", *what)
+            self._told_s = now_s
+        self._begun_s = now_s
+        self._blocks = self._bytes = self._bad = 0
+
+
+# ── a directory that cannot be opened yet ─────────────────────────────────────────────────────────
+
+RETRY_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 5.0
+VOIDS_MAX: Final = 1024
+"""Most voids kept until the tier opens; more become one that covers everything: a cache may
+forget."""
+_ANYTHING_OLDER: Final = (1 << 63) - 1
+
+
+class LateTier:
+    """A `FileStore` that refuses jobs until it has a `FileTier`."""
+
+    def __init__(
+        self,
+        path: Path,
+        open_tier: Callable[[Outbox], FileTier],
+        why: str,
+        *,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """`open_tier` raises ConfigError while the directory cannot be had. `why`: the reason at
+        the first attempt."""
+        self.path = path
+        self._open, self._retry_s = open_tier, retry_s
+        self._tier: FileTier | None = None
+        self._outbox = Outbox()
+        self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
+        self._voids: dict[tuple[str | None, bytes | None], VoidFile] = {}
+        self._lock = threading.Lock()
+        """Guards the tier and voids: none is lost between its opening and its use."""
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._try_again, name="file-late", daemon=True)
+        self._thread.start()
+
+    def _try_again(self) -> None:
+        while not self._leaving.wait(self._retry_s):
+            try:
+                tier = self._open(self._outbox)  # may hang with its disk: nobody waits for that
+            except (ConfigError, OSError):
+                continue
+            with self._lock:
+                for void in self._voids.values():
+                    tier.submit(void)
+                self._tier = tier
+            self._outbox.put([Resumed(writes_only=False)])
+            return
+
+    @property
+    def note(self) -> bytes:
+        return self._tier.note if self._tier else b""
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._tier.taken_bytes if self._tier else 0
+
+    @property
+    def breakers(self) -> tuple[BreakerState, BreakerState]:
+        return self._tier.breakers if self._tier else (BreakerState.OPEN, BreakerState.OPEN)
+
+    def fileno(self) -> int:
+        return self._outbox.fileno()
+
+    def take_events(self) -> Iterator[FileTierEvent]:
+        return self._outbox.take()
+
+    def submit(self, command: FileCommand) -> bool:
+        with self._lock:
+            if self._tier is not None:
+                return self._tier.submit(command)
+            if isinstance(command, VoidFile):
+                if len(self._voids) >= VOIDS_MAX:
+                    self._voids.clear()
+                    command = VoidFile(None, None, command.cause)
+                self._voids[command.tenant, command.space] = command
+                self._outbox.void(Void(command.tenant, command.space, _ANYTHING_OLDER))
+        return not isinstance(command, WriteFile | ReadFile)
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        return bool(self._tier and self._tier.wait_for_voids(timeout_s))
+
+    def keep_note(self, note: bytes) -> None:
+        if self._tier is not None:
+            self._tier.keep_note(note)
+
+    def close(self) -> None:
+        self._leaving.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._tier is not None:
+            self._tier.close()
+        elif not self._thread.is_alive():  # one that hangs in an open ends with the process
+            self._outbox.close()

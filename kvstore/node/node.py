@@ -33,16 +33,13 @@ from kvstore.errors import ConfigError, NodeBusy
 from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import HttpServer, PageMaker
-from kvstore.net.turns import TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
-from kvstore.node.driver import Driver
-from kvstore.node.executor import Executor
-from kvstore.node.files import FILE_ROW_BYTES, FileEnd
+from kvstore.node.driver import Driver, Executor
+from kvstore.node.files import FILE_ROW_BYTES, FileEnd, LateTier
 from kvstore.node.inspect import InspectServer
-from kvstore.node.late import LateTier
 from kvstore.node.pages import NodeCollector, make_pages
-from kvstore.node.priority import ThreadPriority
 from kvstore.node.scrub import DramScrub
+from kvstore.node.turns import TURN_WAKE, ThreadPriority, TurnSource
 from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
 from kvstore.peers.changes import EventCounters

@@ -29,8 +29,7 @@ from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs import reasons
-from kvstore.obs.metrics import Buckets, Family, Sample, absent, family, histogram
-from kvstore.obs.timings import STEPS
+from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family, histogram
 from kvstore.peers.changes import EventCounters
 from kvstore.ports import Memory
 from kvstore.supervisor.listener import Door

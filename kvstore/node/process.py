@@ -21,7 +21,7 @@ def serve(sock: socket.socket) -> int:
     # Only here: a process that outlived its supervisor ends before it has loaded anything.
     from kvstore.config.node import load_config
     from kvstore.errors import ConfigError
-    from kvstore.node.executor import Poisoned
+    from kvstore.node.driver import Poisoned
     from kvstore.node.node import run_node
     from kvstore.obs import logs
     from kvstore.supervisor import control

@@ -21,7 +21,7 @@ from kvstore.engine import Sealed
 from kvstore.engine.events import Scrubbed
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, StepFailed
-from kvstore.node.passes import PassLog
+from kvstore.node.files import PassLog
 from kvstore.ports import Memory
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName

@@ -30,7 +30,7 @@ from kvstore.client.index import IndexUnavailable, Members
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located, PeerEvent
 from kvstore.index.index import Answer
 from kvstore.net import aio
-from kvstore.obs.timings import Stopwatch, Timings
+from kvstore.obs.metrics import Stopwatch, Timings
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock

@@ -47,8 +47,7 @@ from kvstore.mailbox import Mailbox
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
 from kvstore.net.server import INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
-from kvstore.obs.metrics import Family, family, histogram
-from kvstore.obs.timings import TRANSFERS, Timings
+from kvstore.obs.metrics import TRANSFERS, Family, Timings, family, histogram
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer

@@ -55,7 +55,7 @@ from kvstore.engine.events import (
 )
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
-from kvstore.obs.timings import Timings
+from kvstore.obs.metrics import Timings
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.transfer_worker import TransferWorker

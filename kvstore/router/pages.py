@@ -23,8 +23,7 @@ from kvstore.net.aio import call_on
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
-from kvstore.obs.metrics import Family, family, histogram
-from kvstore.obs.timings import TTFTS
+from kvstore.obs.metrics import TTFTS, Family, family, histogram
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import ALIVE
 from kvstore.routing.core import RouterCore

@@ -39,7 +39,7 @@ from kvstore.net.http import HttpServer
 from kvstore.net.server import connections_max, warn_of_its_end
 from kvstore.net.site import REQUESTS_SHOWN
 from kvstore.obs import logs
-from kvstore.obs.timings import Timings
+from kvstore.obs.metrics import Timings
 from kvstore.router.ahead import Preparations
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.connections import EngineHttp

@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.node.late import LateTier
+from kvstore.node.files import LateTier
 from kvstore.ports import FileStore
 from kvstore.tier_events import (
     FileGone,

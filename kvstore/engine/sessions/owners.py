@@ -283,7 +283,7 @@ def _overlap(shards: list[Shard]) -> bool:
 # on a GPU (`Unserved`). One that this node refused (`objection`), for as long as it asks again. One
 # whose scheduler is attached, but whose session does not open. Not among them: ranks without a
 # scheduler, which are an engine that is still starting; and refusals before there is an engine,
-# such as of a uid (`kvstore.node.connection`).
+# such as of a uid (`kvstore.node.attach`).
 
 FORMS_NS_MAX: Final = 30 * NS_PER_S
 """A session that has not opened this long after its scheduler attached will not open: ranks attach

@@ -22,7 +22,7 @@ import pytest
 
 from kvstore import __version__
 from kvstore.client.link import Lost
-from kvstore.node.priority import ThreadPriority
+from kvstore.node.turns import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys

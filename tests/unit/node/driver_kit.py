@@ -9,8 +9,7 @@ from typing import cast
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Cleared, Command, Event, Ready, Received, Tick
 from kvstore.engine.state import Counters
-from kvstore.node.driver import Driver
-from kvstore.node.executor import Executor, Poisoned
+from kvstore.node.driver import Driver, Executor, Poisoned
 from kvstore.node.node import MonotonicClock
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import Quiet

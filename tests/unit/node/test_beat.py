@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from kvstore.engine.events import Command, Event, Received, Send, Serve
-from kvstore.net.turns import NODE, TURN_FILES, TURN_RANK, TURN_SCHEDULER, Party, TurnSource
 from kvstore.node.attach import Attach
-from kvstore.node.driver import Driver
-from kvstore.node.executor import BatchOutcome, Executor
+from kvstore.node.driver import BatchOutcome, Driver, Executor
+from kvstore.node.turns import NODE, TURN_FILES, TURN_RANK, TURN_SCHEDULER, Party, TurnSource
 from kvstore.types import ConnectionId, Shard
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (

@@ -14,8 +14,7 @@ from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Scrub
 from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
-from kvstore.node.driver import RECOVERIES_MAX, Driver, StepFailed
-from kvstore.node.executor import Poisoned
+from kvstore.node.driver import RECOVERIES_MAX, Driver, Poisoned, StepFailed
 from kvstore.node.scrub import DramScrub
 from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.node import late
-from kvstore.node.late import LateTier
+from kvstore.node import files
+from kvstore.node.files import LateTier
 from kvstore.tier_events import (
     FileKnown,
     FileTierEvent,
@@ -105,11 +105,11 @@ def test_what_is_there_is_told_when_it_opens(opening: Opening, tier: LateTier) -
     assert any(isinstance(event, FileKnown) for event in events_until(tier, is_open))
 
 
-@pytest.mark.parametrize("voids_max", [late.VOIDS_MAX, 1])
+@pytest.mark.parametrize("voids_max", [files.VOIDS_MAX, 1])
 def test_what_is_cleared_before_it_opens_stays_so(
     opening: Opening, tier: LateTier, voids_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "VOIDS_MAX", voids_max)
+    monkeypatch.setattr(files, "VOIDS_MAX", voids_max)
     written(opening.config.directory)
     tier.submit(CLEAR)
     tier.submit(VoidFile("another", None))

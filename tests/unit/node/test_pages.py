@@ -13,11 +13,10 @@ from kvstore.engine.why.ledger import NAMES_MAX, PAIRS_MAX
 from kvstore.errors import NodeBusy
 from kvstore.index.engine_feed import EngineCounters
 from kvstore.net.http import Page
-from kvstore.node.connection import AttachCounters
+from kvstore.node.attach import AttachCounters
 from kvstore.node.driver import DriverCounters
 from kvstore.node.pages import NodeCollector, make_pages
-from kvstore.obs.metrics import INDEX_METRICS, family
-from kvstore.obs.timings import Timings
+from kvstore.obs.metrics import INDEX_METRICS, Timings, family
 from kvstore.peers.changes import EventCounters, FeedCounters
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, FetcherCounters
 from kvstore.peers.member import ClusterMember, Peering

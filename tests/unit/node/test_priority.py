@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.node.priority import LOOK_NS, LOOP_NICE, ThreadPriority
+from kvstore.node.turns import LOOK_NS, LOOP_NICE, ThreadPriority
 
 
 class Kernel:

@@ -15,7 +15,7 @@ from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
-from kvstore.node.passes import PassLog
+from kvstore.node.files import PassLog
 from kvstore.node.scrub import DramScrub
 from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId

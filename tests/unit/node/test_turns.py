@@ -17,10 +17,9 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, Received, Tick
 from kvstore.engine.state import Counters
 from kvstore.net.process import process_of
-from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSource
 from kvstore.node.attach import Attach
-from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver
-from kvstore.node.executor import Executor
+from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver, Executor
+from kvstore.node.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSource
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import LeaseAsk, Quiet

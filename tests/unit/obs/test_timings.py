@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.obs.timings import BOUNDS_NS, STEPS, TRANSFERS, TTFTS, Timings
+from kvstore.obs.metrics import BOUNDS_NS, STEPS, TRANSFERS, TTFTS, Timings
 
 
 @given(st.lists(st.integers(0, BOUNDS_NS[-1]), min_size=1), st.integers(1, 100))
