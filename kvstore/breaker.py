@@ -5,7 +5,7 @@
        │ succeeded                              └─────────────────────┤
        └──────────────────────────────────────────────────────────────┘ succeeded
 
-Pure: time is an argument. Does not cover: which events are failures (`tiers.file.health`,
+Pure: time is an argument. Does not cover: which events are failures (`tiers.file.parts`,
 `client.core.lookups`).
 """
 

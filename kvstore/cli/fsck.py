@@ -12,8 +12,8 @@ one is moved to `quarantine/`.
 A segment that is not closed is no damage: a process or machine stopped before it was, and the
 records in it are whole. If the next segment records that this one was closed, it was cut short
 later. The id in a lost store file is taken from the segments, if they agree. Records are verified
-by the code of the background scrub (`tiers.file.verify`). For the parent of a shared store,
-`stores_in` lists the directories of its nodes, each a store of its own.
+by the code of the background scrub (`tiers.file.segments.contents`). For the parent of a shared
+store, `stores_in` lists the directories of its nodes, each a store of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import numpy as np
 from kvstore.cli.commands import as_json
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.reclaim import Reclaimer
+from kvstore.tiers.file.log_thread import Reclaimer
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.contents import Contents, SegmentFile, read_head, walk
 from kvstore.tiers.file.segments.directory import (
     Directory,
     InUse,
@@ -43,8 +44,6 @@ from kvstore.tiers.file.segments.directory import (
     segments_identity,
 )
 from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
-from kvstore.tiers.file.segments.recovery import Contents, SegmentFile, read_head
-from kvstore.tiers.file.verify import walk
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size

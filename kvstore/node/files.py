@@ -44,7 +44,7 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.parts import Outbox
 from kvstore.types import KEY_BYTES
 from kvstore.units import KIB, NS_PER_S, format_size
 from kvstore.wire.load import (

@@ -49,7 +49,7 @@ from kvstore.supervisor.control import Addresses, Serving
 from kvstore.supervisor.handover import Handover
 from kvstore.supervisor.listener import Door
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import NS_PER_MS, format_size

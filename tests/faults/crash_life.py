@@ -36,7 +36,7 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file import config, outbox, tier
+from kvstore.tiers.file import config, parts, tier
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.segments.catalog import FIXED_BYTES
 from kvstore.tiers.file.segments.directory import Directory, segment_number
@@ -229,7 +229,7 @@ class Life:
         )
         with (
             mock.patch.object(tier, "threading", self._threads),
-            mock.patch.object(outbox, "threading", self._threads),
+            mock.patch.object(parts, "threading", self._threads),
         ):
             self._directory = Directory(self.directory, self.disk, direct=False)
             self._tier = FileTier(

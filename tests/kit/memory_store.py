@@ -30,7 +30,7 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.parts import Outbox
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Scope, Void
 

@@ -48,7 +48,7 @@ from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.shared import Peers
+from kvstore.tiers.file.segments.discovery import Peers
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly

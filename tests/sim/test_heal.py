@@ -18,9 +18,9 @@ from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.tiers.file import health
+from kvstore.tiers.file import parts
 from kvstore.tiers.file.segments.catalog import Catalog
-from kvstore.tiers.file.segments.shared import Peers
+from kvstore.tiers.file.segments.discovery import Peers
 from tests.sim.world import heal as sim_heal
 from tests.sim.world.copies import Violation
 from tests.sim.world.machine import Machine
@@ -44,7 +44,7 @@ def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
         def allows(self, now_ns: int) -> bool:
             return not self.is_open
 
-    patch.setattr(health, "Breaker", Stubborn)
+    patch.setattr(parts, "Breaker", Stubborn)
 
 
 def after_a_quarantine_nothing_is_granted(patch: pytest.MonkeyPatch) -> None:

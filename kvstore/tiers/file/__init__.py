@@ -6,11 +6,10 @@
 | `tier.py` | `FileTier`: queues, deadlines, threads; all that others call |
 | `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
 | `reader.py` | runs of neighbouring records into slots, each block verified |
-| `verify.py`, `scrub.py` | whether a record is still what was stored; asking that all the time |
+| `log_thread.py` | the thread at the log's end, and room made by it |
+| `scrub.py` | asking all the time whether a record is still what was stored |
 | `segments/` | what lies on the disk, and what it held when the tier was opened |
-| `health.py` | when a failing disk is left alone (`kvstore.breaker`) |
-| `outbox.py` | events on their way to the driver |
-| `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
+| `parts.py` | shared by threads: when a failing disk is left alone; events for the driver |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
 is closed, when the tier is closed and after a void. A block that was `FileWritten` before survives

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from kvstore.tier_events import FileGone
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.contents import Gathered, SegmentFile, walk
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import (
     Disk,
@@ -37,8 +38,6 @@ from kvstore.tiers.file.segments.disk import (
     open_regular,
     write_all,
 )
-from kvstore.tiers.file.segments.recovery import Gathered, SegmentFile
-from kvstore.tiers.file.verify import walk
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope, Void, record_pages, void_page, write_block_page

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
-from kvstore.tiers.file import outbox, tier
+from kvstore.tiers.file import parts, tier
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -268,7 +268,7 @@ class SimFiles:
             # Threads and locks are of the module `threading`: here they take turns.
             with (
                 mock.patch.object(tier, "threading", self.threads),
-                mock.patch.object(outbox, "threading", self.threads),
+                mock.patch.object(parts, "threading", self.threads),
             ):
                 self._tier = FileTier(
                     config,

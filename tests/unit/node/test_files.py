@@ -32,7 +32,7 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
+from kvstore.tiers.file.parts import KNOWN_MAX, Outbox
 from kvstore.types import Shard, Tier
 from kvstore.wire.load import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope

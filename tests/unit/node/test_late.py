@@ -24,7 +24,7 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock

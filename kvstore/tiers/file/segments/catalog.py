@@ -6,7 +6,7 @@ Closing is I/O: with the last descriptor of a file that was deleted its extents 
 
     capacity ≥ closed segments + open segment (counted whole) + quarantine + hidden + FIXED_BYTES
 
-Does not cover: what is in a segment (`recovery.py`), which one goes (`tier.py`).
+Does not cover: what is in a segment (`contents.py`), which one goes (`tier.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileLate, FileRead, FileWritten, Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.parts import Health
 from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,

@@ -17,7 +17,7 @@ from kvstore.cli.fsck import fsck, reports_as_json, stores_in
 from kvstore.errors import ConfigError
 from kvstore.tier_events import Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.parts import Health
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key, reopen
 

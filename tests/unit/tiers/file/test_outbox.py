@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.tier_events import FileKnown, FileTierEvent, FileWritten
-from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
+from kvstore.tiers.file.parts import KNOWN_MAX, Outbox
 from kvstore.wire.record import Scope, Void
 from tests.unit.tiers.file.kit import SCOPE, key
 

@@ -13,7 +13,7 @@ import pytest
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim, RecoveryDone, Scrubbed
 from kvstore.tiers.file import scrub as scrub_module
 from kvstore.tiers.file.config import ScrubRate
-from kvstore.tiers.file.log_thread import Parts
+from kvstore.tiers.file.parts import Parts
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import BLOCK_BYTES, PATIENCE_S, Driver, FaultyDisk, key, u64

@@ -297,8 +297,8 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
         return look(path, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.segments.shared.os.listdir", fail_listdir)
-        patch.setattr("kvstore.tiers.file.segments.shared.os.stat", fail_stat)
+        patch.setattr("kvstore.tiers.file.segments.discovery.os.listdir", fail_listdir)
+        patch.setattr("kvstore.tiers.file.segments.discovery.os.stat", fail_stat)
         b.seen.clear()
         b.tier.look_at_peers()
     assert b.take() == []

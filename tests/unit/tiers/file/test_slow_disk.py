@@ -25,9 +25,9 @@ from kvstore.tier_events import (
     Suspended,
     WriteFile,
 )
-from kvstore.tiers.file import outbox as outbox_module, tier as tier_module
+from kvstore.tiers.file import parts as outbox_module, tier as tier_module
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.parts import Health
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier

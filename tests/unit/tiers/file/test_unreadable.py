@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileReclaim, Suspended
-from kvstore.tiers.file.segments import restart
+from kvstore.tiers.file.segments import discovery
 from kvstore.tiers.file.segments.directory import Directory, cannot_be_read
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
@@ -56,8 +56,8 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(restart, "DISK_PAUSE_S", 0.0)
+    monkeypatch.setattr(discovery, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(discovery, "DISK_PAUSE_S", 0.0)
 
 
 def segments(store: Path) -> list[str]:
@@ -215,7 +215,7 @@ def test_a_disk_that_is_away_is_waited_for(store: Path, caplog: pytest.LogCaptur
 def test_who_waits_for_the_disk_can_be_stopped(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart, "DISK_PAUSE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(discovery, "DISK_PAUSE_S", 10 * PATIENCE_S)
     names = segments(store)
     always = dict.fromkeys([*names, "store"], 1 << 30)
     disk = BadPlaces(always, first={"store": 1})

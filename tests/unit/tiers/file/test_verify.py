@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.tiers.file.segments.contents import (
+    Record,
+    SegmentFile,
+    is_intact,
+    read_head,
+    record_at,
+)
 from kvstore.tiers.file.segments.disk import Pages, PosixDisk, open_regular
-from kvstore.tiers.file.segments.recovery import SegmentFile, read_head
-from kvstore.tiers.file.verify import Record, is_intact, record_at
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
 from kvstore.wire.segment import place_of

@@ -1,23 +1,40 @@
-"""The content of a segment: from its footer, or record by record.
+"""What a segment holds, by its footer or record by record, and whether a record is still intact.
 
-Only pages that describe are read; a payload is verified when somebody wants it. Broken, torn and
-foreign files end as a reason, never as an exception (but for OSError of the medium itself).
+What a segment holds is read from pages that describe; a payload is verified when somebody wants it.
+Broken, torn and foreign files end as a reason, never as an exception (but for OSError of the medium
+itself).
 
-Does not cover: what becomes of the answer (`tier.py`, `shared.py`, `kvstore.cli.fsck`).
+`walk` and `is_intact` are the one answer for scrub, fsck, and a sync that failed. Records are read
+piece by piece, so that whoever else wants the disk waits for one piece at most, and a block of any
+size is verified in little memory.
+
+Does not cover: what becomes of the answers (`discovery.py`, `scrub.py`, `kvstore.cli.fsck`),
+reading for use (`reader.py`, which verifies by the same checksums).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvstore.tier_events import FileKnown
-from kvstore.tiers.file.segments.disk import Disk, read_bytes
+from kvstore.tiers.file.segments.disk import Disk, Pages, read_all, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.wire.record import PAGE_MAGIC, BlockPage, Scope, Void, parse_page, record_pages
+from kvstore.wire.record import (
+    PAGE_MAGIC,
+    BlockPage,
+    Scope,
+    Void,
+    checksum_of,
+    parse_page,
+    record_pages,
+)
 from kvstore.wire.segment import (
     PAGE_SHIFT,
     SegmentHead,
@@ -185,3 +202,104 @@ def record_sets(
             places = table.pages[rows].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
             keys, checksums = table.keys[rows].tobytes(), table.checksums[rows].tobytes()
             yield FileKnown(scope, keys, places.tobytes(), checksums)
+
+
+# ── intact ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Where a block lies in its segment, and what should be there."""
+
+    scope: Scope
+    page: int
+    key: bytes
+    checksum: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its header's page and its payload."""
+        return record_pages(self.scope) * PAGE_BYTES
+
+
+def record_at(table: Table, row: int) -> Record:
+    """A row of a segment's table."""
+    return Record(
+        table.scopes[int(table.scope_of[row])],
+        int(table.pages[row]),
+        table.keys[row].tobytes(),
+        table.checksums[row].tobytes(),
+    )
+
+
+def is_bad_sector(error: OSError) -> bool:
+    """True: the record is bad, and the next one can be read. Raises the error otherwise."""
+    if error.errno != errno.EIO:
+        raise error
+    return True
+
+
+def walk(
+    file: SegmentFile,
+    table: Table,
+    buffer: Pages,
+    *,
+    rows: Iterable[int] | None = None,
+    before_read: Callable[[int], None] = lambda _: None,
+    failed: Callable[[OSError], bool] = is_bad_sector,
+) -> Iterator[tuple[Record, bool]]:
+    """Records in the order in which they lie, each with whether it is intact (`is_intact`).
+
+    Args:
+        file, buffer, before_read: as of `is_intact`.
+        table: what the segment holds.
+        rows: of the table; None: all.
+        failed: called when the medium failed; whether the record is bad, else it is left out.
+    """
+    for row in range(len(table.pages)) if rows is None else rows:
+        record = record_at(table, row)
+        try:
+            good = is_intact(file, record, buffer, before_read)
+        except OSError as error:
+            if not failed(error):
+                continue
+            good = False
+        yield record, good
+
+
+def is_intact(
+    file: SegmentFile,
+    record: Record,
+    buffer: Pages,
+    before_read: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Whether the record is there, every byte of it.
+
+    Args:
+        file: its segment.
+        record: what should be there.
+        buffer: for a piece, at least a page; a record that fits it is in there afterwards.
+        before_read: called with the size of each piece before it is read.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    pieces = _read(file, record, buffer, before_read)
+    first = next(pieces, memoryview(b""))
+    page = file.parsed(first[:PAGE_BYTES], record.page)
+    if page != BlockPage(record.scope, record.key, record.checksum):
+        return False
+    payload = itertools.chain([first[PAGE_BYTES:]], pieces)
+    return checksum_of(record.scope.prefix() + record.key, payload) == record.checksum
+
+
+def _read(
+    file: SegmentFile, record: Record, buffer: Pages, before_read: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Header and payload of a record, piece by piece, in `buffer`; ends early with its file."""
+    end = PAGE_BYTES + record.scope.block_bytes
+    for begin in range(0, record.size_bytes, len(buffer.view)):
+        piece = buffer.view[: min(len(buffer.view), record.size_bytes - begin)]
+        before_read(len(piece))
+        if read_all(file.disk, file.fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
+            return
+        yield piece[: end - begin]

@@ -1,0 +1,366 @@
+"""Segments that are found: this node's own when the tier is opened, and those of other nodes.
+
+This node's directory is read newest segment first. The survey runs before anything else and is
+quick: names, sizes, and the number that the next segment gets. `recover` runs beside the first
+reads and writes. A segment that cannot be read is asked again after a while, in its turn: older
+ones may hold blocks that it says were cleared. When that does not help and the store's own page can
+be read, it is that file that is bad, and it is put aside. When that cannot be read either it is the
+disk, and recovery waits for it: nothing is moved or deleted because a cable was loose.
+
+Shared mode gives each node a directory of its own below one parent. This one reads the others' and
+never writes there: segments are announced, and forgotten when they go. A segment that its owner
+still appends to is read record by record, from where the last look ended; one without a footer
+after the owner's death just stays so.
+
+A deleted segment is renamed out of sight first and stays readable for a grace period, so that a
+read just planned succeeds; where even that fails, the read is a miss, and the checksum decides on
+every byte in any case. A void of another node is not obeyed: `clear` has to be sent to each node.
+
+A name says nothing about what is under it: a node that is given an empty directory begins again
+with the same names. A directory is known by its inode, a segment by its size, the time of its last
+write and then its head.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvstore.tier_events import FileGone, FileKnown
+from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
+from kvstore.tiers.file.segments.contents import SegmentFile, read_head, record_sets
+from kvstore.tiers.file.segments.directory import Directory, segment_name, segment_number
+from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened, read_flags
+from kvstore.types import PAGE_BYTES
+from kvstore.units import format_size
+from kvstore.wire.record import Void
+from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
+
+PAUSES_S: Final = (0.1, 0.4, 1.5)
+"""Pauses between attempts to read one segment."""
+DISK_PAUSE_S: Final = 5.0
+"""Pause between attempts while nothing at all can be read."""
+
+_Announce = Callable[[FileKnown], bool]
+_log = logging.getLogger(__name__)
+
+
+# ── this node ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Restart:
+    """Finds the segments that the directory held before, and their blocks. One thread uses it."""
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int
+    ) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._disk = disk
+        self._aside_max = catalog.capacity_bytes // 16
+        self._sizes = directory.segments(keep_bytes=self._aside_max)
+        self._catalog.aside_bytes = directory.aside_bytes()
+        self.newest_is_closed = False
+        self.next_number = self._survey()
+        self._shrink(catalog.capacity_bytes - 2 * segment_bytes)
+        self.voids: list[Void] = []
+
+    def _survey(self) -> int:
+        """One more than the newest segment that is really ours; what claims more is put aside."""
+        for number in sorted(self._sizes, reverse=True):
+            try:
+                if (head := self._head_of(number)) is not None:
+                    with self._directory.opened(segment_name(number)) as (fd, size):
+                        footer = SegmentFile(self._disk, fd, head, size).footer()
+                    self.newest_is_closed = footer is not None
+                    return number + 1
+            except OSError:
+                # Ours by its name, until it can be read: a gap in the numbers hurts nobody.
+                return number + 1
+        return 1
+
+    def _shrink(self, bytes_max: int) -> None:
+        """Delete the oldest until the rest fits a capacity that may have become smaller."""
+        self._catalog.expect(self._sizes)
+        removed_bytes = 0
+        for number in sorted(self._sizes):
+            if self._catalog.taken_bytes <= bytes_max:
+                break
+            removed_bytes += self._sizes[number]
+            self._directory.remove(segment_name(number))
+            self._forget(number)
+        if removed_bytes:
+            _log.warning(
+                "%s held more than --file allows now: its oldest blocks are deleted, %s",
+                self._directory.path,
+                format_size(removed_bytes),
+            )
+        if self._catalog.aside_bytes:
+            _log.warning(
+                "%s of damaged files in %s count against --file: delete them once looked at",
+                format_size(self._catalog.aside_bytes),
+                self._directory.path / "quarantine",
+            )
+
+    def recover(self, announce: _Announce, leaving: Callable[[float], bool]) -> bool:
+        """Announce the content of every segment. False: stopped.
+
+        Args:
+            announce: takes the events; False: stop.
+            leaving: waits the given seconds; True: stop.
+        """
+        return all(
+            self._recover_patiently(number, announce, leaving)
+            for number in sorted(self._sizes, reverse=True)
+        )
+
+    def _recover_patiently(
+        self, number: int, announce: _Announce, leaving: Callable[[float], bool]
+    ) -> bool:
+        pauses_s = iter(PAUSES_S)
+        while True:
+            try:
+                return self._recover_one(number, announce)
+            except OSError as error:
+                reason = error
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                if self._directory.is_readable():
+                    _log.warning(
+                        "%s cannot be read, though the disk can be: %s",
+                        self._directory.path / segment_name(number),
+                        reason.strerror,
+                    )
+                    self._aside(number, f"unreadable {reason.errno}")
+                    return True
+                _log.warning(
+                    "%s cannot be read at present: %s; it is tried again every %.0f s, and what it"
+                    " holds is not known until then",
+                    self._directory.path,
+                    reason.strerror,
+                    DISK_PAUSE_S,
+                )
+                pause_s = DISK_PAUSE_S
+            if leaving(pause_s):
+                return False
+
+    def _recover_one(self, number: int, announce: _Announce) -> bool:
+        head = self._head_of(number)
+        if head is None:
+            return True
+        name = segment_name(number)
+        with self._directory.opened(name) as (fd, size):
+            table = SegmentFile(self._disk, fd, head, size).contents().table
+        if not len(table.pages) and not table.voids:
+            self._directory.remove(name)
+            self._forget(number)
+            return True
+        self._catalog.add(Segment(number, head, name, self._directory.fd, size))
+        if not all(map(announce, record_sets(table, number, own_number=number, voids=self.voids))):
+            return False
+        self.voids += [void for void in table.voids if void not in self.voids]
+        return True
+
+    def _head_of(self, number: int) -> SegmentHead | None:
+        """The header, if the file is a segment of this store under its own name; else it is put
+        aside (or deleted, when it is no more than a torn beginning).
+
+        Raises:
+            OSError: it cannot be read now.
+        """
+        name = segment_name(number)
+        try:
+            with self._directory.opened(name) as (fd, size):
+                head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
+        except FileNotFoundError:
+            self._forget(number)
+            return None
+        if head is None and size <= PAGE_BYTES:
+            self._directory.remove(name)
+            self._forget(number)
+            return None
+        if size > SEGMENT_BYTES_LIMIT:
+            self._aside(number, "too long")  # its size could not be had before
+            return None
+        if head is None:
+            self._aside(number, "damaged")
+            return None
+        if head.store_id != self._directory.store_id or head.number != number:
+            self._aside(number, "foreign")
+            return None
+        return head
+
+    def _aside(self, number: int, reason: str) -> None:
+        self._directory.put_aside(segment_name(number), reason, keep_bytes=self._aside_max)
+        self._catalog.aside_bytes = self._directory.aside_bytes()
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._sizes.pop(number, None)
+        self._catalog.drop_expected(number)
+
+
+# ── other nodes ───────────────────────────────────────────────────────────────────────────────────
+
+_Vanished = Callable[[list[FileGone]], None]
+_AT_CWD: Final = -100
+"""AT_FDCWD of openat(2): the path is not relative to a directory's descriptor."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A foreign segment: how far it was read, and what it looked like then."""
+
+    segment: Segment
+    end_page: int = 1
+    size_and_time: tuple[int, int] = (0, 0)
+    announced: list[FileGone] = field(default_factory=list)
+    """Events that take its blocks back when it vanishes."""
+
+
+@dataclass(slots=True)
+class _OtherNode:
+    fd: int
+    segments: dict[str, _Seen] = field(default_factory=dict)
+
+
+class Peers:
+    """Segments of the other nodes of a shared parent."""
+
+    def __init__(
+        self,
+        parent: Path,
+        own: str,
+        catalog: Catalog,
+        disk: Disk,
+        *,
+        direct: bool,
+        segments_max: int,
+    ) -> None:
+        self._parent = parent
+        self._own = own
+        self._catalog = catalog
+        self._disk = disk
+        self._flags = read_flags(direct=direct)
+        self._segments_max = segments_max
+        self._peers: dict[str, _OtherNode] = {}
+        self._segment_count = 0
+        """Segments of all other nodes together."""
+        self._next_number = FOREIGN_BASE
+
+    def look(self, announce: _Announce, vanished: _Vanished) -> bool:
+        """Look once at all other nodes' segments: announce new blocks, and those that vanished.
+        False: `announce` returned False, stop."""
+        try:
+            names = sorted(os.listdir(self._parent))
+        except OSError:
+            return True
+        for name in list(self._peers):
+            if not self._is_same(name):
+                self._leave(name, vanished)
+        for name in names:
+            if name != self._own and name not in self._peers:
+                self._meet(name)
+        return all(self._look_at(peer, announce, vanished) for peer in self._peers.values())
+
+    def close(self) -> None:
+        """Close the directories of the others."""
+        for peer in self._peers.values():
+            os.close(peer.fd)
+        self._peers.clear()
+
+    def _meet(self, name: str) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        try:
+            if stat.S_ISDIR(os.stat(self._parent / name, follow_symlinks=False).st_mode):
+                fd = self._disk.open(os.fspath(self._parent / name), flags, _AT_CWD)
+                self._peers[name] = _OtherNode(fd)
+        except OSError:
+            return
+
+    def _is_same(self, name: str) -> bool:
+        """Whether the directory that was opened is still the one of this name."""
+        try:
+            mine = os.fstat(self._peers[name].fd)
+            its = os.stat(self._parent / name, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # Of others nothing was learned: it may be as good as ever the next time.
+            return error.errno != errno.ESTALE
+        return (mine.st_dev, mine.st_ino) == (its.st_dev, its.st_ino)
+
+    def _leave(self, name: str, vanished: _Vanished) -> None:
+        peer = self._peers.pop(name)
+        for segment in list(peer.segments):
+            self._forget(peer, segment, vanished)
+        close_at_last(peer.fd)
+
+    def _look_at(self, peer: _OtherNode, announce: _Announce, vanished: _Vanished) -> bool:
+        try:
+            present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
+        except OSError:
+            return True
+        for name in sorted(set(peer.segments) - present):
+            self._forget(peer, name, vanished)
+        for name in sorted(present, reverse=True):
+            try:
+                if not self._read(peer, name, announce, vanished):
+                    return False
+            except OSError:
+                continue  # gone meanwhile, or not readable yet
+        return True
+
+    def _forget(self, peer: _OtherNode, name: str, vanished: _Vanished) -> None:
+        seen = peer.segments.pop(name)
+        self._segment_count -= 1
+        self._catalog.remove(seen.segment.number)
+        vanished(seen.announced)
+
+    def _read(self, peer: _OtherNode, name: str, announce: _Announce, vanished: _Vanished) -> bool:
+        seen = peer.segments.get(name)
+        if seen is None and self._segment_count >= self._segments_max:
+            return True  # not even opened: there may be many, and each look comes by
+        info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
+        size_and_time = (info.st_size, info.st_mtime_ns)
+        if seen is not None and seen.size_and_time == size_and_time:
+            return True
+        if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
+            return True
+        with opened(self._disk, name, self._flags, peer.fd) as (fd, size):
+            head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
+            if head is None or head.number != segment_number(name):
+                return True
+            if seen is not None and seen.segment.head != head:
+                self._forget(peer, name, vanished)
+                seen = None
+            seen = seen or self._begin(peer, name, head)
+            if not self._announce_new(seen, fd, size, announce):
+                return False
+            seen.size_and_time = size_and_time
+            return True
+
+    def _begin(self, peer: _OtherNode, name: str, head: SegmentHead) -> _Seen:
+        segment = Segment(self._next_number, head, name, peer.fd, 0)
+        self._next_number += 1
+        self._catalog.add(segment)
+        self._segment_count += 1
+        peer.segments[name] = _Seen(segment)
+        return peer.segments[name]
+
+    def _announce_new(self, seen: _Seen, fd: int, size: int, announce: _Announce) -> bool:
+        head, first, number = seen.segment.head, seen.end_page, seen.segment.number
+        found = SegmentFile(self._disk, fd, head, size).contents(first_page=first, search=False)
+        sets = record_sets(found.table, number, own_number=head.number, voids=(), first_page=first)
+        for known in sets:
+            if not announce(known):
+                return False
+            seen.announced.append(FileGone(known.scope, known.keys, known.locations))
+        seen.end_page = found.end_page
+        return True
