@@ -15,7 +15,7 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-from kvstore.testing import tied
+from kvstore.testing.process import popen_tied
 from tests import side_by_side
 from tests.amounts import IS_NIGHTLY
 from tests.integration.engine.fixtures import (
@@ -123,7 +123,7 @@ def by_exec(
     """What measures time or is about processes has those that users have."""
     marks = map(request.node.get_closest_marker, ("alone", "by_exec"))
     if forked_commands is not None and any(marks):
-        monkeypatch.setattr("kvstore.testing.process.launch", tied.popen)
+        monkeypatch.setattr("kvstore.testing.process.launch", popen_tied)
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from bench.micro.attach_roundtrip import measure_lookups, summary
 from kvstore.node.turns import ThreadPriority
-from kvstore.testing import tied
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, popen_tied
 from kvstore.testing.raw_engine import RawEngine, make_keys
 
 RESULT = Path(__file__).parents[1] / "results" / "loop_place.json"
@@ -56,7 +55,7 @@ with RawEngine(Path(sys.argv[1])) as engine:
 @contextlib.contextmanager
 def running(*commands: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
     """These, until the context ends."""
-    started = [tied.popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    started = [popen_tied(command, stdout=subprocess.PIPE, text=True) for command in commands]
     try:
         yield started
     finally:

@@ -44,8 +44,7 @@ import psutil
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.testing import tied
-from kvstore.testing.process import RouterProcess, reap, start_ready
+from kvstore.testing.process import RouterProcess, popen_tied, reap, start_ready
 from tests.kit.envoy import Envoy, binary
 
 SEED: Final = 20261124
@@ -175,7 +174,7 @@ def peer(
         *(f"http://127.0.0.1:{p}" for p in ports),
     ]
     with (directory / f"{name}.log").open("wb") as log:
-        process = tied.popen(
+        process = popen_tied(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=dict(os.environ)
         )
     try:

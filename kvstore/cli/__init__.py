@@ -3,15 +3,14 @@
 main              the command line: node, index, certs, upgrade, clear, fsck
 look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
-ask, pages        clients of a node and of the index; questions over HTTP
+ask               clients of a node and of the index; questions over HTTP
 tables            columns as data; rows of a node
-look              inspect, explain: facts and tables of an answer
-savings           inspect savings: hours and money
+look              inspect, explain: facts and tables of an answer, hours and money
 prefix            locations of a prompt's blocks
-top, top_view     states of processes, as pages show them, in a terminal
+top               states of processes, as pages show them, in a terminal
 route             decisions of a router: explain, replay
 plan              sizes of a deployment, from a config.json and rates
-doctor            findings about this machine: doctor_machine reads, doctor_checks judge
+doctor            findings about this machine: doctor_checks read and judge
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

@@ -54,8 +54,7 @@ def doctor(
       kvstore doctor --symptom misses
       kvstore doctor --json | jq '.checks[] | select(.verdict == "error")'
     """
-    from kvstore.cli.doctor_checks import CHECKS, EXIT_STATUS, judge
-    from kvstore.cli.doctor_machine import Machine
+    from kvstore.cli.doctor_checks import CHECKS, EXIT_STATUS, Machine, judge
     from kvstore.config.reading import load_settings
 
     machine = Machine(load_settings(config_path, flags, NodeSettings), _ROOT, with_rate=disk_rate)

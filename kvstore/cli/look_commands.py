@@ -106,9 +106,7 @@ def inspect(
     elif topic == "curve":
         look.inspect_curve(socket, json_=json_)
     elif topic == "savings":
-        from kvstore.cli.savings import inspect_savings
-
-        inspect_savings(socket, gpu_hour=gpu_hour, json_=json_)
+        look.inspect_savings(socket, gpu_hour=gpu_hour, json_=json_)
     elif asked is not None:
         look.inspect_members(asked, json_=json_)
     else:

@@ -19,7 +19,7 @@ from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
 from kvstore.units import US_PER_S, format_us
 
 if TYPE_CHECKING:
-    from kvstore.cli.pages import Site
+    from kvstore.cli.ask import Site
     from kvstore.routing.receipts import Receipt
 
 DRY_TIMEOUT_S: Final = 10.0
@@ -185,7 +185,7 @@ def _site(
     """The router to ask. Raises ConfigError: no URL, flags that do not go together, or unusable TLS
     files.
     """
-    from kvstore.cli.pages import Site, tls_context
+    from kvstore.cli.ask import Site, tls_context
     from kvstore.errors import ConfigError
 
     if (scheme := url.partition("://")[0].lower()) not in ("http", "https"):

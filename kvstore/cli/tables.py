@@ -1,6 +1,6 @@
 """Tables in a terminal: columns as data, and how the rows of a node look.
 
-Does not cover: where rows come from (`ask`, `prefix`, `top_view`), texts of reasons
+Does not cover: where rows come from (`ask`, `prefix`, `top`), texts of reasons
 (`kvstore.obs.reasons`).
 """
 

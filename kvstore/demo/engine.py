@@ -33,7 +33,7 @@ from kvstore.demo.completions import (
     EngineError as EngineError,
 )
 from kvstore.demo.engine_config import ServerConfig
-from kvstore.testing import tied
+from kvstore.testing.process import on_lasting_thread
 
 STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
@@ -60,7 +60,7 @@ def launch(config: ServerConfig, log: Path) -> psutil.Process:
     """Start a server that ends with this process; returns its guard (`kvstore.demo.guard`), which
     at SIGTERM ends the server and itself."""
     with log.open("wb") as output:
-        return tied.on_lasting_thread(
+        return on_lasting_thread(
             lambda: psutil.Popen(
                 [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
                 stdin=subprocess.DEVNULL,

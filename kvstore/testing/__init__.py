@@ -2,7 +2,6 @@
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
-| `process`                                   | a node, an index, a router as children            |
-| `tied`                                      | children that end with this process               |
+| `process`                                   | a node, an index, a router; any tied child        |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 """

@@ -1,4 +1,5 @@
-"""A real node process for tests, demos and benchmarks.
+"""Real processes for tests, demos and benchmarks: a node, an index, a router; any that ends with
+us.
 
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
@@ -13,6 +14,7 @@ and the node process, whose pid is `pid` and which alone is stopped by `pause` o
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -25,17 +27,56 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Final, Self, TypeVar
 
 from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import TlsFiles
-from kvstore.testing import tied
 from kvstore.wire.identity import Identity, Role
+
+_T = TypeVar("_T")
+
+# ── processes that end with this one ─────────────────────────────────────────────────────────────
+# They end in any case: SIGKILL leaves no time to clean up. Nothing of ours can run between a fork
+# and an exec, so a few lines of Python run first: they ask the kernel for SIGKILL at the end of
+# their parent (PR_SET_PDEATHSIG), check that it still lives, and become the command. Processes of a
+# node or an index end with their supervisor in turn. The kernel means the *thread* that made the
+# child, so all are made by one thread that lasts.
+
+BECOME: Final = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(137)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Program that becomes the command in its arguments, after the parent's pid."""
+
+
+def popen_tied(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen`, of a child that ends with this process."""
+    # Without site-packages it starts in a hundredth of a second.
+    tied = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
+    return on_lasting_thread(lambda: subprocess.Popen(tied, **options))
+
+
+def on_lasting_thread(call: Callable[[], _T]) -> _T:
+    """Call a function on a thread that ends only with this process. Returns its result."""
+    return _threads(os.getpid()).submit(call).result()
+
+
+@functools.cache
+def _threads(_pid: int) -> ThreadPoolExecutor:
+    """The pool with that thread, by process: a forked child has no threads of its parent."""
+    return ThreadPoolExecutor(1, thread_name_prefix="nursery")
+
+
+# ── nodes ─────────────────────────────────────────────────────────────────────────────────────────
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
-launch: Callable[..., subprocess.Popen[str]] = tied.popen
+launch: Callable[..., subprocess.Popen[str]] = popen_tied
 """Starts a command as a child. The project's own tests fork instead (`tests/kit/nursery.py`)."""
 
 

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore.testing import tied
-from kvstore.testing.process import reap
+from kvstore.testing.process import popen_tied, reap
 
 READY_S = 20.0
 HEADER = "x-gateway-destination-endpoint"
@@ -57,7 +56,7 @@ class Envoy:
         config = directory / "envoy.json"
         config.write_text(json.dumps(_bootstrap(self, picker_port, endpoints, subset, reads)))
         with (directory / "envoy.log").open("ab") as log:
-            self.process = tied.popen(
+            self.process = popen_tied(
                 [
                     *(str(program), "-c", str(config), "--concurrency", "1"),
                     *("--disable-hot-restart", "-l", "warning"),

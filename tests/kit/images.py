@@ -27,8 +27,7 @@ from typing import Any, Final, Self
 
 import psutil
 
-from kvstore.testing import tied
-from kvstore.testing.process import ChildServer, NodeFailed, read_line, reap
+from kvstore.testing.process import ChildServer, NodeFailed, popen_tied, read_line, reap
 from scripts.chart import ROOT
 
 RECIPE: Final = ROOT / "deploy" / "images" / "Dockerfile"
@@ -192,7 +191,7 @@ class Container(ChildServer):
         mounts = [str(part) for pair in volumes.items() for part in pair]
         inside = [str(root), user, group, str(len(volumes)), *mounts, *config["Env"]]
         with log.open("w") as stderr:
-            process = tied.popen(
+            process = popen_tied(
                 [
                     *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
                     *("sh", "-c", _INSIDE, "sh", *inside, *config["Entrypoint"], *arguments),

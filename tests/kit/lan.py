@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from kvstore.testing import tied
+from kvstore.testing.process import on_lasting_thread
 from tests.kit.programs import need
 
 CLONE_NEWNET: Final = 0x40000000
@@ -68,7 +68,7 @@ class Lan:
     def _move(self, space: int) -> None:
         """This thread, and the one that starts processes for it."""
         _enter(space)
-        tied.on_lasting_thread(lambda: _enter(space))
+        on_lasting_thread(lambda: _enter(space))
 
     def __enter__(self) -> Self:
         """Raises LanError."""

@@ -33,7 +33,8 @@ from typing import Any, Final, NoReturn, Self
 import msgspec
 
 from kvstore.net.process import Spawned, die_with, pair
-from kvstore.testing import process, tied
+from kvstore.testing import process
+from kvstore.testing.process import popen_tied
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ORDER_BYTES_MAX: Final = 64 << 10
@@ -85,7 +86,7 @@ class Nursery:
         self._lock, self._place = threading.Lock(), _place(os.environ)
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = tied.popen(
+            self._process = popen_tied(
                 [
                     *(sys.executable, "-m", "tests.kit.nursery"),
                     *(str(theirs.fileno()), str(os.getpid())),
@@ -100,10 +101,10 @@ class Nursery:
         process.launch = self.popen
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
-        """As `tied.popen`, by fork where that makes no difference."""
+        """As `popen_tied`, by fork where that makes no difference."""
         is_ours = command[:3] == [sys.executable, *COMMAND]
         if not is_ours or _place(options["env"]) != self._place:
-            return tied.popen(command, **options)
+            return popen_tied(command, **options)
         order = msgspec.json.encode(Order(command[3:], os.getcwd(), options["env"]))
         out, its_out = os.pipe()
         try:
@@ -134,7 +135,7 @@ class Nursery:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        process.launch = tied.popen
+        process.launch = popen_tied
         self._door.close()
         self._process.wait(60)
 

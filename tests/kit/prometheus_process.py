@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from kvstore.testing import tied
-from kvstore.testing.process import ChildServer
+from kvstore.testing.process import ChildServer, popen_tied
 from tests.integration.node.conftest import eventually
 
 LISTENS = re.compile(r'msg="Listening on" address=(127\.0\.0\.1:\d+)')
@@ -46,7 +45,7 @@ class PrometheusProcess(ChildServer):
         (directory / "prometheus.yaml").write_text(yaml.safe_dump(content))
         log = directory / "prometheus.log"
         with log.open("w") as out:
-            process = tied.popen(
+            process = popen_tied(
                 [
                     *("prometheus", f"--config.file={directory / 'prometheus.yaml'}"),
                     *(

@@ -14,8 +14,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.testing import tied
-from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, ChildServer, NodeFailed, reap
+from kvstore.testing.process import (
+    READY_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    ChildServer,
+    NodeFailed,
+    popen_tied,
+    reap,
+)
 from tests.kit.programs import need
 
 PROGRAM = "redis-server"
@@ -51,7 +57,7 @@ class RedisProcess(ChildServer):
                 *(PROGRAM, "--port", str(chosen), "--bind", "127.0.0.1", "--save", ""),
                 *("--dir", str(directory), "--daemonize", "no", *listen, *flags),
             ]
-            process = tied.popen(
+            process = popen_tied(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ A request that loaded from several tiers is split among them: saved time, lookup
 tokens, waits by the tokens that were waited for. Time for which nothing came is of tier NOTHING.
 Bounded: PAIRS_MAX pairs of model and tenant have names, and NAMES_MAX pairs and (pair, tier)
 together; first come, first named, and all later ones are OTHER. Does not cover: single requests
-(`explain`), money (`kvstore.cli.savings`).
+(`explain`), money (`kvstore.cli.look`).
 """
 
 from __future__ import annotations

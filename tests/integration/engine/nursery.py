@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not insta
 from kvstore.demo import guard
 from kvstore.demo.engine import EngineError, launch
 from kvstore.demo.engine_config import ServerConfig
-from kvstore.testing import tied
+from kvstore.testing.process import popen_tied
 from tests.kit.engines import EngineConfig, EngineServer
 
 ORDER_BYTES_MAX: Final = 64 << 10
@@ -80,7 +80,7 @@ class EngineNursery:
         self._door = ours
         self._environment = EngineConfig(model=Path()).full_environment()
         with theirs:
-            self.process = tied.popen(
+            self.process = popen_tied(
                 [sys.executable, __file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.connector.mapping import FORMATS
 from kvstore.kernels.host import BOUNDS, error_of
-from kvstore.testing import tied
+from kvstore.testing.process import popen_tied
 from tests.amounts import IS_NIGHTLY
 from tests.kit.golden_cache import CASES
 
@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kv")
     command = [sys.executable, "-m", "tests.kit.golden_cache", str(folder), *NAMES]
     with (folder / "log").open("wb") as log:
-        process = tied.popen(command, cwd=Path(__file__).parents[3], stdout=log, stderr=log)
+        process = popen_tied(command, cwd=Path(__file__).parents[3], stdout=log, stderr=log)
         try:
             assert process.wait(240) == 0, (folder / "log").read_text()[-2000:]
         finally:

@@ -32,8 +32,7 @@ from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
 from kvstore.routing.receipts import Receipt
-from kvstore.testing import tied
-from kvstore.testing.process import NodeProcess, reap
+from kvstore.testing.process import NodeProcess, popen_tied, reap
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
@@ -419,7 +418,7 @@ def upstream_proxy(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with log.open("wb") as output:
-        process = tied.popen(
+        process = popen_tied(
             [sys.executable, "-P", str(script), *flags(port)],
             stdin=subprocess.DEVNULL,
             stdout=output,

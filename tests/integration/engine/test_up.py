@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.testing import tied
+from kvstore.testing.process import popen_tied
 from tests.kit.router_thread import ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -28,7 +28,7 @@ def test_one_command_serves_survives_an_engine_and_leaves_nothing(
     command += ["--dram", "64MiB", "--", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--num-gpu-blocks-override", "40"]
     with log.open("w") as output:
-        process = tied.popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        process = popen_tied(command, stdout=subprocess.PIPE, stderr=output, text=True)
     out = process.stdout
     assert out is not None
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.testing import process, tied
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing import process
+from kvstore.testing.process import NodeFailed, NodeProcess, popen_tied
 from tests.kit.nursery import ROOT, Forked, Nursery
 
 KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
@@ -66,7 +66,7 @@ def test_forked_processes_are_made_of_what_those_by_exec_are(
         assert isinstance(node.process, Forked)
         forked = [_made_of(pid) for pid in (node.supervisor_pid, node.pid)]
         assert node.stop() == 0
-    monkeypatch.setattr(process, "launch", tied.popen)
+    monkeypatch.setattr(process, "launch", popen_tied)
     with NodeProcess.start(tmp_path) as node:
         assert not isinstance(node.process, Forked)
         assert [_made_of(pid) for pid in (node.supervisor_pid, node.pid)] == forked

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvstore.cli import doctor as shell, doctor_machine
-from kvstore.cli.doctor_checks import CHECKS, RANGES, Diagnosis, judge
-from kvstore.cli.doctor_machine import Machine
+from kvstore.cli import doctor as shell, doctor_checks
+from kvstore.cli.doctor_checks import CHECKS, RANGES, Diagnosis, Machine, judge
 from kvstore.cli.main import cli
 from kvstore.config.machine import memory_cgroups
 from kvstore.config.reading import load_settings
@@ -409,7 +408,7 @@ def _measured(tmp_path: Path, file: FileConfig) -> Any:
 def test_a_disk_is_measured_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_machine, "RATE_BYTES", 4 * MIB)
+    monkeypatch.setattr(doctor_checks, "RATE_BYTES", 4 * MIB)
     (tmp_path / "disk").mkdir()
     file = FileConfig(directory=tmp_path / "disk", capacity_bytes=64 * MIB)
     room_bytes, is_direct, rates = _measured(tmp_path, file)
@@ -422,7 +421,7 @@ def test_a_disk_is_measured_and_nothing_stays(
         raise KeyboardInterrupt
 
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(doctor_machine, "disk_rates", interrupt)
+    monkeypatch.setattr(doctor_checks, "disk_rates", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _measured(tmp_path, file)
     assert os.listdir("/proc/self/fd") == before

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli import savings
+from kvstore.cli import look
 from kvstore.engine import SavingsReport
 
 HOUR_MS = 3_600_000
@@ -30,12 +30,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[SavingsReport]:
     def node(_socket: Path) -> Iterator[Any]:
         yield SimpleNamespace(rows=lambda topic, _kind: answer if topic == "savings" else [])
 
-    monkeypatch.setattr(savings, "node_client", node)
+    monkeypatch.setattr(look, "node_client", node)
     return answer
 
 
 def printed(capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
-    savings.inspect_savings(Path("/none"), **{"gpu_hour": None, "json_": False} | flags)
+    look.inspect_savings(Path("/none"), **{"gpu_hour": None, "json_": False} | flags)
     return capsys.readouterr().out
 
 

@@ -17,10 +17,19 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli import top
+from kvstore.cli.ask import LATE, NO_STATE, tls_context
 from kvstore.cli.main import main
-from kvstore.cli.pages import LATE, NO_STATE, tls_context
-from kvstore.cli.top import PAGES_MAX, Sampler, of_index, of_page, place_of
-from kvstore.cli.top_view import COLUMNS, Seen, State, screen
+from kvstore.cli.top import (
+    COLUMNS,
+    PAGES_MAX,
+    Sampler,
+    Seen,
+    State,
+    of_index,
+    of_page,
+    place_of,
+    screen,
+)
 from kvstore.client.index import Members
 from kvstore.config.values import HostPort
 from kvstore.errors import AttachError, KVStoreError

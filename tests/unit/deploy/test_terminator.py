@@ -17,8 +17,7 @@ from kvstore.cli.main import cli
 from kvstore.client.certificates import load
 from kvstore.client.tls import TlsFiles
 from kvstore.net.server import server_credentials
-from kvstore.testing import tied
-from kvstore.testing.process import reap
+from kvstore.testing.process import popen_tied, reap
 from tests.kit import envoy
 from tests.unit.deploy.manifests import flags, objects, of_kind, pod
 
@@ -76,7 +75,7 @@ def test_a_proxy_without_a_certificate_reaches_the_picker(pki: Path, tmp_path: P
     path = tmp_path / "envoy.yaml"
     text = configuration(pki).replace("port_value: 9474", f"port_value: {behind}")
     path.write_text(text.replace("port_value: 9002", f"port_value: {port}"))
-    process = tied.popen(command(path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = popen_tied(command(path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         assert _status(port, tls.ca) == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError):

@@ -11,18 +11,18 @@ import sys
 
 import pytest
 
-from kvstore.testing import tied
+from kvstore.testing.process import BECOME, popen_tied
 
 PARENT = """if True:
     import signal, subprocess, sys, threading
-    from kvstore.testing import tied
+    from kvstore.testing.process import popen_tied, BECOME
 
     idle = "import signal; print(1, flush=True); signal.pause()"
     made = []
 
     def start():
         command = [sys.executable, "-c", idle]
-        made.append(tied.popen(command, stdout=subprocess.PIPE))
+        made.append(popen_tied(command, stdout=subprocess.PIPE))
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -52,14 +52,14 @@ def test_a_child_ends_with_its_parent_and_not_with_the_thread(number: signal.Sig
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
     nobody = str(os.getppid())
-    command = [sys.executable, "-I", "-S", "-c", tied.BECOME, nobody, "echo", "begun"]
+    command = [sys.executable, "-I", "-S", "-c", BECOME, nobody, "echo", "begun"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (137, "")
 
 
 def test_a_forked_child_starts_its_own() -> None:
-    tied.popen(["true"]).wait()
+    popen_tied(["true"]).wait()
     pid = os.fork()
     if pid == 0:
-        os._exit(tied.popen(["true"]).wait())
+        os._exit(popen_tied(["true"]).wait())
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
