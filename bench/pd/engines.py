@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kvstore.demo.completions import EngineError
-from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine import EngineError, VllmServer
 from tests.kit.engines import EngineConfig
 
 SIDE_PORT: Final = 17600

@@ -16,8 +16,7 @@ from contextlib import closing
 from typing import Any, Final, NamedTuple
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME, VllmServer
 from kvstore.engine import PushReport, RequestReport
 from kvstore.proto import inspect_pb2 as pb
 from tests.kit.pd_pair import PdPair

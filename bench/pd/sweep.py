@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bench.cluster.figures import plain
-from kvstore.demo.completions import Completion, CompletionClient
+from kvstore.demo.engine import Completion, CompletionClient
 
 RATIOS: Final = (20, 10, 5, 1)
 """Tokens of a prompt for each of the answer."""

@@ -50,10 +50,9 @@ from bench.pd.engines import frugal_environment, nixl_pair, on_its_core
 from bench.pd.legs import Legs, ended_s, fresh_name, in_turn, together
 from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
-from kvstore.demo.completions import Completion, CompletionClient
-from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine import Completion, CompletionClient, VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, encoder
-from kvstore.demo.pd import PUSHED, answer_beside_prompts, metric
+from kvstore.demo.play import PUSHED, answer_beside_prompts, metric
 from kvstore.demo.workload import Encode, fresh_prompts, text_tokens
 from tests.kit.engines import Dtype, EngineConfig, EngineServer
 from tests.kit.models import Size, build_model

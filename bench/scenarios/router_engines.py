@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.demo.flags import read_flags
-from kvstore.demo.router import RouterAct, stays
+from kvstore.demo.play import RouterAct, stays
 from kvstore.demo.stage import ALL_ROUNDS, LATER_ROUNDS, Replay, Stage
 from kvstore.demo.workload import ConversationPlan
 

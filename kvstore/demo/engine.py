@@ -1,8 +1,8 @@
 """A real vLLM server as a child process, with or without the connector, and a client for it.
 
-Covers: start, readiness, completions with their time to first token, the engine's own counters,
-its processes, stop and kill. Does not cover: the node (`kvstore.testing.process`), prompts
-(`kvstore.demo.workload`).
+Covers: start, readiness, streamed completions with their tokens and times, the engine's own
+counters, its processes, stop and kill. Does not cover: the node (`kvstore.testing.process`),
+prompts (`kvstore.demo.workload`).
 
 The model is served on a port that the kernel chose on 127.0.0.1. No process survives the caller:
 the server runs under `kvstore.demo.guard`, so an engine belongs to the thread that started it.
@@ -17,7 +17,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -26,15 +27,12 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo import guard
-from kvstore.demo.completions import (
-    REQUEST_TIMEOUT_S,
-    Completion as Completion,
-    CompletionClient,
-    EngineError as EngineError,
-)
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.errors import KVStoreError
 from kvstore.testing.process import on_lasting_thread
 
+SERVED_NAME: Final = "model"
+REQUEST_TIMEOUT_S: Final = 120.0
+JSON: Final = {"Content-Type": "application/json"}
 STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
 WARM_UP_PROMPT: Final = tuple(range(32))
@@ -43,6 +41,206 @@ WARM_UP_PROMPT: Final = tuple(range(32))
 _PARTS: Final = ("tier", "reason")
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 """The last line of a traceback, alone or behind vLLM's prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of one vLLM server; by default it computes in float32."""
+
+    model: Path | str
+    """Directory, or name of the model in a hub."""
+    served_name: str = SERVED_NAME
+    socket: Path | None = None
+    """The node's attach socket; None: vLLM without the connector."""
+    max_model_len: int | None = 4096
+    """Longest request in tokens; None: the model's own limit."""
+    kv_blocks: int | None = None
+    """Blocks (128 tokens) of the engine's own cache; None: as many as fit 1 GiB."""
+    flags: tuple[str, ...] = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "64")
+    """Further flags of the server."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the server."""
+
+    def command(self) -> list[str]:
+        """The server's command line."""
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
+            *("--port", "0", "--model", str(self.model), "--served-model-name", self.served_name),
+            *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *("--prefix-caching-hash-algo", "sha256_cbor", *self.flags),
+        ]
+        if self.max_model_len is not None:
+            command += ["--max-model-len", str(self.max_model_len)]
+        if self.kv_blocks is not None:
+            command += ["--num-gpu-blocks-override", str(self.kv_blocks)]
+        if self.socket is not None:
+            transfer = msgspec.json.encode(self.transfer(self.socket)).decode()
+            command += ["--kv-transfer-config", transfer]
+        return command
+
+    def transfer(self, socket: Path) -> dict[str, object]:
+        """Its connector's configuration, with the node's attach socket."""
+        return {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": str(socket)},
+        }
+
+    def full_environment(self) -> dict[str, str]:
+        """The server's environment."""
+        return {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Binding would pin every engine of the machine to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
+            "VLLM_NO_USAGE_STATS": "1",
+            # The working directory must not shadow the installed package.
+            "PYTHONSAFEPATH": "1",
+            # Threads that spin while they wait, the default, are right on cores of their own. On
+            # cores that others use too, a step then waits again and again for a thread that is
+            # not running: seconds instead of milliseconds.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **({"HF_HUB_OFFLINE": "1"} if isinstance(self.model, Path) else {}),
+            **self.environment,
+        }
+
+
+# ── the client ────────────────────────────────────────────────────────────────────────────────────
+
+
+class EngineError(KVStoreError):
+    """The engine did not start, ended, or answered something other than a completion."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One answered request."""
+
+    id: str = ""
+    """Id of the request, as the client gets it."""
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed: prefix cache and connector together."""
+    ttft_s: float
+    """Seconds from before the request was sent until its first token arrived."""
+    duration_s: float
+    token_s: tuple[float, ...] = ()
+    """Seconds from before the request was sent until each token arrived."""
+
+
+class _Usage(msgspec.Struct):
+    class Details(msgspec.Struct):
+        cached_tokens: int | None = None
+
+    prompt_tokens: int
+    prompt_tokens_details: Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """The used part of a streamed completion."""
+
+    class Choice(msgspec.Struct):
+        token_ids: list[int] | None = None
+
+    id: str = ""
+    choices: list[Choice] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+_chunk_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class CompletionClient:
+    """Client of a server, or of a proxy in front of some, at a port of 127.0.0.1."""
+
+    def __init__(self, port: int = 0, served_name: str = SERVED_NAME) -> None:
+        self.port, self._served_name = port, served_name
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        timeout_s: float | None = REQUEST_TIMEOUT_S,
+        extra: dict[str, object] | None = None,
+    ) -> Completion:
+        """Greedy completion of token ids, streamed. `extra` goes into the request's body.
+
+        Raises:
+            EngineError: refused, broken off, or later than `timeout_s` between two tokens.
+        """
+        body = {
+            "model": self._served_name,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **(extra or {}),
+        }
+        tokens: list[int] = []
+        arrived_s: list[float] = []
+        usage: _Usage | None = None
+        name = ""
+        data = msgspec.json.encode(body)
+        begin = time.perf_counter()
+        try:
+            for chunk in self._stream(data, timeout_s):
+                new = [token for choice in chunk.choices for token in choice.token_ids or ()]
+                arrived_s += [time.perf_counter() - begin] * len(new)
+                tokens += new
+                name = chunk.id or name
+                usage = chunk.usage or usage
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise EngineError(f"the completion broke off: {error!r}") from error
+        if usage is None or not tokens:
+            raise EngineError("the completion ended without a token or its usage")
+        details = usage.prompt_tokens_details
+        return Completion(
+            id=name,
+            tokens=tuple(tokens),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=(details.cached_tokens or 0) if details else 0,
+            ttft_s=arrived_s[0],
+            duration_s=time.perf_counter() - begin,
+            token_s=tuple(arrived_s),
+        )
+
+    def _stream(self, body: bytes, timeout_s: float | None) -> Iterator[_Chunk]:
+        with self._connection(timeout_s) as connection:
+            connection.request("POST", "/v1/completions", body, JSON)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                text = response.read(2000).decode(errors="replace")
+                raise EngineError(f"the engine answered {response.status}: {text}")
+            for line in response:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                chunk = _chunk_decoder.decode(line[6:])
+                if chunk.error is not None:
+                    raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
+                yield chunk
+
+    def _request(self, method: str, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
+        with self._connection(timeout_s) as connection:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def _connection(
+        self, timeout_s: float | None
+    ) -> contextlib.closing[http.client.HTTPConnection]:
+        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        return contextlib.closing(made)
+
+
+# ── the server ────────────────────────────────────────────────────────────────────────────────────
 
 
 class HitCounts(NamedTuple):

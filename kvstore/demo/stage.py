@@ -9,7 +9,7 @@ Nodes live to the end of the stage, engines to that of their `with`.
 float32, because in bfloat16 vLLM's prefix cache already changes one greedy output in about a
 hundred (another kernel shape rounds otherwise), which would hide a change by kvstore.
 
-Does not cover: what an act shows of its runs (`act`).
+Does not cover: what an act shows of its runs (`play`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.completions import Completion, CompletionClient
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine import Completion, CompletionClient, ServerConfig, VllmServer
 from kvstore.demo.models import MEDIUM, build_model, encoder
 from kvstore.demo.workload import ConversationPlan, Conversations
 from kvstore.engine import NodeReport, TierReport

@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from kvstore.demo.engine import VllmServer, launch
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine import SERVED_NAME, ServerConfig, VllmServer, launch
 from kvstore.demo.flags import default_cache, read_up_flags
 from kvstore.demo.models import MEDIUM, build_model
 from kvstore.demo.stage import DRAM

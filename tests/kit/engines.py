@@ -18,9 +18,15 @@ from typing import Final, Literal
 import msgspec
 import psutil
 
-from kvstore.demo.completions import JSON, Completion, CompletionClient
-from kvstore.demo.engine import EngineError, VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine import (
+    JSON,
+    SERVED_NAME,
+    Completion,
+    CompletionClient,
+    EngineError,
+    ServerConfig,
+    VllmServer,
+)
 
 GIVE_UP_S = 120.0
 Dtype = Literal["float32", "bfloat16"]

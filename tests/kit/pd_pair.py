@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from kvstore.demo.completions import CompletionClient
-from kvstore.demo.pd import LANDING
+from kvstore.demo.engine import CompletionClient
+from kvstore.demo.play import LANDING
 from kvstore.demo.stage import settled
 from kvstore.testing.process import Lab, NodeProcess, RouterProcess
 from tests.kit.engines import EngineConfig, EngineServer

@@ -37,8 +37,7 @@ import psutil
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not installed
 
 from kvstore.demo import guard
-from kvstore.demo.engine import EngineError, launch
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine import EngineError, ServerConfig, launch
 from kvstore.testing.process import popen_tied
 from tests.kit.engines import EngineConfig, EngineServer
 

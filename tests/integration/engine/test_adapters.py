@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import Completion
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME, Completion
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine import HashingReport
 from kvstore.index.chain import adapter_keys, block_keys

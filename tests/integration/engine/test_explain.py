@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.engine import Completion
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME, Completion
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy

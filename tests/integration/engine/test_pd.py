@@ -27,8 +27,7 @@ import psutil
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.completions import CompletionClient
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME, CompletionClient
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
 from kvstore.routing.receipts import Receipt

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.completions import Completion, CompletionClient
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME, Completion, CompletionClient
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine import RequestReport

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME
 from kvstore.index.chain import block_keys
 from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import WorkerAddress, Workers

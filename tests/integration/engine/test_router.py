@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME
 from kvstore.testing.process import NodeProcess, RouterProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, attached, wait_until

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine_config import SERVED_NAME
+from kvstore.demo.engine import SERVED_NAME
 from kvstore.testing.process import RouterProcess
 from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery

@@ -14,7 +14,7 @@ from bench import record
 from bench.cluster.figures import at_most
 from bench.pd.sweep import Limits, Shape, load
 from bench.scenarios import pd as scenario
-from kvstore.demo.completions import Completion, CompletionClient
+from kvstore.demo.engine import Completion, CompletionClient
 
 
 class Steady(CompletionClient):

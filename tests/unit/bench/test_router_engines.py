@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.scenarios.router_engines import as_result
-from kvstore.demo.completions import Completion
+from kvstore.demo.engine import Completion
 from kvstore.demo.stage import Replay
 
 

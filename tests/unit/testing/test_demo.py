@@ -15,12 +15,9 @@ from rich.console import Console
 
 from kvstore.cli.main import cli
 from kvstore.demo import play as demo, stage as demo_stage
-from kvstore.demo.act import Act, DemoError
-from kvstore.demo.completions import Completion
-from kvstore.demo.engine import HitCounts
+from kvstore.demo.engine import Completion, HitCounts
 from kvstore.demo.flags import PLAN
-from kvstore.demo.pd import PdAct
-from kvstore.demo.play import RestartsAct
+from kvstore.demo.play import Act, DemoError, PdAct, RestartsAct
 from kvstore.demo.stage import Replay, Stage
 
 

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvstore.demo.act import DemoError
-from kvstore.demo.completions import Completion
-from kvstore.demo.router import RouterAct, stays
+from kvstore.demo.engine import Completion
+from kvstore.demo.play import DemoError, RouterAct, stays
 from kvstore.demo.stage import Replay
 from tests.kit.turns_core import RECEIPT
 
