@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.peers.memory import memory_of
 from kvstore.client.link import Link
-from kvstore.supervisor.upgrade import ask_for_upgrade
+from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import KEY_BYTES

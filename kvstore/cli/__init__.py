@@ -1,7 +1,7 @@
 """Commands: their flags, their queries, and how answers look. Decides nothing about blocks.
 
 main              the command line: node, index, certs, upgrade, clear, fsck
-look_commands     inspect, explain, top: flags to queries
+look_commands     inspect, explain, top, doctor: flags to queries
 commands          flags of settings, options that several commands share
 ask               clients of a node and of the index; questions over HTTP
 tables            columns as data; rows of a node
@@ -10,7 +10,7 @@ prefix            locations of a prompt's blocks
 top               states of processes, as pages show them, in a terminal
 route             decisions of a router: explain, replay
 plan              sizes of a deployment, from a config.json and rates
-doctor            findings about this machine: doctor_checks read and judge
+doctor_checks     findings about this machine: facts and verdicts
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

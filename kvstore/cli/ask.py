@@ -26,8 +26,7 @@ from kvstore.errors import AttachError, ConfigError, ProtocolError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
-from kvstore.supervisor.listener import INSPECT_SUFFIX
-from kvstore.supervisor.upgrade import no_node_at, not_yours
+from kvstore.supervisor.sockets import INSPECT_SUFFIX, no_node_at, not_yours
 
 if TYPE_CHECKING:
     from kvstore.client.index import IndexClient

@@ -7,7 +7,7 @@
 A check returns a finding, or yields one for each thing that is wrong and last the one that is shown
 if nothing is. Findings name engines by their process only: no value of a command line is repeated,
 since it may be a secret. Facts are read when a check asks for them, and nothing is changed: the
-disk is probed with a file that has no name. Does not cover: the report (`doctor`).
+disk is probed with a file that has no name. Does not cover: the report (`look_commands`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, JSON_OPTION, SOCKET_OPTION, fail, settings_options
-from kvstore.cli.doctor import doctor
-from kvstore.cli.look_commands import explain, inspect, top
+from kvstore.cli.look_commands import doctor, explain, inspect, top
 from kvstore.cli.plan import plan_command
 from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
@@ -238,7 +237,7 @@ def upgrade(socket: Path) -> None:
     Example:
       pip install --upgrade kvstore_llm-*.whl && kvstore upgrade
     """
-    from kvstore.supervisor.upgrade import ask_for_upgrade
+    from kvstore.supervisor.sockets import ask_for_upgrade
 
     click.echo(ask_for_upgrade(socket))
 

@@ -4,7 +4,7 @@ Covers: the check of every newcomer (uid, pidfd, hello in time, room), counts an
 refusals, reading in the order that the protocol guarantees, bounded outboxes, and the pidfds by
 which the death of a process is seen. Turns sockets into engine events. Does not cover: what the
 messages mean (`kvstore.engine`), whose turn it is (`kvstore.node.driver`), the socket's files
-(`kvstore.supervisor.listener`).
+(`kvstore.supervisor.sockets`).
 
 Order of one round: ranks, read until empty; then processes that ended; then one datagram of each
 scheduler; then newcomers (`turns`). One datagram, because a second one may be younger than the look
@@ -48,7 +48,7 @@ from kvstore.node.turns import (
     TurnSource,
 )
 from kvstore.ports import Clock
-from kvstore.supervisor.listener import Door
+from kvstore.supervisor.sockets import Door
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (

@@ -27,7 +27,7 @@ from kvstore.node.driver import Driver, NotDurable
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.proto.rows import TOPICS, Row, encode_rows
-from kvstore.supervisor.listener import INSPECT_SUFFIX
+from kvstore.supervisor.sockets import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
 
 if TYPE_CHECKING:

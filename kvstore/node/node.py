@@ -47,7 +47,7 @@ from kvstore.ports import Clock, FileStore
 from kvstore.supervisor import control
 from kvstore.supervisor.control import Addresses, Serving
 from kvstore.supervisor.handover import Handover
-from kvstore.supervisor.listener import Door
+from kvstore.supervisor.sockets import Door
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier

@@ -32,7 +32,7 @@ from kvstore.obs import reasons
 from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family, histogram
 from kvstore.peers.changes import EventCounters
 from kvstore.ports import Memory
-from kvstore.supervisor.listener import Door
+from kvstore.supervisor.sockets import Door
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
 from kvstore.units import NS_PER_S
 

@@ -36,7 +36,7 @@ from kvstore.errors import ConfigError, NodeBusy
 from kvstore.mailbox import Wake
 from kvstore.peers.changes import ChangeLog, EventCounters, key_count, pieces
 from kvstore.ports import Clock
-from kvstore.supervisor.listener import refuse_what_is_not_ours
+from kvstore.supervisor.sockets import refuse_what_is_not_ours
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire import kv_events as wire

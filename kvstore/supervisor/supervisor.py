@@ -40,8 +40,7 @@ from kvstore.net.process import Spawned, harden_process
 from kvstore.obs import logs
 from kvstore.supervisor import control
 from kvstore.supervisor.child import GiveUp, Kept, Process, Restarts, spawn_process, told
-from kvstore.supervisor.listener import Listener
-from kvstore.supervisor.upgrade import UpgradeDoor
+from kvstore.supervisor.sockets import Listener, UpgradeDoor
 from kvstore.units import NS_PER_S, format_size
 
 if TYPE_CHECKING:

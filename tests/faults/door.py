@@ -19,7 +19,7 @@ from kvstore.client.link import received_descriptors
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver, Executor
-from kvstore.supervisor.listener import Listener
+from kvstore.supervisor.sockets import Listener
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.messages import (

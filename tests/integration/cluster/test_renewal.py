@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.client.certificates import load
-from kvstore.supervisor.upgrade import UpgradeRefused, ask_for_upgrade
+from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes
 from tests.integration.node.conftest import eventually

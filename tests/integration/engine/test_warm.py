@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
-from kvstore.supervisor.upgrade import ask_for_upgrade
+from kvstore.supervisor.sockets import ask_for_upgrade
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     blocks_in_dram,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.supervisor.upgrade import ask_for_upgrade
+from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import AttachError
-from kvstore.supervisor.upgrade import ask_for_upgrade
+from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.types import PAGES_PER_GENERATION

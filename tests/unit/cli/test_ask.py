@@ -15,7 +15,7 @@ from kvstore.cli import tables
 from kvstore.engine.trust import NO_PASS
 from kvstore.engine.why.report import NO_BUDGET, LeaseReport, NodeReport, QuotaReport, TierReport
 from kvstore.proto.rows import Row, TransferReport
-from kvstore.supervisor.upgrade import not_yours
+from kvstore.supervisor.sockets import not_yours
 
 GIB = 1 << 30
 NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)

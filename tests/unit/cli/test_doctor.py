@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvstore.cli import doctor as shell, doctor_checks
+from kvstore.cli import doctor_checks, look_commands as shell
 from kvstore.cli.doctor_checks import CHECKS, RANGES, Diagnosis, Machine, judge
 from kvstore.cli.main import cli
 from kvstore.config.machine import memory_cgroups

@@ -12,7 +12,7 @@ import pytest
 from kvstore.engine.events import Event
 from kvstore.net.process import process_of
 from kvstore.node.attach import Attach
-from kvstore.supervisor.listener import Listener
+from kvstore.supervisor.sockets import Listener
 from kvstore.types import Shard
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
 from kvstore.wire.space import Group

@@ -18,7 +18,7 @@ from kvstore.errors import ConfigError
 from kvstore.net.process import vouches_for
 from kvstore.node import attach as attach_module
 from kvstore.node.attach import HELLO_DEADLINE_NS, Attach, Sent
-from kvstore.supervisor.listener import Listener
+from kvstore.supervisor.sockets import Listener
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import LeaseAsk, Quiesce, Quiet, Refused, decode_from_node, encode
 from tests.unit.node.conftest import (

@@ -14,7 +14,7 @@ from kvstore.engine.events import Ended, Exited
 from kvstore.net.process import pair
 from kvstore.node.attach import Attach
 from kvstore.supervisor import control
-from kvstore.supervisor.listener import Listener
+from kvstore.supervisor.sockets import Listener
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import (
     HELLO_BYTES_MAX,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import AttachError
-from kvstore.supervisor.upgrade import UpgradeRefused, ask_for_upgrade
+from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
 from kvstore.testing.process import children_of
 
 SCRIPT = Path(__file__).with_name("scripted_process.py")

@@ -19,6 +19,7 @@ import pytest
 from kvstore.net.process import Spawned, pair
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Kept, Process
+from kvstore.supervisor.sockets import TAKEN, UPGRADE_SUFFIX, UpgradeReport
 from kvstore.supervisor.supervisor import (
     EXIT_GAVE_UP,
     LOOK_NS,
@@ -27,7 +28,6 @@ from kvstore.supervisor.supervisor import (
     Start,
     Supervisor,
 )
-from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
 from kvstore.units import NS_PER_S
 
 
@@ -217,7 +217,7 @@ def asked_to_upgrade(made: Inside) -> str:
     """The answer to a request for an upgrade."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
         asker.settimeout(20)
-        asker.connect(str(made.socket) + SUFFIX)
+        asker.connect(str(made.socket) + UPGRADE_SUFFIX)
         made.turn()
         assert asker.recv(1000) == TAKEN
         return msgspec.json.decode(asker.recv(1000), type=UpgradeReport).text
@@ -294,7 +294,7 @@ def test_an_end_that_was_not_orderly_is_the_exit_status(
 def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
         asker.settimeout(20)
-        asker.connect(str(inside.socket) + SUFFIX)
+        asker.connect(str(inside.socket) + UPGRADE_SUFFIX)
         with no_room_for_descriptors():
             assert [inside.turn(), inside.turn()] == [1, 0], "it does not spin"
         inside.wait_for_room()
