@@ -229,10 +229,10 @@ def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
     free_bytes, page_bytes = huge_page_pool()
     if page_bytes and arena_bytes % page_bytes == 0 and free_bytes >= arena_bytes:
         try:
-            return *_make_memfd(arena_bytes, _MFD_HUGETLB), True
+            return *make_memfd(arena_bytes, _MFD_HUGETLB), True
         except OSError:  # the pool shrank, or a cgroup limit forbids it: ordinary pages then
             pass
-    fd, mapping = _make_memfd(arena_bytes, 0)
+    fd, mapping = make_memfd(arena_bytes)
     return fd, mapping, _ask_for_huge_pages(mapping)
 
 
@@ -264,7 +264,7 @@ class JournalMemory:
             OSError: the kernel has no room for it, or the held memory has another size.
         """
         if held_fd < 0:
-            self.fd, mapping = _make_memfd(size_bytes, 0, name="kvstore-journal")
+            self.fd, mapping = make_memfd(size_bytes, name="kvstore-journal")
         else:
             self.fd = held_fd
             if os.fstat(held_fd).st_size != size_bytes:
@@ -279,14 +279,15 @@ class JournalMemory:
         os.close(self.fd)
 
 
-def _make_memfd(
-    size_bytes: int, flags: int, *, name: str = "kvstore-arena"
+def make_memfd(
+    size_bytes: int, flags: int = 0, *, name: str = "kvstore-arena", seals: int = ARENA_SEALS
 ) -> tuple[int, _Mapping]:
+    """(descriptor, writable mapping) of new memory of that size, sealed then. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size_bytes)
         mapping = _Mapping(fd, size_bytes, writable=True)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, ARENA_SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError:
         os.close(fd)
         raise

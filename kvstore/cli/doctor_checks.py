@@ -20,7 +20,6 @@ import mmap
 import os
 import re
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from kvstore.config.node import file_of
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.net.process import peer_of
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, KIB, MIB, format_size
 
@@ -579,6 +579,5 @@ def _pid_at(path: Path) -> str:
     """Pid of the process that listens at a node's socket; empty: not visible from here."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
         asked.connect(f"{path}.rpc")
-        data = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return str(struct.unpack("3i", data)[0] or "")
+        return str(peer_of(asked)[0] or "")
     return ""

@@ -20,6 +20,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,13 @@ class Child:
         os.close(self.pidfd)
         self.socket.close()
         return status
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a unix socket. Raises OSError."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", data)
+    return pid, uid
 
 
 def pid_of(fd: int) -> int | None:

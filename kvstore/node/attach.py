@@ -25,7 +25,6 @@ import logging
 import os
 import select
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
@@ -34,19 +33,8 @@ from kvstore.client.link import received_descriptors
 from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
-from kvstore.net.process import process_of, vouches_for, why_no_descriptor
-from kvstore.node.turns import (
-    NODE,
-    TURN_LISTENER,
-    TURN_NEWCOMER,
-    TURN_PROCESS,
-    TURN_RANK,
-    TURN_SCHEDULER,
-    Party,
-    Read,
-    Turns,
-    TurnSource,
-)
+from kvstore.net.process import peer_of, process_of, vouches_for, why_no_descriptor
+from kvstore.node.turns import NODE, Party, Read, Turn, Turns, TurnSource
 from kvstore.ports import Clock
 from kvstore.supervisor.sockets import Door
 from kvstore.types import ConnectionId
@@ -157,7 +145,6 @@ SEND_BUFFER_BYTES = 1 << 20
 ENGINE_CHARACTERS_MAX = 64
 """Characters of an engine's id in the log."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +203,7 @@ class Attach:
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         self._accept_again_ns: int | None = None
-        self.watch(listener.socket.fileno(), TurnSource(TURN_LISTENER, None, self._accept))
+        self.watch(listener.socket.fileno(), TurnSource(Turn.LISTENER, None, self._accept))
 
     # ── for the driver ───────────────────────────────────────────────────────────────────────────
 
@@ -232,7 +219,7 @@ class Attach:
         self._unread.clear()
         for fd, _ in found:
             source = self._sources[fd]
-            if source.turn == TURN_RANK and source.connection is not None:
+            if source.turn == Turn.RANK and source.connection is not None:
                 owner = self._connections[source.connection].owner
                 if owner is not None:
                     self._unread.setdefault(owner, set()).add(source.connection)
@@ -330,7 +317,7 @@ class Attach:
         connection.pidfd = pidfd
         self._registered.add(number)
         self._connections[number] = connection
-        self.watch(pidfd, TurnSource(TURN_PROCESS, number, lambda _: self._exited(connection)))
+        self.watch(pidfd, TurnSource(Turn.PROCESS, number, lambda _: self._exited(connection)))
 
     def _let_go(self, connection: AttachSocket) -> None:
         """Stop watching the process of a connection."""
@@ -375,9 +362,7 @@ class Attach:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            pid, uid, _ = _CREDENTIALS.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid, uid = peer_of(sock)
             self._epoll.register(sock, select.EPOLLIN)
         except OSError as error:
             # Before anything knows of it: whose uid was not seen is never listened to.
@@ -393,7 +378,7 @@ class Attach:
         self._socket_count += 1
         self.counters.accepted += 1
         self._sources[sock.fileno()] = TurnSource(
-            TURN_NEWCOMER, number, self._reader(connection), party
+            Turn.NEWCOMER, number, self._reader(connection), party
         )
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
@@ -437,9 +422,7 @@ class Attach:
             hello = decode_from_engine(self._view[:size])
             if not isinstance(hello, HelloScheduler | HelloRank):
                 raise ProtocolError("the first datagram is no hello")
-            peer_pid, _, _ = _CREDENTIALS.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            peer_pid, _ = peer_of(sock)
             if len(descriptors) != 1 or not vouches_for(descriptors[0], peer_pid):
                 raise ProtocolError("hello came without the pidfd of its process")
             # Where that fails, as with too many watches of a user, nothing holds the pidfd.
@@ -465,10 +448,10 @@ class Attach:
             party = connection.party = Party(party.uid, process)
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
-        turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
+        turn = Turn.RANK if connection.is_rank else Turn.SCHEDULER
         self._sources[sock.fileno()] = TurnSource(turn, number, self._reader(connection), party)
         self._sources[connection.pidfd] = TurnSource(
-            TURN_PROCESS, number, lambda _: self._exited(connection), party
+            Turn.PROCESS, number, lambda _: self._exited(connection), party
         )
         self.counters.datagrams_received += 1
         if isinstance(hello, HelloScheduler):

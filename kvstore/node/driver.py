@@ -56,7 +56,7 @@ from kvstore.errors import KVStoreError, NodeBusy
 from kvstore.mailbox import Mailbox
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
-from kvstore.node.turns import TURN_FILES, TURN_WAKE, ThreadPriority, TurnSource
+from kvstore.node.turns import ThreadPriority, Turn, TurnSource
 from kvstore.obs.metrics import Timings
 from kvstore.ports import Clock, Memory
 from kvstore.types import ConnectionId, Tier
@@ -168,14 +168,14 @@ class Driver:
         self._poisoned = False
         self._failed_places: set[str] = set()
         self._queries = Mailbox[_Query](QUERY_COUNT_MAX)
-        attach.watch(self._queries.fileno(), TurnSource(TURN_WAKE, None, self._answer))
+        attach.watch(self._queries.fileno(), TurnSource(Turn.WAKE, None, self._answer))
         if files is not None:
-            attach.watch(files.tier.fileno(), TurnSource(TURN_FILES, None, files.read))
+            attach.watch(files.tier.fileno(), TurnSource(Turn.FILES, None, files.read))
         if hbm is not None:
-            source = TurnSource(TURN_FILES, None, lambda _: hbm.take_events())
+            source = TurnSource(Turn.FILES, None, lambda _: hbm.take_events())
             attach.watch(hbm.fileno(), source)
         if exchange is not None:
-            attach.watch(exchange.fileno(), TurnSource(TURN_FILES, None, exchange.read))
+            attach.watch(exchange.fileno(), TurnSource(Turn.FILES, None, exchange.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 

@@ -32,6 +32,7 @@ engine takes their core.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import threading
@@ -42,15 +43,6 @@ from kvstore.engine.events import Event
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 
-(
-    TURN_WAKE,
-    TURN_RANK,
-    TURN_PROCESS,
-    TURN_FILES,
-    TURN_SCHEDULER,
-    TURN_NEWCOMER,
-    TURN_LISTENER,
-) = range(7)
 FORGOTTEN_NS: Final = 1000.0
 """Less time of a user or process counts as none."""
 
@@ -59,6 +51,12 @@ Read = Callable[[int], Iterable[Event]]
 """Takes the mask of a ready descriptor and yields its events; a call after an early stop continues
 with the rest.
 """
+
+
+class Turn(enum.IntEnum):
+    """Kind of a source: the lesser goes first."""
+
+    WAKE, RANK, PROCESS, FILES, SCHEDULER, NEWCOMER, LISTENER = range(7)
 
 
 class Party(NamedTuple):
@@ -73,9 +71,9 @@ NODE: Final = Party(-1, 0)
 
 
 class TurnSource(NamedTuple):
-    """A source in epoll: its kind (a TURN_ number), its party, and the function that reads it."""
+    """A source in epoll: its kind, its party, and the function that reads it."""
 
-    turn: int
+    turn: Turn
     connection: ConnectionId | None
     read: Read
     party: Party = NODE

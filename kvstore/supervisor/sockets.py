@@ -21,7 +21,6 @@ import pwd
 import selectors
 import socket
 import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -29,6 +28,7 @@ from typing import Final
 import msgspec
 
 from kvstore.errors import AttachError, ConfigError, KVStoreError
+from kvstore.net.process import peer_of
 
 INSPECT_SUFFIX: Final = ".rpc"
 """Suffix of a socket of the node process, which a killed one leaves behind."""
@@ -236,7 +236,6 @@ FIRST_WORD_S: Final = 15.0
 """A running supervisor acknowledges within this time."""
 TAKEN: Final = b"taken"
 """The acknowledgement."""
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class UpgradeReport(msgspec.Struct, frozen=True):
@@ -279,8 +278,7 @@ class UpgradeDoor:
                 selector.unregister(self._socket)  # still readable: it would spin
             return
         asker.setblocking(False)
-        data = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(data)[1] not in (0, os.geteuid()):
+        if peer_of(asker)[1] not in (0, os.geteuid()):
             _answer(asker, UpgradeReport(False, "only the node's own user may upgrade it"))
         elif self._waiting is not None:
             _answer(asker, UpgradeReport(False, "an upgrade is under way already: wait for it"))
@@ -381,8 +379,7 @@ def _first_word(sock: socket.socket, first_word_s: float) -> bytes:
     try:
         return sock.recv(64 << 10)
     except TimeoutError:
-        data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = _CREDENTIALS.unpack(data)[0]
+        pid, _ = peer_of(sock)
         raise AttachError(
             f"the node's supervisor, process {pid}, did not answer within {first_word_s:.0f} s: it"
             f" is stopped ('kill -CONT {pid}' lets it go on) or the machine is overloaded; nothing"

@@ -15,7 +15,6 @@ it. Does not cover: which blocks (`kvstore.engine.moves.hbm`), reading (`kernels
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
@@ -28,7 +27,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import GENERATION_SEALS, LAYOUT_VERSION, MAGIC, generation_page_bytes
+from kvstore.arena import (
+    GENERATION_SEALS,
+    LAYOUT_VERSION,
+    MAGIC,
+    generation_page_bytes,
+    make_memfd,
+)
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.port import Device, DeviceError
@@ -335,10 +340,8 @@ def open_hbm(
 
 def _make_page(size_bytes: int, incarnation: Incarnation) -> tuple[int, NDArray[np.uint64]]:
     """(descriptor, mapping as u64) of a new page of places, sealed, with no place in it."""
-    fd = os.memfd_create("kvstore-places", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size_bytes)
-    words = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint64)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, GENERATION_SEALS)
+    fd, mapping = make_memfd(size_bytes, name="kvstore-places", seals=GENERATION_SEALS)
+    words = np.asarray(mapping).view(np.uint64)
     words[:3] = MAGIC, LAYOUT_VERSION, incarnation
     return fd, words
 

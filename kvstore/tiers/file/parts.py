@@ -104,7 +104,7 @@ class Health:
         if error.errno == errno.EFAULT:
             return self._says_nothing(now_ns, self._room, self._writes, self._reads)
         if error.errno in _NO_ROOM:
-            self._answer_probe_of_reads(now_ns)
+            self._says_nothing(now_ns, self._reads)
             return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
         return self._count_write(now_ns, _failing(error))
 
@@ -136,7 +136,7 @@ class Health:
         return [Suspended(reason, writes_only=False)] if self._reads.failed(now_ns) else []
 
     def _count_write(self, now_ns: int, reason: str) -> list[FileTierEvent]:
-        self._answer_probe_of_reads(now_ns)
+        self._says_nothing(now_ns, self._reads)
         return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
 
     @staticmethod
@@ -147,10 +147,6 @@ class Health:
             if breaker.is_open:
                 breaker.failed(now_ns)
         return []
-
-    def _answer_probe_of_reads(self, now_ns: int) -> None:
-        if self._reads.is_open:
-            self._reads.failed(now_ns)
 
 
 def _failing(error: OSError) -> str:
