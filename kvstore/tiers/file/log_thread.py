@@ -196,7 +196,7 @@ class LogThread:
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
-                self._outbox.put([*self._health.late_writing(now_ns), FileLate(job.job)])
+                self._outbox.put([*self._health.failed_writing(now_ns, None), FileLate(job.job)])
             elif not job.running:
                 self._queue.remove(job)
                 self._end(job)

@@ -93,28 +93,22 @@ class Health:
             return False
         return all(breaker.allows(now_ns) for breaker in needed)
 
-    def failed_reading(self, now_ns: int, error: OSError) -> list[FileTierEvent]:
-        """A read failed."""
-        if error.errno == errno.EFAULT:
+    def failed_reading(self, now_ns: int, error: OSError | None) -> list[FileTierEvent]:
+        """A read failed; None: it passed its deadline."""
+        if error is not None and error.errno == errno.EFAULT:
             return self._says_nothing(now_ns, self._reads)
-        return self._count_read(now_ns, _failing(error))
+        reason = _failing(error) if error else f"the disk does not respond in time: {_LOOK}"
+        return [Suspended(reason, writes_only=False)] if self._reads.failed(now_ns) else []
 
-    def failed_writing(self, now_ns: int, error: OSError) -> list[FileTierEvent]:
-        """A write failed."""
-        if error.errno == errno.EFAULT:
+    def failed_writing(self, now_ns: int, error: OSError | None) -> list[FileTierEvent]:
+        """A write failed; None: it passed its deadline."""
+        if error is not None and error.errno == errno.EFAULT:
             return self._says_nothing(now_ns, self._room, self._writes, self._reads)
-        if error.errno in _NO_ROOM:
-            self._says_nothing(now_ns, self._reads)
+        self._says_nothing(now_ns, self._reads)
+        if error is not None and error.errno in _NO_ROOM:
             return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
-        return self._count_write(now_ns, _failing(error))
-
-    def late_reading(self, now_ns: int) -> list[FileTierEvent]:
-        """A read passed its deadline."""
-        return self._count_read(now_ns, f"the disk does not respond in time: {_LOOK}")
-
-    def late_writing(self, now_ns: int) -> list[FileTierEvent]:
-        """A write passed its deadline."""
-        return self._count_write(now_ns, f"the disk does not write in time: {_LOOK}")
+        reason = _failing(error) if error else f"the disk does not write in time: {_LOOK}"
+        return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
 
     def read(self) -> list[FileTierEvent]:
         """A read went well."""
@@ -131,13 +125,6 @@ class Health:
         if not self._room.succeeded() or self._writes.is_open:
             return []
         return [Resumed(writes_only=True)]
-
-    def _count_read(self, now_ns: int, reason: str) -> list[FileTierEvent]:
-        return [Suspended(reason, writes_only=False)] if self._reads.failed(now_ns) else []
-
-    def _count_write(self, now_ns: int, reason: str) -> list[FileTierEvent]:
-        self._says_nothing(now_ns, self._reads)
-        return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
 
     @staticmethod
     def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileTierEvent]:

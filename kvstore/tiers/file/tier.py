@@ -403,7 +403,7 @@ class FileTier:
             self._runs = deque(run for run in self._runs if run.job is not job)
             job.runs_left -= len(waiting)
         job.late = True
-        self._outbox.put(self._health.late_reading(now_ns))
+        self._outbox.put(self._health.failed_reading(now_ns, None))
         if job.runs_left:
             self._outbox.put([FileLate(job.order.job)])
         self._end_if_done(job)

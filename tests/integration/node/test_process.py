@@ -214,10 +214,8 @@ RUN_AS = """
 import os, signal, sys
 from kvstore.cli import main
 from kvstore.node import node, process
-from kvstore.supervisor import begin, control
-from kvstore.supervisor.supervisor import start_of
+from kvstore.supervisor import control, supervisor
 from kvstore.net.process import Spawned, pair
-from kvstore.supervisor.supervisor import Supervisor
 import encodings.idna
 def spawn():
     ours, its = pair()
@@ -229,8 +227,9 @@ def spawn():
     its.close()
     return Spawned(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ours)
 def supervise(config, settings):
-    sys.exit(Supervisor(start_of(config, settings), spawn=spawn).run())
-begin.supervise = supervise
+    start = supervisor.start_of(config, settings)
+    sys.exit(supervisor.Supervisor(start, spawn=spawn).run())
+supervisor.supervise = supervise
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 main.main()
 """

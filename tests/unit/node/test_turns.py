@@ -96,7 +96,7 @@ class Sockets:
         self.queues: dict[int, deque[int]] = {}
         self.refill: Callable[[], None] = lambda: None
 
-    def add(self, party: Party, turn: int = Turn.SCHEDULER) -> int:
+    def add(self, party: Party, turn: Turn = Turn.SCHEDULER) -> int:
         fd = 1000 + len(self.queues)
         self.queues[fd] = deque()
         count = 1 if turn == Turn.SCHEDULER else 1024

@@ -25,10 +25,10 @@ SUPERVISE = """
 import sys
 from kvstore.obs import logs
 from kvstore.net.process import spawn
-from kvstore.supervisor import restarts, supervisor
+from kvstore.supervisor import child, supervisor
 directory, script, pace = sys.argv[1:]
 logs.setup("info")
-restarts.PAUSES_NS = restarts.REFUSAL_PAUSES_NS = (0,)
+child.PAUSES_NS = child.REFUSAL_PAUSES_NS = (0,)
 if "quick" in pace:
     supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 5 * 10**9, 5 * 10**7
 supervisor.ANSWER_LIMIT_NS = 2 * 10**9

@@ -487,7 +487,7 @@ def test_a_deleted_segment_makes_room_unless_writes_fail_otherwise() -> None:
     health.failed_writing(0, full)
     assert health.room_again() == [Resumed(writes_only=True)]
     health.failed_writing(0, full)
-    health.late_writing(0)
+    health.failed_writing(0, None)
     assert health.room_again() == []
     assert not health.allows_write(0)
 

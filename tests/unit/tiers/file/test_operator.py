@@ -141,9 +141,9 @@ def test_what_suspends_the_disk_says_what_to_do(tmp_path: Path) -> None:
     assert "make room, or restart with a smaller --file" in str(full)
     (broken,) = Health(config).failed_reading(1, OSError(errno.EIO, "Input/output error"))
     assert "the disk fails (Input/output error): see the kernel's log" in str(broken)
-    (slow,) = Health(config).late_reading(1)
+    (slow,) = Health(config).failed_reading(1, None)
     assert "does not respond in time: see the kernel's log" in str(slow)
-    (slow,) = Health(config).late_writing(1)
+    (slow,) = Health(config).failed_writing(1, None)
     assert "does not write in time: see the kernel's log" in str(slow)
 
 

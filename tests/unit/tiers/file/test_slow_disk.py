@@ -258,7 +258,7 @@ def health(tmp_path: Path) -> Health:
 
 def test_writes_that_fail_leave_reads_alone(health: Health) -> None:
     assert health.failed_writing(0, IO_ERROR) == []
-    (told,) = health.late_writing(0)
+    (told,) = health.failed_writing(0, None)
     assert isinstance(told, Suspended)
     assert told.writes_only
     assert health.is_well
