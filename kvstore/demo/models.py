@@ -119,12 +119,7 @@ def encoder(directory: Path) -> Callable[[str], list[int]]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    return encode
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _write_tokenizer(directory: Path, shape: Shape) -> None:

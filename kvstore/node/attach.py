@@ -27,6 +27,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.client.link import received_descriptors
@@ -99,33 +100,25 @@ class AttachCounters:
         )
 
 
+@dataclass(eq=False)
 class AttachSocket:
     """One socket and, once it has introduced itself, the process behind it."""
 
-    def __init__(
-        self,
-        number: ConnectionId,
-        sock: socket.socket | None,
-        *,
-        deadline_ns: int,
-        party: Party = NODE,
-    ) -> None:
-        self.number = number
-        self.socket = sock
-        self.pidfd: int | None = None
-        self.is_rank = False
-        self.engine = ""
-        """The engine of a scheduler, as much of its id as is logged."""
-        self.deadline_ns = deadline_ns
-        """Time by which it must have introduced itself."""
-        self.outbox: deque[bytes] = deque()
-        self.outbox_bytes = 0
-        self.party = party
-        self.owner: OwnerKey | None = None
-        """The engine that it is a process of."""
-        self.left_when_exited = RANK_COUNT_MAX
-        """Datagrams still to be read at most once its process is gone: others may hold the
-        socket."""
+    number: ConnectionId
+    socket: socket.socket | None
+    deadline_ns: int
+    """Time by which it must have introduced itself."""
+    party: Party = NODE
+    pidfd: int | None = None
+    is_rank: bool = False
+    engine: str = ""
+    """The engine of a scheduler, as much of its id as is logged."""
+    outbox: deque[bytes] = field(default_factory=deque)
+    outbox_bytes: int = 0
+    owner: OwnerKey | None = None
+    """The engine that it is a process of."""
+    left_when_exited: int = RANK_COUNT_MAX
+    """Datagrams still to be read at most once its process is gone: others may hold the socket."""
 
     @property
     def introduced(self) -> bool:

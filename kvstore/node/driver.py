@@ -25,6 +25,7 @@ import concurrent.futures
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore.engine import CLEAR_ROWS_MAX, SPACE_DIGITS, Engine
@@ -450,35 +451,21 @@ class BatchOutcome(NamedTuple):
     cleared_blocks: int
 
 
+@dataclass(eq=False, kw_only=True)
 class Executor:
     """Commands to effects. One thread."""
 
-    def __init__(
-        self,
-        *,
-        tier: Memory,
-        attach: Attach,
-        arena_fd: int,
-        generation_fd: int,
-        files: FileEnd | None = None,
-        publish: Callable[[Changed], None] | None = None,
-        offer: Callable[[BlocksChanged | OffersUntold], None] | None = None,
-        exchange: Exchange | None = None,
-        memory: EngineMemory | None = None,
-        hbm: HbmTier | None = None,
-        trace: Callable[[StoryTold], None] | None = None,
-    ) -> None:
-        self._trace = trace
-        self._hbm = hbm
-        self._memory = memory
-        self._publish = publish
-        self._offer = offer
-        self._exchange = exchange
-        self._tier = tier
-        self._files = files
-        self._attach = attach
-        self._arena_fd = arena_fd
-        self._generation_fd = generation_fd
+    tier: Memory
+    attach: Attach
+    arena_fd: int
+    generation_fd: int
+    files: FileEnd | None = None
+    publish: Callable[[Changed], None] | None = None
+    offer: Callable[[BlocksChanged | OffersUntold], None] | None = None
+    exchange: Exchange | None = None
+    memory: EngineMemory | None = None
+    hbm: HbmTier | None = None
+    trace: Callable[[StoryTold], None] | None = None
 
     def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
         """Carry out all commands. Never raises for a peer that is slow or gone.
@@ -502,59 +489,59 @@ class Executor:
                 case Send(connection=number, message=message):
                     self._send(number, encode(message), (), events)
                 case Admit(connection=number, welcome=welcome, with_arena=with_arena):
-                    descriptors = [self._arena_fd] if with_arena else []
-                    descriptors.append(self._generation_fd)
-                    if welcome.hbm is not None and self._hbm is not None:
-                        descriptors.append(self._hbm.page_fd)
+                    descriptors = [self.arena_fd] if with_arena else []
+                    descriptors.append(self.generation_fd)
+                    if welcome.hbm is not None and self.hbm is not None:
+                        descriptors.append(self.hbm.page_fd)
                     self._send(number, encode(welcome), descriptors, events)
                 case Hangup(connection=number, reason=reason):
                     _log.info("connection %d closed: %s", number, reason)
-                    self._attach.hang_up(number, "engine")
+                    self.attach.hang_up(number, "engine")
                 case Release(connection=number):
-                    self._attach.release(number)
+                    self.attach.release(number)
                 case Cleared(blocks=blocks):
                     cleared_blocks += blocks
                 case SwitchedOff():
                     _tell_what_is_off(command)
                 case Changed():
-                    assert self._publish is not None, "a change that nobody asked for"
-                    self._publish(command)
+                    assert self.publish is not None, "a change that nobody asked for"
+                    self.publish(command)
                 case Stored() | Removed() | OffersUntold():
-                    assert self._offer is not None, "an offer that nobody asked for"
-                    self._offer(command)
+                    assert self.offer is not None, "an offer that nobody asked for"
+                    self.offer(command)
                 case StoryTold():
-                    assert self._trace is not None, "a story for traces that nobody asked for"
-                    self._trace(command)
+                    assert self.trace is not None, "a story for traces that nobody asked for"
+                    self.trace(command)
                 case Promote():
-                    assert self._hbm is not None, "an order for hbm, of which there is none"
-                    self._hbm.submit(command)
+                    assert self.hbm is not None, "an order for hbm, of which there is none"
+                    self.hbm.submit(command)
                 case Follow() | Unfollow():
-                    assert self._memory is not None, "an engine that nobody wants to follow"
-                    self._memory.carry_out(command)
+                    assert self.memory is not None, "an engine that nobody wants to follow"
+                    self.memory.carry_out(command)
                 case _ if isinstance(command, PeerCommand):
-                    assert self._exchange is not None, "a peer command without peers"
-                    self._exchange.carry_out(command)
+                    assert self.exchange is not None, "a peer command without peers"
+                    self.exchange.carry_out(command)
                 case _:
-                    assert self._files is not None, "a file command without a disk tier"
-                    events += self._files.carry_out(command)
+                    assert self.files is not None, "a file command without a disk tier"
+                    events += self.files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
 
     def _publish_places(self, command: RaiseGenerations | Shown) -> None:
         if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
-            self._tier.raise_generations(command.slots, command.generations)
+            self.tier.raise_generations(command.slots, command.generations)
             return
-        assert self._hbm is not None, "places in hbm, of which there is none"
+        assert self.hbm is not None, "places in hbm, of which there is none"
         if isinstance(command, Shown):
-            self._hbm.show(command.slots, command.targets)
+            self.hbm.show(command.slots, command.targets)
         else:
-            self._hbm.raise_generations(command.slots, command.generations)
+            self.hbm.raise_generations(command.slots, command.generations)
 
     def _send(
         self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int], events: list[Event]
     ) -> None:
-        if self._attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
+        if self.attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
             _log.warning("connection %d does not read: closed", number)
-            self._attach.hang_up(number, "overflow")
+            self.attach.hang_up(number, "overflow")
             events.append(Ended(number))
 
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,61 +70,51 @@ LISTED: Final = (
 """Fields of a request in the page's list."""
 
 
+@dataclass(eq=False, kw_only=True)
 class NodeCollector:
     """The metrics of one node, read between two steps so that they belong together."""
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        attach: Attach,
-        tier: Memory,
-        incarnation: Incarnation,
-        version: str,
-        events: EventCounters,
-        member: ClusterMember | None = None,
-        traces: NodeTraces | None = None,
-    ) -> None:
-        self._traces = traces
-        self._events = events
-        self._member = member
-        self._driver = driver
-        self._attach = attach
-        self._tier = tier
-        self._info = (version, f"{incarnation:016x}")
-        self.away_ns = 0
-        """Time from the end of the process before until this one served."""
+    driver: Driver
+    attach: Attach
+    tier: Memory
+    incarnation: Incarnation
+    version: str
+    events: EventCounters
+    member: ClusterMember | None = None
+    traces: NodeTraces | None = None
+    away_ns: int = 0
+    """Time from the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
         """All metrics of the node; those of parts that it lacks are named, without a value.
 
         Raises NodeBusy when the loop does not answer.
         """
-        found = self._driver.query(
+        found = self.driver.query(
             lambda engine: [*self._process_families(engine), *_engine_families(engine)],
             timeout_s=METRICS_TIMEOUT_S,
         )
-        found += self._member.families() if self._member is not None else []
-        if self._traces is not None:
-            found.append(family("kvstore_traced_requests_total", self._traces.counts))
+        found += self.member.families() if self.member is not None else []
+        if self.traces is not None:
+            found.append(family("kvstore_traced_requests_total", self.traces.counts))
         yield from found
         yield from absent(found)
-        yield from self._member.index_families() if self._member is not None else ()
+        yield from self.member.index_families() if self.member is not None else ()
 
     @property
     def refused(self) -> str:
         """Reason of the last recent refusal of a process."""
-        return self._attach.counters.refused.trouble(time.monotonic_ns())
+        return self.attach.counters.refused.trouble(time.monotonic_ns())
 
     def _process_families(self, engine: Engine) -> list[Family]:
         hbm = [(("hbm",), tier.capacity_bytes) for tier in engine.tiers()[2:]]
-        loop, door = self._driver.counters, self._attach.counters
+        loop, door = self.driver.counters, self.attach.counters
         return [
-            family("kvstore_info", [(self._info, 1)]),
+            family("kvstore_info", [((self.version, f"{self.incarnation:016x}"), 1)]),
             family("kvstore_restart_gap_seconds", [((), self.away_ns / NS_PER_S)]),
-            family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes), *hbm]),
-            family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes), *hbm]),
-            family("kvstore_connections", [((), self._attach.socket_count)]),
+            family("kvstore_ready_bytes", [(("dram",), self.tier.ready_bytes), *hbm]),
+            family("kvstore_capacity_bytes", [(("dram",), self.tier.capacity_bytes), *hbm]),
+            family("kvstore_connections", [((), self.attach.socket_count)]),
             family("kvstore_connections_accepted_total", [((), door.accepted)]),
             family(
                 "kvstore_connections_refused_total", [((k,), n) for k, n in door.refused.items()]
@@ -139,7 +130,7 @@ class NodeCollector:
             family("kvstore_queries_total", [((), loop.queries)]),
             *(
                 family(f"kvstore_event_{name}_total", [((), count)])
-                for name, count in vars(self._events).items()
+                for name, count in vars(self.events).items()
             ),
         ]
 

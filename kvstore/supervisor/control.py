@@ -157,11 +157,6 @@ class DescriptorLost(OSError):
         self.message = message
 
 
-def lost_a_rank(error: Exception) -> bool:
-    """Whether the lost descriptor was the pidfd of a rank."""
-    return isinstance(error, DescriptorLost) and isinstance(error.message, Attached)
-
-
 _encoder = msgspec.msgpack.Encoder()
 from_node: Final = msgspec.msgpack.Decoder(FromNode)
 from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)

@@ -271,7 +271,8 @@ class Supervisor:
             except (BlockingIOError, TimeoutError):
                 return
             except (OSError, msgspec.DecodeError) as error:
-                if control.lost_a_rank(error):
+                lost = error.message if isinstance(error, control.DescriptorLost) else None
+                if isinstance(lost, control.Attached):  # the pidfd of a rank
                     self._holds_blocks = False
                     self._store.cannot_keep_a_writer()
                     continue

@@ -105,7 +105,15 @@ class FileTier:
             Reader(self._catalog, disk, self._memory, direct=directory.direct, look=look)
             for _ in range(config.reader_count)
         ]
-        self._peers = self._make_peers(disk)
+        self._peers = (
+            Peers(
+                *(config.directory, config.node, self._catalog, disk),
+                direct=directory.direct,
+                segments_max=config.foreign_segments_max,
+            )
+            if config.shared
+            else None
+        )
         self._peers_lock = threading.Lock()
         self._leaving = threading.Event()
         self._ended = threading.Event()
@@ -287,18 +295,6 @@ class FileTier:
         self._catalog.close()
         self._directory.close()
         self._outbox.close()
-
-    def _make_peers(self, disk: Disk) -> Peers | None:
-        if not self._config.shared:
-            return None
-        return Peers(
-            self._config.directory,
-            self._config.node,
-            self._catalog,
-            disk,
-            direct=self._directory.direct,
-            segments_max=self._config.foreign_segments_max,
-        )
 
     def _is_wanted(self) -> bool:
         """Whether a read or write waits or runs."""

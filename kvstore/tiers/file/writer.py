@@ -244,7 +244,8 @@ class Writer:
         opened = _OpenSegment(segment, fd, self._segment_bytes // PAGE_BYTES)
         self._catalog.add(segment)
         self._open = opened
-        self._forget_idle_voids()
+        first = place_of(self._catalog.first_number(), 0)
+        self._voids = [void for void in self._voids if void.before > first]
         pages = [segment_page(head)]
         for page, void in enumerate(self._voids, start=1):
             pages.append(void_page(void, segment_id=head.segment_id, place=place_of(number, page)))
@@ -363,10 +364,6 @@ class Writer:
                 if self._has_room(spare=True):
                     self._begin()
         return outcome
-
-    def _forget_idle_voids(self) -> None:
-        first = place_of(self._catalog.first_number(), 0)
-        self._voids = [void for void in self._voids if void.before > first]
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
