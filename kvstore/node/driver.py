@@ -28,31 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kvstore.engine import CLEAR_ROWS_MAX, SPACE_DIGITS, Engine
-from kvstore.engine.events import (
-    Admit,
-    Adopt,
-    Changed,
-    Clear,
-    Cleared,
-    Command,
-    Ended,
-    Event,
-    Follow,
-    Hangup,
-    OffersUntold,
-    PeerCommand,
-    Promote,
-    RaiseGenerations,
-    Ready,
-    Release,
-    Send,
-    Shown,
-    StoryTold,
-    SwitchedOff,
-    Tick,
-    Unfollow,
-)
+from kvstore.engine import CLEAR_ROWS_MAX, SPACE_DIGITS, Engine, events as core
+from kvstore.engine.events import Command, Event
 from kvstore.errors import KVStoreError, NodeBusy
 from kvstore.mailbox import Mailbox
 from kvstore.node.attach import Attach, Sent
@@ -92,7 +69,7 @@ GAP_NS, GAPS = 5 * NS_PER_S, 12
 """The largest gap between two heartbeats is kept for each of the last GAPS intervals of GAP_NS: for
 a minute."""
 
-_ABOUT_PLACES: Final = (RaiseGenerations, Shown)
+_ABOUT_PLACES: Final = (core.RaiseGenerations, core.Shown)
 """Commands that publish generations and places: they are carried out first, in order."""
 
 _T = TypeVar("_T")
@@ -224,7 +201,7 @@ class Driver:
         cleared_blocks = 0
         while True:
             count = self._on_loop(
-                lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s, steps=True
+                lambda: self._step([core.Clear(space=space, tenant=tenant)]), timeout_s, steps=True
             )
             cleared_blocks += count
             if count < CLEAR_ROWS_MAX:
@@ -250,11 +227,11 @@ class Driver:
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, adopt: Adopt | None) -> None:
+    def begin(self, adopt: core.Adopt | None) -> None:
         """Step the engine before `run`: memory is ready, and what an earlier process left goes on.
         The engine gets the time by this, which queries may need before any other event."""
         self._ready_bytes = self._tier.ready_bytes
-        ready = Ready(self._ready_bytes)
+        ready = core.Ready(self._ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
     def run(self, place: ThreadPriority | None = None) -> None:
@@ -332,12 +309,12 @@ class Driver:
             self._attach.expire(now_ns)
             files = self._files
             events: list[Event] = [
-                Tick(files.tier.taken_bytes, files.breakers) if files else Tick()
+                core.Tick(files.tier.taken_bytes, files.breakers) if files else core.Tick()
             ]
             ready_bytes = self._tier.ready_bytes
             if ready_bytes != self._ready_bytes:
                 self._ready_bytes = ready_bytes
-                events.insert(0, Ready(ready_bytes))
+                events.insert(0, core.Ready(ready_bytes))
             self._step(events)
             self._look_after_files(now_ns)
         except Exception as error:
@@ -416,7 +393,7 @@ class Driver:
                 events = self._executor.carry_out(self._engine.salvage()).events
                 if owner is not None:
                     self._attach.hang_up(owner, "failure")
-                    events.insert(0, Ended(owner))
+                    events.insert(0, core.Ended(owner))
                     owner = None
                 self._step(events)
             except Exception as again:
@@ -460,12 +437,12 @@ class Executor:
     arena_fd: int
     generation_fd: int
     files: FileEnd | None = None
-    publish: Callable[[Changed], None] | None = None
-    offer: Callable[[BlocksChanged | OffersUntold], None] | None = None
+    publish: Callable[[core.Changed], None] | None = None
+    offer: Callable[[BlocksChanged | core.OffersUntold], None] | None = None
     exchange: Exchange | None = None
     memory: EngineMemory | None = None
     hbm: HbmTier | None = None
-    trace: Callable[[StoryTold], None] | None = None
+    trace: Callable[[core.StoryTold], None] | None = None
 
     def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
         """Carry out all commands. Never raises for a peer that is slow or gone.
@@ -484,41 +461,41 @@ class Executor:
         cleared_blocks = 0
         for command in commands:
             match command:
-                case RaiseGenerations() | Shown():
+                case core.RaiseGenerations() | core.Shown():
                     pass
-                case Send(connection=number, message=message):
+                case core.Send(connection=number, message=message):
                     self._send(number, encode(message), (), events)
-                case Admit(connection=number, welcome=welcome, with_arena=with_arena):
+                case core.Admit(connection=number, welcome=welcome, with_arena=with_arena):
                     descriptors = [self.arena_fd] if with_arena else []
                     descriptors.append(self.generation_fd)
                     if welcome.hbm is not None and self.hbm is not None:
                         descriptors.append(self.hbm.page_fd)
                     self._send(number, encode(welcome), descriptors, events)
-                case Hangup(connection=number, reason=reason):
+                case core.Hangup(connection=number, reason=reason):
                     _log.info("connection %d closed: %s", number, reason)
                     self.attach.hang_up(number, "engine")
-                case Release(connection=number):
+                case core.Release(connection=number):
                     self.attach.release(number)
-                case Cleared(blocks=blocks):
+                case core.Cleared(blocks=blocks):
                     cleared_blocks += blocks
-                case SwitchedOff():
+                case core.SwitchedOff():
                     _tell_what_is_off(command)
-                case Changed():
+                case core.Changed():
                     assert self.publish is not None, "a change that nobody asked for"
                     self.publish(command)
-                case Stored() | Removed() | OffersUntold():
+                case Stored() | Removed() | core.OffersUntold():
                     assert self.offer is not None, "an offer that nobody asked for"
                     self.offer(command)
-                case StoryTold():
+                case core.StoryTold():
                     assert self.trace is not None, "a story for traces that nobody asked for"
                     self.trace(command)
-                case Promote():
+                case core.Promote():
                     assert self.hbm is not None, "an order for hbm, of which there is none"
                     self.hbm.submit(command)
-                case Follow() | Unfollow():
+                case core.Follow() | core.Unfollow():
                     assert self.memory is not None, "an engine that nobody wants to follow"
                     self.memory.carry_out(command)
-                case _ if isinstance(command, PeerCommand):
+                case _ if isinstance(command, core.PeerCommand):
                     assert self.exchange is not None, "a peer command without peers"
                     self.exchange.carry_out(command)
                 case _:
@@ -526,12 +503,12 @@ class Executor:
                     events += self.files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
 
-    def _publish_places(self, command: RaiseGenerations | Shown) -> None:
-        if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
+    def _publish_places(self, command: core.RaiseGenerations | core.Shown) -> None:
+        if isinstance(command, core.RaiseGenerations) and command.tier is Tier.DRAM:
             self.tier.raise_generations(command.slots, command.generations)
             return
         assert self.hbm is not None, "places in hbm, of which there is none"
-        if isinstance(command, Shown):
+        if isinstance(command, core.Shown):
             self.hbm.show(command.slots, command.targets)
         else:
             self.hbm.raise_generations(command.slots, command.generations)
@@ -542,10 +519,10 @@ class Executor:
         if self.attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
             _log.warning("connection %d does not read: closed", number)
             self.attach.hang_up(number, "overflow")
-            events.append(Ended(number))
+            events.append(core.Ended(number))
 
 
-def _tell_what_is_off(off: SwitchedOff) -> None:
+def _tell_what_is_off(off: core.SwitchedOff) -> None:
     digits = off.space.hex()[:SPACE_DIGITS]
     _log.error(
         "space %s of tenant %s is switched off in %s: %s computed %d of its blocks again, and %d"

@@ -28,32 +28,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
 from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    PROTOCOL_VERSION,
-    Grant,
-    HelloRank,
-    HelloScheduler,
-    Hint,
-    LeaseAsk,
-    LeaseMore,
-    LeaseRelease,
-    LeaseRenew,
-    LeaseReply,
-    Message,
-    NodeMessage,
-    PushCancel,
-    PushEnd,
-    PushExpect,
-    Quiesce,
-    Quiet,
-    Refused,
-    Seal,
-    SessionClosed,
-    SessionOpen,
-    generations_array,
-    slots_array,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.record import Scope, checksum_of, header
 from kvstore.wire.space import Group, ShardColumn, Space, fingerprint
 
@@ -135,17 +110,17 @@ class RawEngine:
         self.replicas, self.timeout_s, self.session, self._failure = replicas, timeout_s, 0, ""
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [columns], generations [columns]) of each free block, oldest first."""
-        self.push_ends: list[PushEnd] = []
+        self.push_ends: list[wire.PushEnd] = []
         self._lease_ids = itertools.count(1)
-        self._replies: dict[int, LeaseReply] = {}
+        self._replies: dict[int, wire.LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
         """Number of Quiesce messages to each rank."""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self._tell_apart(tenant, model, block_bytes)
-        who = (PROTOCOL_VERSION, engine_id, nonce, tenant)
+        who = (wire.PROTOCOL_VERSION, engine_id, nonce, tenant)
         self.scheduler = Link.connect(
             socket,
-            HelloScheduler(
+            wire.HelloScheduler(
                 *who,
                 rank_count=rank_count,
                 process=f"scheduler-{nonce}",
@@ -158,7 +133,7 @@ class RawEngine:
         self.ranks = [
             Link.connect(
                 socket,
-                HelloRank(
+                wire.HelloRank(
                     *who,
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
@@ -202,13 +177,13 @@ class RawEngine:
         left = list(keys)
         while left:
             self.wait(lambda: bool(self.credits))
-            batch = left[: min(len(self.credits), KEYS_PER_DATAGRAM_MAX)]
+            batch = left[: min(len(self.credits), wire.KEYS_PER_DATAGRAM_MAX)]
             del left[: len(batch)]
             granted, self.credits = self.credits[: len(batch)], self.credits[len(batch) :]
             for column, link in enumerate(self.ranks[:: self.replicas]):
                 slots = np.array([slots[column] for slots, _ in granted], "<u4")
                 generations = np.array([values[column] for _, values in granted], "<u8")
-                seal = Seal(
+                seal = wire.Seal(
                     session=self.session,
                     keys=b"".join(batch),
                     slots=slots.tobytes(),
@@ -219,27 +194,27 @@ class RawEngine:
 
     def hint(self, keys: Sequence[bytes]) -> None:
         """Send the hint of a new request with these keys."""
-        _send(self.scheduler, Hint(request=next(self._lease_ids), keys=b"".join(keys)))
+        _send(self.scheduler, wire.Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def expect(
         self, transfer: str, node: str, keys: Sequence[bytes], *, deadline_ms: int = 60_000
     ) -> None:
         """Report to the node that a prefill node will push these keys."""
-        message = PushExpect(transfer, node, b"".join(keys), deadline_ms)
+        message = wire.PushExpect(transfer, node, b"".join(keys), deadline_ms)
         _send(self.scheduler, message)
 
     def cancel(self, transfer: str) -> None:
         """Report to the node that a transfer is not waited for any more."""
-        _send(self.scheduler, PushCancel(transfer))
+        _send(self.scheduler, wire.PushCancel(transfer))
 
-    def push_end(self) -> PushEnd:
+    def push_end(self) -> wire.PushEnd:
         """Wait for the end of the oldest push that was expected. Raises EngineGone,
         TimeoutError.
         """
         self.wait(lambda: bool(self.push_ends))
         return self.push_ends.pop(0)
 
-    def lease(self, keys: Sequence[bytes]) -> LeaseReply:
+    def lease(self, keys: Sequence[bytes]) -> wire.LeaseReply:
         """Ask for a lease of these keys and wait for the reply, and for blocks from disk or from
         another node.
 
@@ -247,28 +222,28 @@ class RawEngine:
         """
         return self.finish(self.ask(keys))
 
-    def ask(self, keys: Sequence[bytes]) -> LeaseReply:
+    def ask(self, keys: Sequence[bytes]) -> wire.LeaseReply:
         """Ask for a lease of these keys. Returns the first answer; more blocks may be on their way.
 
         Raises EngineGone, TimeoutError.
         """
         number = next(self._lease_ids)
-        _send(self.scheduler, LeaseAsk(lease=number, keys=b"".join(keys)))
+        _send(self.scheduler, wire.LeaseAsk(lease=number, keys=b"".join(keys)))
         self.wait(lambda: number in self._replies)
         return self._replies[number]
 
-    def finish(self, reply: LeaseReply) -> LeaseReply:
+    def finish(self, reply: wire.LeaseReply) -> wire.LeaseReply:
         """Wait for blocks that are on their way. Returns the whole answer. Raises EngineGone,
         TimeoutError.
         """
         self.wait(lambda: not self._replies[reply.lease].promoting)
         return self._replies.pop(reply.lease)
 
-    def coming(self, reply: LeaseReply) -> int:
+    def coming(self, reply: wire.LeaseReply) -> int:
         """Number of blocks of a lease that are still on their way, by the messages so far."""
         return self._replies[reply.lease].promoting
 
-    def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
+    def lease_stored(self, keys: Sequence[bytes]) -> wire.LeaseReply:
         """Lease `keys` once all of them are published: a seal and a lookup travel on two sockets.
         Raises TimeoutError.
         """
@@ -281,20 +256,20 @@ class RawEngine:
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the node never published these keys")
 
-    def release(self, reply: LeaseReply) -> None:
+    def release(self, reply: wire.LeaseReply) -> None:
         """Give a lease back."""
         self._replies.pop(reply.lease, None)
-        _send(self.scheduler, LeaseRelease(leases=[reply.lease]))
+        _send(self.scheduler, wire.LeaseRelease(leases=[reply.lease]))
 
-    def renew(self, reply: LeaseReply) -> None:
+    def renew(self, reply: wire.LeaseReply) -> None:
         """Renew a lease for its whole life from now."""
-        _send(self.scheduler, LeaseRenew(leases=[reply.lease]))
+        _send(self.scheduler, wire.LeaseRenew(leases=[reply.lease]))
 
-    def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
+    def read(self, reply: wire.LeaseReply, *, rank: int = 0) -> list[bytes]:
         """Bytes of a rank's shard of every leased block."""
         arena = self.ranks[rank].arena
         assert arena is not None
-        slots = slots_array(reply.slots).reshape(-1, self.columns)[:, rank // self.replicas]
+        slots = wire.slots_array(reply.slots).reshape(-1, self.columns)[:, rank // self.replicas]
         begins = slots.astype(np.int64) * PAGE_BYTES
         return [arena.array[at : at + self.block_bytes].tobytes() for at in begins]
 
@@ -302,7 +277,7 @@ class RawEngine:
         """Bytes that a rank's shard of a block should have."""
         return self._words(rank // self.replicas, key).tobytes()
 
-    def is_right(self, reply: LeaseReply, keys: Sequence[bytes]) -> bool:
+    def is_right(self, reply: wire.LeaseReply, keys: Sequence[bytes]) -> bool:
         """Whether every leased block, from the first of these keys on, has the bytes of its key, in
         every rank."""
         return all(
@@ -354,27 +329,27 @@ class RawEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hear(self, link: Link, message: NodeMessage | Lost) -> None:
+    def _hear(self, link: Link, message: wire.NodeMessage | Lost) -> None:
         match message:
-            case Quiesce(session=session):
+            case wire.Quiesce(session=session):
                 column, lowest = divmod(self.ranks.index(link), self.replicas)
                 assert message.columns == (ShardColumn(column, writes=lowest == 0),), message
-                link.send(Quiet(session=session))
+                link.send(wire.Quiet(session=session))
                 self._quiesced[link] += 1
-            case SessionOpen(session=session):
+            case wire.SessionOpen(session=session):
                 self.session = session
-            case SessionClosed(reason=reason):
+            case wire.SessionClosed(reason=reason):
                 self.session = 0
                 self.credits.clear()
                 self._failure = reason
-            case Grant():
+            case wire.Grant():
                 shape = (-1, self.columns)
-                slots = slots_array(message.slots).reshape(shape)
-                generations = generations_array(message.generations).reshape(shape)
+                slots = wire.slots_array(message.slots).reshape(shape)
+                generations = wire.generations_array(message.generations).reshape(shape)
                 self.credits += zip(slots, generations, strict=True)
-            case LeaseReply():
+            case wire.LeaseReply():
                 self._replies[message.lease] = message
-            case LeaseMore() if message.lease in self._replies:
+            case wire.LeaseMore() if message.lease in self._replies:
                 reply = self._replies[message.lease]
                 self._replies[message.lease] = msgspec.structs.replace(
                     reply,
@@ -382,9 +357,9 @@ class RawEngine:
                     generations=reply.generations + message.generations,
                     promoting=message.promoting,
                 )
-            case PushEnd():
+            case wire.PushEnd():
                 self.push_ends.append(message)
-            case Refused(reason=reason) | Lost(reason=reason):
+            case wire.Refused(reason=reason) | Lost(reason=reason):
                 self._failure = self._failure or reason
             case _:
                 pass
@@ -430,6 +405,6 @@ def _places(shard: Shard, block_bytes: int) -> NDArray[np.uint64]:
     return pages[layers, shard.head_begin : shard.head_end].ravel()
 
 
-def _send(link: Link, message: Message) -> None:
+def _send(link: Link, message: wire.Message) -> None:
     if not link.send(message):
         raise EngineGone("the node does not read, or is gone")
