@@ -35,7 +35,7 @@ from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
 from kvstore.net.process import peer_of, process_of, vouches_for, why_no_descriptor
-from kvstore.node.turns import NODE, Party, Read, Turn, Turns, TurnSource
+from kvstore.node.turns import NODE, Party, Read, TurnKind, Turns, TurnSource
 from kvstore.ports import Clock
 from kvstore.supervisor.sockets import Door
 from kvstore.types import ConnectionId
@@ -196,7 +196,7 @@ class Attach:
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         self._accept_again_ns: int | None = None
-        self.watch(listener.socket.fileno(), TurnSource(Turn.LISTENER, None, self._accept))
+        self.watch(listener.socket.fileno(), TurnSource(TurnKind.LISTENER, None, self._accept))
 
     # ── for the driver ───────────────────────────────────────────────────────────────────────────
 
@@ -212,7 +212,7 @@ class Attach:
         self._unread.clear()
         for fd, _ in found:
             source = self._sources[fd]
-            if source.turn == Turn.RANK and source.connection is not None:
+            if source.turn == TurnKind.RANK and source.connection is not None:
                 owner = self._connections[source.connection].owner
                 if owner is not None:
                     self._unread.setdefault(owner, set()).add(source.connection)
@@ -310,7 +310,7 @@ class Attach:
         connection.pidfd = pidfd
         self._registered.add(number)
         self._connections[number] = connection
-        self.watch(pidfd, TurnSource(Turn.PROCESS, number, lambda _: self._exited(connection)))
+        self.watch(pidfd, TurnSource(TurnKind.PROCESS, number, lambda _: self._exited(connection)))
 
     def _let_go(self, connection: AttachSocket) -> None:
         """Stop watching the process of a connection."""
@@ -371,7 +371,7 @@ class Attach:
         self._socket_count += 1
         self.counters.accepted += 1
         self._sources[sock.fileno()] = TurnSource(
-            Turn.NEWCOMER, number, self._reader(connection), party
+            TurnKind.NEWCOMER, number, self._reader(connection), party
         )
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
@@ -441,10 +441,10 @@ class Attach:
             party = connection.party = Party(party.uid, process)
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
-        turn = Turn.RANK if connection.is_rank else Turn.SCHEDULER
+        turn = TurnKind.RANK if connection.is_rank else TurnKind.SCHEDULER
         self._sources[sock.fileno()] = TurnSource(turn, number, self._reader(connection), party)
         self._sources[connection.pidfd] = TurnSource(
-            Turn.PROCESS, number, lambda _: self._exited(connection), party
+            TurnKind.PROCESS, number, lambda _: self._exited(connection), party
         )
         self.counters.datagrams_received += 1
         if isinstance(hello, HelloScheduler):

@@ -34,7 +34,7 @@ from kvstore.errors import KVStoreError, NodeBusy
 from kvstore.mailbox import Mailbox
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
-from kvstore.node.turns import ThreadPriority, Turn, TurnSource
+from kvstore.node.turns import ThreadPriority, TurnKind, TurnSource
 from kvstore.obs.metrics import Timings
 from kvstore.ports import Clock, Memory
 from kvstore.types import ConnectionId, Tier
@@ -146,14 +146,14 @@ class Driver:
         self._poisoned = False
         self._failed_places: set[str] = set()
         self._queries = Mailbox[_Query](QUERY_COUNT_MAX)
-        attach.watch(self._queries.fileno(), TurnSource(Turn.WAKE, None, self._answer))
+        attach.watch(self._queries.fileno(), TurnSource(TurnKind.WAKE, None, self._answer))
         if files is not None:
-            attach.watch(files.tier.fileno(), TurnSource(Turn.FILES, None, files.read))
+            attach.watch(files.tier.fileno(), TurnSource(TurnKind.FILES, None, files.read))
         if hbm is not None:
-            source = TurnSource(Turn.FILES, None, lambda _: hbm.take_events())
+            source = TurnSource(TurnKind.FILES, None, lambda _: hbm.take_events())
             attach.watch(hbm.fileno(), source)
         if exchange is not None:
-            attach.watch(exchange.fileno(), TurnSource(Turn.FILES, None, exchange.read))
+            attach.watch(exchange.fileno(), TurnSource(TurnKind.FILES, None, exchange.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 

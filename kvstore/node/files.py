@@ -1,5 +1,4 @@
-"""The disk tier at the loop: commands one way, events the other, and what an operator is told of
-it.
+"""The disk tier at the loop: commands one way, events the other, and reports for an operator.
 
 Both ends speak `kvstore.tier_events`; the operator's view of the tier is made from what passes.
 

@@ -39,7 +39,7 @@ from kvstore.node.files import FILE_ROW_BYTES, FileEnd, LateTier
 from kvstore.node.inspect import InspectServer
 from kvstore.node.pages import NodeCollector, make_pages
 from kvstore.node.scrub import DramScrub
-from kvstore.node.turns import ThreadPriority, Turn, TurnSource
+from kvstore.node.turns import ThreadPriority, TurnKind, TurnSource
 from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
 from kvstore.peers.changes import EventCounters
@@ -168,7 +168,7 @@ class NodeAssembly:
         self._engine = _make_engine(config, memory, self._life, self._files, member, self._hbm)
         self._traces = self._open_traces()
         self.driver = driver = self._make_driver()
-        source = TurnSource(Turn.WAKE, None, lambda _: _supervisor_ended(driver))
+        source = TurnSource(TurnKind.WAKE, None, lambda _: _supervisor_ended(driver))
         self._attach.watch(handover.fileno(), source)
         for writer, pidfd in memory.writers:
             self._attach.adopt(writer.connection, pidfd)

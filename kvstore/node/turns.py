@@ -53,7 +53,7 @@ with the rest.
 """
 
 
-class Turn(enum.IntEnum):
+class TurnKind(enum.IntEnum):
     """Kind of a source: the lesser goes first."""
 
     WAKE, RANK, PROCESS, FILES, SCHEDULER, NEWCOMER, LISTENER = range(7)
@@ -73,7 +73,7 @@ NODE: Final = Party(-1, 0)
 class TurnSource(NamedTuple):
     """A source in epoll: its kind, its party, and the function that reads it."""
 
-    turn: Turn
+    turn: TurnKind
     connection: ConnectionId | None
     read: Read
     party: Party = NODE

@@ -1,4 +1,4 @@
-"""What the threads of a tier share: breakers of its disk, and events on their way to the driver.
+"""Parts that the threads of a tier share: breakers of its disk, events on their way to the driver.
 
 Three breakers (`kvstore.breaker`) say whether the disk may be used. Not thread safe: `FileTier`
 holds its lock.

@@ -16,7 +16,7 @@ import pytest
 from kvstore.engine.events import Command, Event, Received, Send, Serve
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BatchOutcome, Driver, Executor
-from kvstore.node.turns import NODE, Party, Turn, TurnSource
+from kvstore.node.turns import NODE, Party, TurnKind, TurnSource
 from kvstore.types import ConnectionId, Shard
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -161,16 +161,16 @@ def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Serve]]:
 def test_no_message_at_its_largest_keeps_the_heart_waiting(who: str) -> None:
     node, peer = attached()
     number, turn = {
-        "scheduler": (peer.scheduler, Turn.SCHEDULER),
-        "rank": (peer.ranks[0], Turn.RANK),
-        "peer": (0, Turn.FILES),
+        "scheduler": (peer.scheduler, TurnKind.SCHEDULER),
+        "rank": (peer.ranks[0], TurnKind.RANK),
+        "peer": (0, TurnKind.FILES),
     }[who]
     clock, tier = WorkClock(), Beats()
     sockets = Sockets(cast("Any", clock))
     fd = sockets.add(Party(0, number) if number else NODE, turn)
     queue = sockets.queues[fd]
     queue.extend(largest(node, peer)[number])  # type: ignore[arg-type]
-    limit = 1 if turn == Turn.SCHEDULER else 1024
+    limit = 1 if turn == TurnKind.SCHEDULER else 1024
     sockets.sources[fd] = TurnSource(turn, ConnectionId(number), _reader(number, queue, limit))
     watch(node.engine)
     driver = Driver(

@@ -19,7 +19,7 @@ from kvstore.engine.state import Counters
 from kvstore.net.process import process_of
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver, Executor
-from kvstore.node.turns import Party, Turn, Turns, TurnSource
+from kvstore.node.turns import Party, TurnKind, Turns, TurnSource
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import LeaseAsk, Quiet
@@ -96,10 +96,10 @@ class Sockets:
         self.queues: dict[int, deque[int]] = {}
         self.refill: Callable[[], None] = lambda: None
 
-    def add(self, party: Party, turn: Turn = Turn.SCHEDULER) -> int:
+    def add(self, party: Party, turn: TurnKind = TurnKind.SCHEDULER) -> int:
         fd = 1000 + len(self.queues)
         self.queues[fd] = deque()
-        count = 1 if turn == Turn.SCHEDULER else 1024
+        count = 1 if turn == TurnKind.SCHEDULER else 1024
         number = ConnectionId(fd)
         self.sources[fd] = TurnSource(turn, number, lambda _: self._read(fd, count), party)
         self.turns.join(party)
@@ -169,7 +169,7 @@ class World:
 def test_the_heart_beats_in_time_whatever_arrives(seed: int) -> None:
     """Of events that take up to 25 ms each, from any number of ranks and schedulers."""
     random_, world = random.Random(seed), World()
-    kinds = (Turn.RANK, Turn.SCHEDULER)
+    kinds = (TurnKind.RANK, TurnKind.SCHEDULER)
     for _ in range(random_.randrange(1, 40)):
         world.sockets.add(Party(0, random_.randrange(3)), random_.choice(kinds))
     most_us = random_.choice([100, 1000, 25_000])
@@ -225,7 +225,7 @@ def test_a_process_that_plays_a_hundred_engines_makes_no_lookup_late(others: Par
 def test_a_process_that_comes_anew_is_no_way_to_the_front() -> None:
     turns, sources = Turns(), {}
     for fd, party in {3: Party(0, 1), 4: Party(0, 2), 5: Party(0, 3)}.items():
-        sources[fd] = TurnSource(Turn.SCHEDULER, ConnectionId(fd), lambda _: [], party)
+        sources[fd] = TurnSource(TurnKind.SCHEDULER, ConnectionId(fd), lambda _: [], party)
     turns.join(Party(0, 1))
     turns.join(Party(0, 2))
     turns.charge(4, Party(0, 2), 10**7)
@@ -274,7 +274,7 @@ def test_a_scheduler_waits_while_its_ranks_words_are_not_read_to_the_end(
         source = attach.source(fd)
         assert source is not None
         events = iter(source.read(mask))
-        found += [next(events)] if source.turn == Turn.RANK else list(events)
+        found += [next(events)] if source.turn == TurnKind.RANK else list(events)
     later = rounds(attach)[0]
     said = [[e.message for e in part if isinstance(e, Received)] for part in (found, later)]
     assert said == [[Quiet(1), LeaseAsk(2, b"")], [Quiet(2), LeaseAsk(1, b"")]]

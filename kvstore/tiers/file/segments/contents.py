@@ -1,6 +1,6 @@
-"""What a segment holds, by its footer or record by record, and whether a record is still intact.
+"""Contents of a segment, by its footer or record by record, and whether a record is still intact.
 
-What a segment holds is read from pages that describe; a payload is verified when somebody wants it.
+Only pages that describe are read for contents; a payload is verified when somebody wants it.
 Broken, torn and foreign files end as a reason, never as an exception (but for OSError of the medium
 itself).
 
