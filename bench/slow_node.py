@@ -20,7 +20,7 @@ from kvstore.node import process
 from kvstore.supervisor import supervisor
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.disk import PosixDisk
 
 
 class SlowDisk(PosixDisk):

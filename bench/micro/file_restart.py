@@ -42,7 +42,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.tier_events import FileKnown, RecoveryDone
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.directory import segment_name
+from kvstore.tiers.file.directory import segment_name
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB, TIB

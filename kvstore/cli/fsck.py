@@ -12,7 +12,7 @@ one is moved to `quarantine/`.
 A segment that is not closed is no damage: a process or machine stopped before it was, and the
 records in it are whole. If the next segment records that this one was closed, it was cut short
 later. The id in a lost store file is taken from the segments, if they agree. Records are verified
-by the code of the background scrub (`tiers.file.segments.contents`). For the parent of a shared
+by the code of the background scrub (`tiers.file.contents`). For the parent of a shared
 store, `stores_in` lists the directories of its nodes, each a store of its own.
 """
 
@@ -31,11 +31,10 @@ import numpy as np
 
 from kvstore.cli.commands import as_json
 from kvstore.errors import ConfigError
+from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.log_thread import Reclaimer
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.contents import Contents, SegmentFile, read_head, walk
-from kvstore.tiers.file.segments.directory import (
+from kvstore.tiers.file.contents import Contents, SegmentFile, read_head, walk
+from kvstore.tiers.file.directory import (
     Directory,
     InUse,
     parts_of,
@@ -43,7 +42,8 @@ from kvstore.tiers.file.segments.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
+from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
+from kvstore.tiers.file.log_thread import Reclaimer
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size

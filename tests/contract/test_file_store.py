@@ -26,8 +26,8 @@ from kvstore.tier_events import (
     Resumed,
 )
 from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.directory import segment_name
 from kvstore.tiers.file.parts import Outbox
-from kvstore.tiers.file.segments.directory import segment_name
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB

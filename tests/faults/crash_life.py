@@ -37,10 +37,10 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file import config, parts, tier
+from kvstore.tiers.file.catalog import FIXED_BYTES
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.catalog import FIXED_BYTES
-from kvstore.tiers.file.segments.directory import Directory, segment_number
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.directory import Directory, segment_number
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope

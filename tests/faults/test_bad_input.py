@@ -29,7 +29,7 @@ from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import TOPICS
-from kvstore.tiers.file.segments.disk import Pages
+from kvstore.tiers.file.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events
 from kvstore.wire.load import (

@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 from kvstore.tier_events import FileKnown
-from kvstore.tiers.file import reader
+from kvstore.tiers.file import disk, reader
+from kvstore.tiers.file.catalog import Segment
+from kvstore.tiers.file.contents import SegmentFile, read_head, record_sets
+from kvstore.tiers.file.directory import segment_name
+from kvstore.tiers.file.disk import Pages, PosixDisk
 from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
-from kvstore.tiers.file.segments import disk
-from kvstore.tiers.file.segments.catalog import Segment
-from kvstore.tiers.file.segments.contents import SegmentFile, read_head, record_sets
-from kvstore.tiers.file.segments.directory import segment_name
-from kvstore.tiers.file.segments.disk import Pages, PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.load import Learned, encode_learned
 from kvstore.wire.record import Void

@@ -45,10 +45,10 @@ from kvstore.index.feed import Feed, Heard
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
+from kvstore.tiers.file.catalog import Segment
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.discovery import Peers
 from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
-from kvstore.tiers.file.segments.catalog import Segment
-from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.discovery import Peers
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly

@@ -19,8 +19,8 @@ from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.tiers.file import parts
-from kvstore.tiers.file.segments.catalog import Catalog
-from kvstore.tiers.file.segments.discovery import Peers
+from kvstore.tiers.file.catalog import Catalog
+from kvstore.tiers.file.discovery import Peers
 from tests.sim.world import heal as sim_heal
 from tests.sim.world.copies import Violation
 from tests.sim.world.machine import Machine

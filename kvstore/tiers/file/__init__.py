@@ -8,10 +8,16 @@
 | `reader.py` | runs of neighbouring records into slots, each block verified |
 | `log_thread.py` | the thread at the log's end, and room made by it |
 | `scrub.py` | asking all the time whether a record is still what was stored |
-| `segments/` | what lies on the disk, and what it held when the tier was opened |
 | `parts.py` | shared by threads: when a failing disk is left alone; events for the driver |
+| `directory.py` | one directory: identity, lock, names, quarantine |
+| `catalog.py` | which segments there are, and what they take of the capacity |
+| `contents.py` | what a segment holds: its footer, or record by record; whether that is intact |
+| `discovery.py` | what was there when the tier was opened; segments of other nodes |
+| `disk.py` | the system calls, as a small port |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
 is closed, when the tier is closed and after a void. A block that was `FileWritten` before survives
 the death of the process, and of the machine only by chance. Nothing is ever served unverified.
+
+Does not cover: the form of records and footers (`kvstore.wire.segment`).
 """

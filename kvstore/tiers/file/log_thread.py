@@ -36,6 +36,10 @@ from kvstore.tier_events import (
     Suspended,
     VoidFile,
 )
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.contents import SegmentFile, record_sets
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.parts import Parts
 from kvstore.tiers.file.reader import (
     PAGE_MASK,
@@ -45,10 +49,6 @@ from kvstore.tiers.file.reader import (
     ReadVerdict,
     WantedBlock,
 )
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.contents import SegmentFile, record_sets
-from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.disk import Disk, Pages
 from kvstore.tiers.file.writer import AppendOutcome, RecordBatch, Writer
 from kvstore.types import KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS

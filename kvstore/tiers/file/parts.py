@@ -38,10 +38,10 @@ from kvstore.tier_events import (
     Resumed,
     Suspended,
 )
+from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.catalog import Catalog
-from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.disk import Disk
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import Disk
 from kvstore.wire.record import Void
 
 _FULL = "its file system is full: make room, or restart with a smaller --file"

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from kvstore.tier_events import ReadFile
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached, read_all
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.disk import Disk, Pages, forget_cached, read_all
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import (
     BlockPage,

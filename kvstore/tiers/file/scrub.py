@@ -10,8 +10,7 @@ restarted often still reads everything in the long run. A bad record is reported
 counted once; it stays on disk until its segment is reclaimed or fsck puts that aside, and the first
 read after a restart reports it again. Each node scrubs its own records only.
 
-Does not cover: how a record is verified (`segments/contents.py`), how fast
-(`kvstore.tiers.file.config`).
+Does not cover: how a record is verified (`contents.py`), how fast (`kvstore.tiers.file.config`).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.tier_events import FileGone, Scrubbed
+from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
+from kvstore.tiers.file.contents import Record, SegmentFile, walk
+from kvstore.tiers.file.disk import Pages, forget_cached
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.parts import Parts
-from kvstore.tiers.file.segments.catalog import Segment
-from kvstore.tiers.file.segments.contents import Record, SegmentFile, walk
-from kvstore.tiers.file.segments.disk import Pages, forget_cached
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
 from kvstore.wire.segment import Table, place_of

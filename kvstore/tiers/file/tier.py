@@ -39,15 +39,15 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
+from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.directory import Directory, cannot_be_read, open_directory
+from kvstore.tiers.file.discovery import Peers, Restart
+from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.log_thread import LogThread, WriteJob
 from kvstore.tiers.file.parts import Health, Outbox, Parts
 from kvstore.tiers.file.reader import Reader, ReadJob, ReadVerdict, RecordRun, RunResult, split
 from kvstore.tiers.file.scrub import Scrub
-from kvstore.tiers.file.segments.catalog import Catalog
-from kvstore.tiers.file.segments.directory import Directory, cannot_be_read, open_directory
-from kvstore.tiers.file.segments.discovery import Peers, Restart
-from kvstore.tiers.file.segments.disk import Disk, PosixDisk
 from kvstore.tiers.file.writer import RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S

@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.tier_events import FileGone
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.contents import Gathered, SegmentFile, walk
-from kvstore.tiers.file.segments.directory import Directory, segment_name
-from kvstore.tiers.file.segments.disk import (
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.contents import Gathered, SegmentFile, walk
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.disk import (
     Disk,
     Pages,
     close_at_last,

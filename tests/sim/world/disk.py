@@ -33,8 +33,8 @@ from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import parts, tier
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS

@@ -23,7 +23,7 @@ from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Kept
 from kvstore.supervisor.handover import Handover
-from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB
 from kvstore.wire.messages import encode

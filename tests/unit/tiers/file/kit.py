@@ -28,7 +28,7 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB

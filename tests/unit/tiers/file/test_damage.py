@@ -18,8 +18,8 @@ import pytest
 from kvstore.cli.fsck import fsck
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone
-from kvstore.tiers.file.segments.directory import Directory, segment_name
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import SCOPE, Driver, key

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.segments import catalog as catalog_module
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.directory import Directory, segment_name
+from kvstore.tiers.file import catalog as catalog_module
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
 from tests.unit.tiers.file.kit import FaultyDisk

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.segments.contents import SegmentFile, read_head
-from kvstore.tiers.file.segments.disk import PosixDisk, works_direct, write_all
+from kvstore.tiers.file.contents import SegmentFile, read_head
+from kvstore.tiers.file.disk import PosixDisk, works_direct, write_all
 from kvstore.types import PAGE_BYTES
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
 

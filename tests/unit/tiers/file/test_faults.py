@@ -345,7 +345,7 @@ def test_a_full_disk_without_a_quarantine_is_served(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.segments.directory.os.mkdir", fail)
+        patch.setattr("kvstore.tiers.file.directory.os.mkdir", fail)
         again = Driver(tmp_path / "store").recovered()
     assert again.has(1)
     assert (tmp_path / "store" / "seg-00000009.kv").exists(), "there is nowhere to put it"

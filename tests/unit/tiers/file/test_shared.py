@@ -15,9 +15,9 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim
+from kvstore.tiers.file.catalog import FOREIGN_BASE
+from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.log_thread import WriteJob
-from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
-from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.tier import look_pause_s
 from kvstore.tiers.file.writer import RecordBatch
 from kvstore.units import MIB, NS_PER_S
@@ -297,8 +297,8 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
         return look(path, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.segments.discovery.os.listdir", fail_listdir)
-        patch.setattr("kvstore.tiers.file.segments.discovery.os.stat", fail_stat)
+        patch.setattr("kvstore.tiers.file.discovery.os.listdir", fail_listdir)
+        patch.setattr("kvstore.tiers.file.discovery.os.stat", fail_stat)
         b.seen.clear()
         b.tier.look_at_peers()
     assert b.take() == []

@@ -27,9 +27,9 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file import parts as outbox_module, tier as tier_module
 from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.parts import Health
-from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S

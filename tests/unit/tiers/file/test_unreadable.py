@@ -13,9 +13,9 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileReclaim, Suspended
-from kvstore.tiers.file.segments import discovery
-from kvstore.tiers.file.segments.directory import Directory, cannot_be_read
-from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file import discovery
+from kvstore.tiers.file.directory import Directory, cannot_be_read
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.segments.contents import (
+from kvstore.tiers.file.contents import (
     Record,
     SegmentFile,
     is_intact,
     read_head,
     record_at,
 )
-from kvstore.tiers.file.segments.disk import Pages, PosixDisk, open_regular
+from kvstore.tiers.file.disk import Pages, PosixDisk, open_regular
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
 from kvstore.wire.segment import place_of

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvstore.tier_events import FileKnown
-from kvstore.tiers.file.segments.disk import Disk, Pages, read_all, read_bytes
+from kvstore.tiers.file.disk import Disk, Pages, read_all, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import (
     PAGE_MAGIC,

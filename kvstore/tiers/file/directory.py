@@ -24,7 +24,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.segments.disk import (
+from kvstore.tiers.file.disk import (
     FULL,
     Disk,
     open_regular,

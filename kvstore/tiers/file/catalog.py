@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular, read_flags
+from kvstore.tiers.file.disk import Disk, close_at_last, open_regular, read_flags
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
 

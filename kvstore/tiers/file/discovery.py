@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.tier_events import FileGone, FileKnown
-from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
-from kvstore.tiers.file.segments.contents import SegmentFile, read_head, record_sets
-from kvstore.tiers.file.segments.directory import Directory, segment_name, segment_number
-from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened, read_flags
+from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
+from kvstore.tiers.file.contents import SegmentFile, read_head, record_sets
+from kvstore.tiers.file.directory import Directory, segment_name, segment_number
+from kvstore.tiers.file.disk import Disk, close_at_last, opened, read_flags
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
