@@ -27,13 +27,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import (
-    GENERATION_SEALS,
-    LAYOUT_VERSION,
-    MAGIC,
-    generation_page_bytes,
-    make_memfd,
-)
+from kvstore import arena
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.port import Device, DeviceError
@@ -115,7 +109,7 @@ class HbmTier:
         except DeviceError:
             self._free()
             raise
-        self.page_bytes = generation_page_bytes(dram.capacity_bytes)
+        self.page_bytes = arena.generation_page_bytes(dram.capacity_bytes)
         self.page_fd, words = _make_page(self.page_bytes, incarnation)
         self._header, self._places = words[:_HEADER_WORDS], words[_HEADER_WORDS:]
         count = capacity_bytes // SLOT_BYTES_MIN
@@ -340,9 +334,9 @@ def open_hbm(
 
 def _make_page(size_bytes: int, incarnation: Incarnation) -> tuple[int, NDArray[np.uint64]]:
     """(descriptor, mapping as u64) of a new page of places, sealed, with no place in it."""
-    fd, mapping = make_memfd(size_bytes, name="kvstore-places", seals=GENERATION_SEALS)
+    fd, mapping = arena.make_memfd(size_bytes, name="kvstore-places", seals=arena.GENERATION_SEALS)
     words = np.asarray(mapping).view(np.uint64)
-    words[:3] = MAGIC, LAYOUT_VERSION, incarnation
+    words[:3] = arena.MAGIC, arena.LAYOUT_VERSION, incarnation
     return fd, words
 
 
