@@ -37,7 +37,7 @@ from kvstore.engine.why.reasons import CLASSES
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.obs.reasons import TEXTS, word
 from kvstore.routing.costs import TERM_NAMES
-from kvstore.routing.filters import Dropped
+from kvstore.routing.decide import Dropped
 from kvstore.routing.policy import (
     ModelPool,
     ModelRule,
@@ -54,10 +54,10 @@ from kvstore.routing.policy import (
     RoutingPolicy,
     ServiceClass,
 )
+from kvstore.routing.pressure import Rung
 from kvstore.routing.receipts import Preparation, Receipt, RouteOutcome
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixTrust
-from kvstore.routing.workers.pressure import Rung
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"

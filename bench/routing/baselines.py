@@ -17,7 +17,7 @@ from kvstore.routing.costs import TRUST_FACTORS
 from kvstore.routing.decide import SCORERS, requests_in_flight
 from kvstore.routing.features import Case, FeatureColumn
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.workers.rows import Floats
+from kvstore.routing.rows import Floats
 
 PREFIX_POINTS, LOAD_POINTS, MEMORY_POINTS = 100.0, 50.0, 30.0
 """`weighted`: for a whole prefix, an idle worker, an empty KV cache."""

@@ -3,7 +3,7 @@
     enter ─▶ Routed, Rejected        failed ─▶ Routed elsewhere, Rejected        first, end ─▶ core
 
 The proxy sends the request itself; behind Envoy and for callers of Route somebody else does. All
-say the same words, and the core judges them by one rule (`kvstore.routing.legs.blame`).
+say the same words, and the core judges them by one rule (`kvstore.routing.legs`).
 """
 
 from __future__ import annotations

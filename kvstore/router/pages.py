@@ -27,10 +27,10 @@ from kvstore.obs.metrics import TTFTS, Family, family, histogram
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import ALIVE
 from kvstore.routing.core import RouterCore
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import WorkerRole
-from kvstore.routing.workers.fleet import Fleet
 from kvstore.units import NS_PER_MS
 
 if TYPE_CHECKING:

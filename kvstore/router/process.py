@@ -76,8 +76,8 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import AbandonWorker, Lack, Prepare, Probed
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.receipts import ReceiptDraft
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
-from kvstore.routing.workers.rows import StateChange
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from kvstore.routing.features import TRUSTS, FeatureColumn
 from kvstore.routing.policy import PolicyCosts, PolicyLimits
+from kvstore.routing.rows import Floats
 from kvstore.routing.values import PrefixTrust
-from kvstore.routing.workers.rows import Floats
 
 NETWORK_S: Final = 0.001
 """Latency of a transfer between nodes, in seconds."""

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.routing.receipts import Receipt, ReceiptDraft
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
@@ -25,7 +26,6 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerSpec,
 )
-from kvstore.routing.workers.rows import StateChange
 from kvstore.wire.peers import PrepareReply
 
 

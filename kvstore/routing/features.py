@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
-from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.units import NS_PER_S
 
 TRUSTS: Final = tuple(PrefixTrust)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
 from kvstore.routing.policy import PolicyLearning
-from kvstore.routing.workers.rows import Floats
+from kvstore.routing.rows import Floats
 
 RATE: Final = 0.05
 """Weight of one observation."""

@@ -4,7 +4,7 @@
 
 The side of an A/B split is a hash of the session, or of the request where there is none: a session
 gets the same side at every router of a cluster, and a canary of 10 % gets 10 % of them. When
-weights change, a session stays where it was for `session_ttl_s` (`ahead.pins`).
+weights change, a session stays where it was for `session_ttl_s` (`ahead`).
 """
 
 from __future__ import annotations

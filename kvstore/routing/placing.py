@@ -16,7 +16,17 @@ import numpy as np
 import xxhash
 
 from kvstore.routing.costs import TRUST_FACTORS, others_per_s
-from kvstore.routing.decide import RouteVerdict, decide, fallbacks
+from kvstore.routing.decide import (
+    LANE,
+    LAST_RESORTS,
+    RouteVerdict,
+    decide,
+    dropped_names,
+    fallbacks,
+    is_of_the_moment,
+    unfit,
+    warmth,
+)
 from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import (
     TRUSTS,
@@ -26,24 +36,16 @@ from kvstore.routing.features import (
     PrefixColumns,
     load_columns,
 )
-from kvstore.routing.filters import (
-    LANE,
-    LAST_RESORTS,
-    dropped_names,
-    is_of_the_moment,
-    unfit,
-    warmth,
-)
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import OutputLengths, TermWeights
 from kvstore.routing.policy import RoutingPolicy, policy_hash
+from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
 from kvstore.routing.requests import OpenRequest, Placement
+from kvstore.routing.rows import Crew, FleetColumn, Floats
 from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
-from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.pressure import Rung, rungs, saturation
-from kvstore.routing.workers.rows import Crew, FleetColumn, Floats
 from kvstore.units import NS_PER_S
 
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)

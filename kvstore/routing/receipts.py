@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from kvstore.routing.features import FeatureColumn
-from kvstore.routing.workers.rows import Floats
+from kvstore.routing.rows import Floats
 
 FEATURE_NAMES: Final = tuple(column.name.lower() for column in FeatureColumn)
 RECEIPTS_MAX: Final = 4096

@@ -9,9 +9,9 @@ import msgspec
 
 from kvstore.routing.models import ModelSide
 from kvstore.routing.receipts import ReceiptDraft, RouteOutcome
+from kvstore.routing.rows import Floats
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixAnswer, RouteRequest
-from kvstore.routing.workers.rows import Floats
 
 
 class OpenRequest(msgspec.Struct):

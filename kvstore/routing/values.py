@@ -107,7 +107,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     service: str = ""
     """Class of service; empty: the policy's default."""
     session: str = ""
-    """Conversation: stays on its side of an A/B split (`pins`); the key of policy `session`."""
+    """Conversation: stays on its side of an A/B split (`ahead`); the key of policy `session`."""
     priority: int = 0
     """Within the class of service, lower is first, as in vLLM."""
     subset: tuple[str, ...] | None = None

@@ -3,7 +3,7 @@
     discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe, judge ─▶ core
     core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ AbandonWorker ─▶ `give_up`
 
-Health is judged by the core (`kvstore.routing.workers.health`); here is its last word, for pages
+Health is judged by the core (`kvstore.routing.rows`); here is its last word, for pages
 and for those who choose an engine to ask something.
 
 Covers: state on one loop. Does not cover: probes themselves (`probes`), where workers come from
@@ -20,8 +20,8 @@ import msgspec
 from yarl import URL
 
 from kvstore.routing.events import AbandonWorker, Joined, Judged, RouteEvent, WorkerLeft
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
-from kvstore.routing.workers.rows import StateChange
 
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"

@@ -6,7 +6,7 @@
 The first runs in the task of the request, which costs nothing as long as there is no second. An
 attempt that is ended closes its connection, by which its engine aborts the request. Claims are made
 on the loop, with the piece in hand and before anything reaches the client: exactly one is granted.
-Does not cover: whether and where (`kvstore.routing.legs.races`).
+Does not cover: whether and where (`kvstore.routing.legs`).
 """
 
 from __future__ import annotations

@@ -19,16 +19,15 @@ from kvstore.router.front import proxy
 from kvstore.router.front.attempt import Attempt
 from kvstore.router.front.race import beside
 from kvstore.router.pages import _families
+from kvstore.routing import legs as flights, rows
 from kvstore.routing.core import RouterCore
-from kvstore.routing.legs import races
 from kvstore.routing.policy import (
     PolicyProbes,
     PolicySplit,
     RoutingPolicy,
 )
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.workers import health
-from kvstore.routing.workers.health import FAULTS_MAX
+from kvstore.routing.rows import FAULTS_MAX
 from tests.amounts import amount, covered
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
@@ -236,7 +235,7 @@ def test_prefillers_that_are_silent_are_left(engines: Engines, together: bool) -
 def test_a_decoder_does_not_wait_for_ever_for_a_prefiller_that_only_answers_probes(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(races, "LATE_S_MIN", 0.5)
+    monkeypatch.setattr(flights, "LATE_S_MIN", 0.5)
     engines["p"].script("stuck")
     with routed(engines, "pd", together=False) as router:
         assert router.ask(body())[0] == 200
@@ -265,7 +264,7 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
 def test_a_prefiller_without_parameters_is_soon_left_alone(
     engines: Engines, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "COOLDOWN_MS", 600_000)
+    monkeypatch.setattr(rows, "COOLDOWN_MS", 600_000)
     engines["p"].script("ok", params=False)
     engines["d"].script("ok", push_s=60 * together)
     with routed(engines, "pd", together=together) as router:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.router.engines.probes import Probes
-from kvstore.routing.workers.health import FAULTS_MAX
+from kvstore.routing.rows import FAULTS_MAX
 from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
 from tests.integration.router.test_prefill import (
     BOTH_WAYS,

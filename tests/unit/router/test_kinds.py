@@ -16,9 +16,9 @@ from kvstore.config.router import KINDS
 from kvstore.router.engines import kinds
 from kvstore.router.engines.kinds import ENGINES, LINE_BYTES_MAX, findings_of
 from kvstore.router.engines.probes import PAGE_BYTES_MAX
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import LoadSample, WorkerSpec
-from kvstore.routing.workers.fleet import Fleet
 
 FOLDER = Path(__file__).parents[2] / "data" / "engine_pages"
 PAGES = {path.stem: path.read_bytes() for path in sorted(FOLDER.glob("*.txt"))}

@@ -26,8 +26,8 @@ from kvstore.router.picker import DESTINATION, DROPPED, SERVED, SUBSET, Picker
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import FirstToken, Probed, RequestEnded, RouteEvent
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
-from kvstore.routing.workers.rows import StateChange
 
 BODY_BYTES_MAX = 10_000
 ROOM = BODY_BYTES_MAX * BODIES_SHARE

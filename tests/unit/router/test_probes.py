@@ -25,8 +25,8 @@ from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
-from kvstore.routing.workers.rows import StateChange
 from tests.kit.virtual_fleet import fleet
 from tests.kit.virtual_loop import VirtualLoop
 

@@ -16,8 +16,8 @@ from kvstore.router.keys import rendering
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, KeyPlan, Rendering
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerWord
-from kvstore.routing.workers.rows import StateChange
 
 PLAN = KeyPlan(block_tokens=4, seed="s")
 TOOLS: dict[str, Any] = {

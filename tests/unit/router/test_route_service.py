@@ -37,9 +37,8 @@ from kvstore.routing.events import (
     RouteEvent,
 )
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import FAULTS_MAX, StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
-from kvstore.routing.workers.health import FAULTS_MAX
-from kvstore.routing.workers.rows import StateChange
 from tests.kit.virtual_loop import VirtualLoop
 
 KEY = bytes(KEY_BYTES)

@@ -22,6 +22,7 @@ from kvstore.routing.events import (
     RouteEvent,
 )
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
@@ -31,7 +32,6 @@ from kvstore.routing.values import (
     WorkerRole,
     WorkerSpec,
 )
-from kvstore.routing.workers.rows import StateChange
 
 MS = 1_000_000
 S = 1000 * MS

@@ -41,10 +41,10 @@ from kvstore.routing.events import (
     Routed,
     RouteEvent,
 )
-from kvstore.routing.legs.blame import REFUSALS_MAX, SUSPECTS_MAX
+from kvstore.routing.legs import REFUSALS_MAX, SUSPECTS_MAX
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerRole, WorkerSpec, WorkerWord
-from kvstore.routing.workers.rows import StateChange
 from tests.unit.routing.fleets import S
 
 QUEUE_MAX: Final = 3

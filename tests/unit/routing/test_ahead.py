@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.routing.ahead.preparations import HEAT_MAX, REST_NS
+from kvstore.routing.ahead import HEAT_MAX, REST_NS
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
@@ -26,6 +26,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.receipts import Preparation
+from kvstore.routing.rows import FleetColumn
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
@@ -34,7 +35,6 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerSpec,
 )
-from kvstore.routing.workers.rows import FleetColumn
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.peers import PrepareReply
 from tests.unit.routing.fleets import (

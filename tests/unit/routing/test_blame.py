@@ -22,7 +22,7 @@ from kvstore.routing.events import (
     RouteCommand,
     Routed,
 )
-from kvstore.routing.legs.blame import REFUSALS_MAX
+from kvstore.routing.legs import REFUSALS_MAX
 from kvstore.routing.values import WorkerRole
 from tests.unit.routing.fleets import (
     MS,

@@ -9,8 +9,8 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Ending, FirstToken, RequestEnded, RouteTick, Shared
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import PolicyLimits, RoutingPolicy, parse
+from kvstore.routing.pressure import saturation
 from kvstore.routing.values import SharedLoad
-from kvstore.routing.workers.pressure import saturation
 from tests.unit.routing.fleets import (
     MS,
     S,

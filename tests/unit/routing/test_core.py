@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.routing import arrivals, core as core_module
+from kvstore.routing import core as core_module
 from kvstore.routing.core import SLOW_NS
 from kvstore.routing.events import (
     Arrived,
@@ -214,7 +214,7 @@ def test_a_thousand_workers_that_join_are_mapped_once(monkeypatch: pytest.Monkey
             made["maps"] += 1
             super().__init__(*given)
 
-    monkeypatch.setattr(arrivals, "ModelMap", CountedMap)
+    monkeypatch.setattr(core_module, "ModelMap", CountedMap)
     core = core_of(*(spec(number) for number in range(1000)))
     first = routed(arrive(core, request("r")))
     core.step(WorkerLeft(first.worker), S)

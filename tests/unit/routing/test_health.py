@@ -21,8 +21,8 @@ from kvstore.routing.events import (
     WorkerLeft,
 )
 from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec, WorkerWord
-from kvstore.routing.workers.rows import StateChange
 from tests.unit.routing.fleets import (
     MS,
     S,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.routing.events import Ending, Failure, FirstToken, RequestEnded
-from kvstore.routing.workers.health import REST_NS
+from kvstore.routing.rows import REST_NS
 from tests.unit.routing.fleets import (
     MS,
     S,

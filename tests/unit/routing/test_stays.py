@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.routing.ahead import pins as stays_module
+from kvstore.routing import ahead as stays_module
 from kvstore.routing.core import RouterCore
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, Failure, Joined, RequestEnded, Routed, WorkerLeft

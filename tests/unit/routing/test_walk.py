@@ -9,16 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.routing import core as core_module, decide, filters, placing
+from kvstore.routing import core as core_module, decide, legs as flights, placing
 from kvstore.routing.core import RouterCore
-from kvstore.routing.legs import races
-from kvstore.routing.legs.blame import Blame
-from kvstore.routing.legs.flights import Legs
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.legs import Blame, Legs
+from kvstore.routing.rows import FleetColumn, WorkerHealth
 from kvstore.routing.split import PrefillLanes
 from kvstore.routing.waiting import WaitingRoom
-from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.health import WorkerHealth
-from kvstore.routing.workers.rows import FleetColumn
 from tests.amounts import amount, covered
 from tests.unit.routing.walk import Walk
 
@@ -51,19 +48,19 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_queue_bound(patch: pytest.MonkeyPatch) -> None:
-    real = filters.dropped
+    real = decide.dropped
 
     def without(columns: Any, limits: Any, *, need_tokens: int) -> Any:
         codes = real(columns, limits, need_tokens=need_tokens)
-        codes[codes == filters.DROPS.index(filters.Dropped.QUEUE)] = 0
+        codes[codes == decide.DROPS.index(decide.Dropped.QUEUE)] = 0
         return codes
 
     patch.setattr(decide, "dropped", without)
 
 
 def draining_is_up(patch: pytest.MonkeyPatch) -> None:
-    real = filters.unfit
-    draining = filters.DROPS.index(filters.Dropped.DRAINING)
+    real = decide.unfit
+    draining = decide.DROPS.index(decide.Dropped.DRAINING)
 
     def without(*args: Any, **more: Any) -> int:
         code = real(*args, **more)
@@ -73,7 +70,7 @@ def draining_is_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    real: Any = filters.unfit
+    real: Any = decide.unfit
 
     def anew(state: Any, opened: Any, now_ns: int) -> Any:
         return real(state, msgspec.structs.replace(opened, failed=set()), now_ns)
@@ -82,7 +79,7 @@ def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    real: Any = filters.unfit
+    real: Any = decide.unfit
 
     def anywhere(state: Any, opened: Any, now_ns: int) -> Any:
         request = msgspec.structs.replace(opened.request, subset=None)
@@ -92,8 +89,8 @@ def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def media_and_contexts_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    real: Any = filters.unfit
-    flaws = [filters.DROPS.index(each) for each in (filters.Dropped.MEDIA, filters.Dropped.CONTEXT)]
+    real: Any = decide.unfit
+    flaws = [decide.DROPS.index(each) for each in (decide.Dropped.MEDIA, decide.Dropped.CONTEXT)]
 
     def blind(*a: Any) -> int:
         code: int = real(*a)
@@ -103,13 +100,13 @@ def media_and_contexts_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def whoever_is_down_is_up(patch: pytest.MonkeyPatch) -> None:
-    real: Any = filters.unfit
-    down = filters.DROPS.index(filters.Dropped.DOWN)
+    real: Any = decide.unfit
+    down = decide.DROPS.index(decide.Dropped.DOWN)
     patch.setattr(placing, "unfit", lambda *a: real(*a) * (real(*a) != down))
 
 
 def last_resorts_are_tried_at_random(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(placing, "LAST_RESORTS", filters.LAST_RESORTS[::-1])
+    patch.setattr(placing, "LAST_RESORTS", decide.LAST_RESORTS[::-1])
 
 
 def last_resorts_are_not_put_off(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +114,7 @@ def last_resorts_are_not_put_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def races_go_to_last_resorts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(races, "_is_free", lambda *_: True)
+    patch.setattr(flights, "_is_free", lambda *_: True)
 
 
 def what_can_never_be_placed_waits(patch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.features import FeatureColumn, load_columns
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import PolicyLimits
+from kvstore.routing.rows import Floats
 from kvstore.routing.values import PrefixTrust, WorkerRole
-from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.rows import Floats
 from kvstore.units import NS_PER_S
 
 SATURATED_S: Final = 2.0

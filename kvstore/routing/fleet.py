@@ -8,7 +8,7 @@ Rule 2: each flight is counted at one worker once, and its counts leave with it.
 Rule 3: the use of a KV cache is what its engine says; own requests add what they need since then.
 Rule 4: a flight whose response comes whole leaves the queue when its first token is predicted, or
 when its engine has nobody waiting.
-Does not cover: which worker is chosen (`decide`), prefixes (`features`), health (`health`).
+Does not cover: which worker is chosen (`decide`), prefixes (`features`), health (`rows`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
-from kvstore.routing.workers.rows import (
+from kvstore.routing.rows import (
     NEVER_NS,
     STALE_S,
     YOUNG_S,
@@ -34,6 +33,7 @@ from kvstore.routing.workers.rows import (
     begin_as,
     may_replace,
 )
+from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
 from kvstore.units import NS_PER_S
 
 _ROWS_MIN: Final = 16

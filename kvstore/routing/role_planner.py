@@ -28,11 +28,11 @@ from typing import Final
 
 import numpy as np
 
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import PolicyPlanner, PoolRoles
+from kvstore.routing.rows import FleetColumn, WorkerState
 from kvstore.routing.values import WorkerRole
-from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.rows import FleetColumn, WorkerState
 from kvstore.units import NS_PER_S
 
 PREFILL_HIGH_S: Final = 1.0
