@@ -22,7 +22,7 @@ from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace
 from kvstore.config.router import load_router_config
 from kvstore.router.engines.workers import WorkerAddress
-from kvstore.router.front.bodies import Peek
+from kvstore.router.front.intake import Peek
 from kvstore.router.keys.prefixes import Prefix
 from kvstore.router.process import Router
 from kvstore.routing.core import RouterCore

@@ -27,8 +27,7 @@ from kvstore.client.tls import Tls
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.keys.index_calls import IndexCalls
-from kvstore.router.keys.spaces import Spaces
+from kvstore.router.keys.index_calls import IndexCalls, Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered
 from kvstore.types import SpaceId
 from kvstore.wire.identity import Identity

@@ -5,6 +5,7 @@
     late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
     Prepare, StateChange, AbandonWorker ─▶ their handlers
+    RoutedLife          ask, note, for one request from its arrival to its end
 
 Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
 whose client left while it was held is ended here. Does not cover: decisions (`kvstore.routing`).
@@ -18,14 +19,19 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import msgspec
+
+from kvstore.router.engines.workers import Worker, Workers
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
     Ending,
+    FirstToken,
     Late,
     LegFailed,
     Raced,
     Rejected,
+    RejectReason,
     RequestEnded,
     RouteCommand,
     Routed,
@@ -119,3 +125,73 @@ class Dispatcher:
         """One tick of the core and the pause after it; the caller repeats it."""
         self.note(RouteTick())
         await asyncio.sleep(TICK_S if self._waiting else IDLE_TICK_S)
+
+
+class RoutedLife(msgspec.Struct):
+    """One request, from its arrival at the core to its one end, for all front ends.
+
+        enter ─▶ Routed, Rejected     failed ─▶ Routed elsewhere, Rejected     first, end ─▶ core
+
+    The proxy sends the request itself; behind Envoy and for callers of Route somebody else does.
+    All say the same words, and the core judges them by one rule (`kvstore.routing.legs`).
+    """
+
+    dispatcher: Dispatcher
+    workers: Workers
+    routed: Routed | None = None
+    """The last decision, while the core waits for its result; None: it does not."""
+
+    async def enter(self, asked: Arrived) -> Routed | Rejected:
+        """The request arrives. Returns the decision of the core."""
+        decision = await self.dispatcher.ask(asked)
+        reason = decision.reason if isinstance(decision, Rejected) else None
+        if reason is RejectReason.MODEL_UNKNOWN and not self.dispatcher.core.policy.models:
+            await self.workers.read_again()  # an adapter may have been loaded just now
+            decision = await self.dispatcher.ask(asked)
+        return self._decided(decision)
+
+    async def failed(self, failed: LegFailed) -> Routed | Rejected:
+        """A leg of the request failed. Returns the next decision."""
+        self.routed = None
+        return self._decided(await self.dispatcher.ask(failed))
+
+    def _decided(self, decision: Routed | Rejected) -> Routed | Rejected:
+        self.routed = decision if isinstance(decision, Routed) else None
+        return decision
+
+    @property
+    def worker(self) -> Worker | None:
+        """Worker of the last decision; None: none was chosen, or it has left the pool since."""
+        return None if self.routed is None else self.workers.get(self.routed.worker)
+
+    def first(self, served_by: str = "") -> None:
+        """The first byte of a streamed response came, from another worker if a gateway chose it."""
+        if self.routed is not None:
+            self.dispatcher.note(FirstToken(self.routed.request_id, served_by))
+
+    def end(
+        self,
+        ending: Ending,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int = 0,
+        served_by: str = "",
+        why: str = "",
+    ) -> None:
+        """The request is over; no error if it is already."""
+        routed, worker = self.routed, self.worker
+        if routed is None:
+            return
+        self.routed = None
+        if worker is not None:
+            worker.has_served = True
+        self.dispatcher.note(
+            RequestEnded(
+                routed.request_id,
+                ending,
+                cached_tokens,
+                output_tokens,
+                served_by=served_by,
+                why=why,
+            )
+        )

@@ -12,7 +12,7 @@ they name, or else any. Envoy retries on fall-backs by itself: the router then l
 endpoint. A stream is one request: what comes twice, or after its end, is refused with
 INVALID_ARGUMENT. Bodies count in the same memory as the proxy's.
 
-Covers: one stream. Does not cover: the server (`rpc`), edits of bodies (`front.bodies`).
+Covers: one stream. Does not cover: the server (`rpc`), edits of bodies (`front.intake`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.proto import picker_pb2 as pb
-from kvstore.router.dispatch import Dispatcher
+from kvstore.router.dispatch import Dispatcher, RoutedLife
+from kvstore.router.engines.connections import TAIL_BYTES
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front.answers import PROBED, STORED, id_for, is_of, rejection, worker_of
-from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_tokens_of
-from kvstore.router.front.bodies import BadBody
-from kvstore.router.front.door import NO_MEMORY, Bodies
-from kvstore.router.front.intake import RequestIntake, Unauthorized
-from kvstore.router.life import RoutedLife
+from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
+from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
+from kvstore.router.front.proxy import PROBED, STORED, cached_tokens_of, new_id, output_tokens_of
 from kvstore.routing.events import Ending, Rejected
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -176,7 +174,9 @@ class _Stream:
         path = given.get(":path", "").partition("?")[0]
         try:
             tenant = picker.intake.tenant(given)
-            job = await picker.intake.job(given, path, body, tenant, subset=self._subset)
+            job = await picker.intake.job(
+                given, path, body, tenant, request_id=new_id(given), subset=self._subset
+            )
         except BadBody as error:
             return [refusal(400, str(error), "rejected-bad-body")]
         except Unauthorized as error:
@@ -240,7 +240,7 @@ class _Stream:
     def close(self) -> None:
         """The stream is over, and so is the request: report its end to the core."""
         picker, routed = self._picker, self._life.routed
-        picker.bodies.release(self._size)
+        picker.bodies.left += self._size
         self._size = 0
         if routed is None:
             return

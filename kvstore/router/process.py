@@ -42,38 +42,27 @@ from kvstore.obs import logs
 from kvstore.obs.metrics import Timings
 from kvstore.router.ahead import Preparations
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.connections import EngineHttp
-from kvstore.router.engines.discovery import Discovery, addresses_of
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.discovery import Discovery, Slices, addresses_of, in_cluster
+from kvstore.router.engines.failures import LegFailure
 from kvstore.router.engines.probes import Probes
-from kvstore.router.engines.slices import Slices, in_cluster
-from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.engines.workers import PoolWatch, Worker, Workers
 from kvstore.router.exchange import LoadExchange
-from kvstore.router.front.attempt import LegFailure
-from kvstore.router.front.door import (
-    Bodies,
-    FrontDoor,
-    OpenDoor,
-    open_door,
-    server_context,
-)
-from kvstore.router.front.heads import Origins
-from kvstore.router.front.intake import RequestIntake, RequestJob, load_tenants
-from kvstore.router.front.proxy import Proxy
-from kvstore.router.keys.estimates import TokenEstimates
-from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
+from kvstore.router.front.door import FrontDoor, OpenDoor, open_door, server_context
+from kvstore.router.front.intake import Bodies, RequestIntake, load_tenants
+from kvstore.router.front.proxy import Origins, Proxy
+from kvstore.router.keys.index_calls import RETRY_S, IndexCalls, Spaces
 from kvstore.router.keys.parity import Parity
-from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, predicted_tokens
+from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import Rendering
-from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
-from kvstore.router.pools import PoolWatch
 from kvstore.router.receipt_log import ReceiptFile
-from kvstore.router.route_service import RouteService
-from kvstore.router.rpc import RpcServer, serve_picker, serve_route
+from kvstore.router.rpc import RouteService, RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import AbandonWorker, Lack, Prepare, Probed
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.rows import StateChange
@@ -160,8 +149,9 @@ class Router:
             bodies=self.bodies,
             intake=self.intake,
             origins=Origins(config.allowed_origins),
+            estimates=self.estimates,
+            parity=self.parity,
             explain=self._explain,
-            observed=self._observed,
             failed=self._failed,
             traces=self.traces,
         )
@@ -318,22 +308,6 @@ class Router:
         self.refused_policy, self.pools.said = "", []
         self.dispatcher.adopt(policy)
         _log.info("policy %s is in effect", policy_hash(policy))
-
-    def _observed(
-        self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None
-    ) -> None:
-        """Learn from an engine's own token counts of a request that it answered."""
-        prefix = job.prefix
-        if prefix.text_bytes:
-            self.estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
-        if cached is None:
-            return
-        predicted = predicted_tokens(prefix, worker.address)
-        worker.prompt_tokens += prompt_tokens
-        worker.predicted_tokens += predicted
-        worker.cached_tokens += cached
-        if self.parity is not None:
-            self.parity.observed(worker, job.read.model, predicted, cached)
 
     def _failed(self, worker: Worker, error: LegFailure) -> None:
         """A request failed at a worker: probe it at once, and read its models again if it lacked

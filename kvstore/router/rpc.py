@@ -1,4 +1,4 @@
-"""gRPC servers of the router: decisions (`route_service`), and the endpoint picker for Envoy.
+"""gRPC servers of the router: Route, decisions for callers, and the endpoint picker for Envoy.
 
 Both on the router's loop, bounded as the index's server is, with mutual TLS, or on loopback and
 with --insecure without. The picker is registered under Envoy's own name; its health answers to
@@ -7,7 +7,11 @@ with --insecure without. The picker is registered under Envoy's own name; its he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
@@ -15,11 +19,223 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
-from kvstore.net.server import connection_limits, listen
-from kvstore.proto import picker_pb2, router_pb2
-from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
+from kvstore.errors import KVStoreError
+from kvstore.net.server import connection_limits, listen, peer_identities
+from kvstore.proto import picker_pb2, router_pb2, router_pb2 as pb
+from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from kvstore.router.dispatch import Dispatcher, RoutedLife
+from kvstore.router.engines.workers import WORKERS_MAX, Worker, Workers
+from kvstore.router.exchange import LoadExchange
+from kvstore.router.front.intake import NAME_BYTES_MAX, output_tokens, session_of
+from kvstore.router.keys.prefixes import (
+    KEY_BYTES,
+    TOKENS_PER_PIECE,
+    KeyPrefixes,
+    Prefix,
+    predicted_tokens,
+)
 from kvstore.router.picker import SERVICE, Picker
-from kvstore.router.route_service import RouteService
+from kvstore.routing.events import Arrived, Ending, Failure, Leg, LegFailed, Rejected, Routed
+from kvstore.routing.values import RouteRequest
+from kvstore.wire.load import LOADS, RouterLoads, encode
+
+# ── Route ─────────────────────────────────────────────────────────────────────────────────────────
+# `kvstore.v1.Router/Route`: decisions for callers that send requests themselves.
+#
+#     Ask (keys or tokens, no text) ─▶ Decision ─▶ FirstPiece, Done           ─▶ end of the stream
+#                                        ▲─ WorkerFailed ─┘ another Decision
+#
+# A stream is one request: it counts as load at its worker until it says Done or ends, or is silent
+# for SILENCE_S. Nothing of a prompt but its keys is needed, so that tokens are made once, at the
+# edge. Other routers of the same engines ask for loads at the same port (`exchange`).
+#
+# The word of a caller counts for its own requests only: a worker that failed by its word is not
+# chosen for that request again, and is probed; numbers that no prompt has are refused. A
+# certificate has STREAMS_PER_CALLER.
+
+TOKENS_MAX: Final = 4 << 20
+BLOCK_TOKENS_MAX: Final = 1 << 16
+STREAMS_PER_CALLER: Final = 4096
+FIRST_WORD_S: Final = 10.0
+"""Time after which a stream that has not asked ends."""
+SILENCE_S: Final = 900.0
+"""Time after which a stream that has asked, and sends nothing, ends."""
+
+Context = grpc.aio.ServicerContext[pb.RouteWord, pb.Decision]
+
+
+class RouteService(RouterServicer):
+    """The `Router` service; on the router's loop. See above."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        prefixes: KeyPrefixes | None,
+        exchange: LoadExchange,
+        *,
+        suspected: Callable[[Worker], None],
+    ) -> None:
+        """`prefixes` None: this router asks no index. `suspected`: takes a worker that should be
+        probed, as a caller reports a failure there.
+        """
+        self._exchange, self._suspected = exchange, suspected
+        self._streams = Counter[str]()
+        """Number of open streams by caller."""
+        self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
+
+    async def Route(
+        self, request_iterator: AsyncIterator[pb.RouteWord], context: Context
+    ) -> AsyncIterator[pb.Decision]:
+        caller = ",".join(sorted(map(str, peer_identities(context.auth_context()))))
+        if self._streams[caller] >= STREAMS_PER_CALLER:
+            text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._streams[caller] += 1
+        life = RoutedLife(self._dispatcher, self._workers)
+        try:
+            async with aclosing(self._decisions(request_iterator, context, life)) as decisions:
+                async for decision in decisions:
+                    yield decision
+        finally:
+            life.end(Ending.ABORTED)
+            self._streams[caller] -= 1
+            if not self._streams[caller]:
+                del self._streams[caller]
+
+    async def _decisions(
+        self, words: AsyncIterator[pb.RouteWord], context: Context, life: RoutedLife
+    ) -> AsyncGenerator[pb.Decision]:
+        request_id = f"rpc-{secrets.token_hex(8)}"
+        prefix: Prefix | None = None
+        while True:
+            word = await _next(words, FIRST_WORD_S if prefix is None else SILENCE_S)
+            if word is None:
+                return
+            match word.WhichOneof("kind"):
+                case "ask" if prefix is None:
+                    if why := _fault(word.ask):
+                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+                    prefix = await self._prefix(word.ask)
+                    asked = Arrived(_request(word.ask, request_id, prefix), prefix.answer)
+                    decision = await life.enter(asked)
+                case "failed" if life.routed is not None:
+                    if (worker := life.worker) is not None:
+                        self._suspected(worker)
+                    decision = await life.failed(
+                        LegFailed(
+                            request_id,
+                            Leg.DECODE,
+                            Failure.BROKEN,  # costs nothing of the retries of all
+                            word.failed.has_streamed,
+                            is_claim=True,
+                        )
+                    )
+                case "first" if life.routed is not None:
+                    life.first()
+                    continue
+                case "done" if life.routed is not None:
+                    done = word.done
+                    cached = done.cached_tokens if done.HasField("cached_tokens") else None
+                    ending = Ending.REFUSED if done.is_refused else Ending.DONE
+                    life.end(ending, cached_tokens=cached, output_tokens=done.output_tokens)
+                    return
+                case _:
+                    text = "a stream is Ask first, then about its request"
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+            assert prefix is not None
+            yield self._decision(decision, life.worker, prefix)
+
+    def loads_handler(self) -> grpc.GenericRpcHandler:
+        """Handler by which other routers ask for this router's loads."""
+        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode)
+        return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
+
+    async def loads(
+        self, _: bytes, context: grpc.aio.ServicerContext[bytes, RouterLoads]
+    ) -> AsyncIterator[RouterLoads]:
+        """Stream of reports to one other router, until either side hangs up."""
+        async with aclosing(self._exchange.reports()) as reports:
+            try:
+                async for report in reports:
+                    yield report
+            except KVStoreError as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    async def _prefix(self, ask: pb.Ask) -> Prefix:
+        if ask.WhichOneof("prompt") == "tokens":
+            ids = list(ask.tokens.ids)
+            found = None
+            if self._prefixes is not None:
+                found = await self._prefixes.of_ids(ask.model, ids, ask.tenant)
+            return found or Prefix(max(1, len(ids)))
+        block_tokens = ask.block_tokens or TOKENS_PER_PIECE
+        count = max(ask.prompt_tokens, len(ask.keys) // KEY_BYTES * block_tokens, 1)
+        found = await self._prefixes.of_keys(ask.model, ask.keys, count) if self._prefixes else None
+        return found or Prefix(count, ask.keys, block_tokens)
+
+    def _decision(
+        self, routed: Routed | Rejected, worker: Worker | None, prefix: Prefix
+    ) -> pb.Decision:
+        if isinstance(routed, Rejected):
+            return pb.Decision(
+                status=routed.status,
+                reason=routed.reason,
+                retry_after_ms=round(1000 * (routed.retry_after_s or 0)),
+            )
+        return pb.Decision(
+            worker=routed.worker,
+            address=str(worker.url) if worker is not None else "",
+            model=routed.model,
+            fallbacks=routed.fallbacks,
+            predicted_s=routed.draft.plain.predicted_s,
+            cached_tokens=predicted_tokens(prefix, worker.address) if worker is not None else 0,
+        )
+
+
+def _fault(ask: pb.Ask) -> str:
+    """Sentence about an invalid question; empty: it is valid."""
+    if len(ask.keys) % KEY_BYTES:
+        return f"keys have {KEY_BYTES} bytes each"
+    if ask.block_tokens > BLOCK_TOKENS_MAX:
+        return f"a block has at most {BLOCK_TOKENS_MAX} tokens"
+    in_blocks = len(ask.keys) // KEY_BYTES * (ask.block_tokens or TOKENS_PER_PIECE)
+    if max(len(ask.tokens.ids), ask.prompt_tokens, in_blocks) > TOKENS_MAX:
+        return f"a prompt has at most {TOKENS_MAX} tokens"
+    if len(ask.subset) > WORKERS_MAX:
+        return f"a subset has at most {WORKERS_MAX} workers"
+    if max(map(len, (ask.model, ask.tenant, ask.service, *ask.subset))) > NAME_BYTES_MAX:
+        return f"a name has at most {NAME_BYTES_MAX} characters"
+    return ""
+
+
+async def _next(words: AsyncIterator[pb.RouteWord], timeout_s: float) -> pb.RouteWord | None:
+    """The next message of a stream; None: it has ended, or none came in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(words, None)
+    except TimeoutError:
+        return None
+
+
+def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
+    return RouteRequest(
+        request_id=request_id,
+        model=ask.model,
+        prompt_tokens=prefix.prompt_tokens,
+        keys=prefix.keys,
+        block_tokens=prefix.block_tokens,
+        output_tokens_max=output_tokens(ask.output_tokens_max),
+        tenant=ask.tenant,
+        service=ask.service,
+        session=session_of(ask.session),
+        subset=tuple(ask.subset) or None,
+        load_only=prefix.load_only,
+        must_be_local=True,
+    )
+
+
+# ── servers ───────────────────────────────────────────────────────────────────────────────────────
 
 STREAMS_MAX: Final = 8192
 STREAMS_PER_CONNECTION_MAX: Final = 1024

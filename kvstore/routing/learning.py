@@ -1,6 +1,7 @@
-"""Weights of the terms, learned from predicted and achieved TTFT.
+"""What is learned of answers: weights of the terms, lengths of answers, tokens of text and media.
 
     terms at the worker that computed, achieved seconds ─▶ one bounded step ─▶ its weights
+    output tokens ─▶ OutputLengths      prompt tokens ─▶ TokenEstimates, for prompts not rendered
 
 Normalised least mean squares: each step moves the weights of the terms that made up the prediction,
 in proportion to their part in it. One step is bounded (an achieved time counts as at most twice
@@ -11,8 +12,10 @@ starts with the mean of its pool. Frozen: predicts with what it has.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -125,3 +128,63 @@ def smoothed_ratio(before: float, predicted: float, observed: float) -> float:
         return before
     rate = _SMOOTH * min(1.0, predicted / _WHOLE_TOKENS)
     return (1 - rate) * before + rate * min(1.0, max(0.0, observed) / predicted)
+
+
+# ── tokens of prompts ─────────────────────────────────────────────────────────────────────────────
+# Of prompts that nobody has rendered: text by its bytes, media by their number. An image of a
+# megabyte in base64 is some hundred tokens to its model, not 250,000: its cost is learned by model
+# and kind from what engines report, as the bytes of a token of text are.
+
+BYTES_PER_TOKEN: Final = 4.0
+MEDIA_TOKENS: Final = {"image": 1000.0, "audio": 750.0, "video": 4000.0, "file": 2000.0}
+"""Tokens of a medium by kind, before any was reported."""
+BYTES_MIN, BYTES_MAX = 1.0, 16.0
+TOKENS_MAX: Final = 1 << 20
+_TEXT_BYTES_MIN: Final = 256
+"""Prompts with less text are mostly template, and say little about tokens of text: not learned
+from.
+"""
+_ESTIMATE_SMOOTH: Final = 0.1
+
+
+class _ModelTokens(msgspec.Struct):
+    bytes_per_token: float
+    media: dict[str, float]
+
+
+class TokenEstimates:
+    """Learned tokens of text and media by model; see the module."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, _ModelTokens] = OrderedDict()
+
+    def bytes_per_token(self, model: str) -> float:
+        """Bytes of JSON text per token of a model."""
+        found = self._models.get(model)
+        return BYTES_PER_TOKEN if found is None else found.bytes_per_token
+
+    def tokens(self, model: str, text_bytes: int, media: Mapping[str, int]) -> int:
+        """Estimated tokens of a prompt, at least 1. `media`: number by kind."""
+        costs = self._models[model].media if model in self._models else MEDIA_TOKENS
+        text = text_bytes / self.bytes_per_token(model)
+        return max(1, round(text + sum(costs[kind] * count for kind, count in media.items())))
+
+    def learn(
+        self, model: str, text_bytes: int, media: Mapping[str, int], prompt_tokens: int
+    ) -> None:
+        """Learn from a prompt's tokens as an engine reports them."""
+        if not 0 < prompt_tokens <= TOKENS_MAX:
+            return
+        if model not in self._models:
+            self._models[model] = _ModelTokens(BYTES_PER_TOKEN, dict(MEDIA_TOKENS))
+        found = self._models[model]
+        self._models.move_to_end(model)
+        if len(self._models) > _MODELS_MAX:
+            self._models.popitem(last=False)
+        if not media and text_bytes >= _TEXT_BYTES_MIN:
+            seen = min(max(text_bytes / prompt_tokens, BYTES_MIN), BYTES_MAX)
+            found.bytes_per_token += _ESTIMATE_SMOOTH * (seen - found.bytes_per_token)
+        elif len(media) == 1:  # several kinds: nobody says which of them cost what
+            [(kind, count)] = media.items()
+            rest = max(0.0, prompt_tokens - text_bytes / found.bytes_per_token)
+            found.media[kind] += _ESTIMATE_SMOOTH * (rest / count - found.media[kind])

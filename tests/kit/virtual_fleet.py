@@ -21,12 +21,9 @@ from aiohttp import web
 from yarl import URL
 
 from kvstore.config.router import load_router_config
-from kvstore.router.engines.connections import (
-    EngineConnection,
-    EngineHttp,
-    NoConnection,
-    request_head,
-)
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.connections import EngineConnection, request_head
+from kvstore.router.engines.failures import NoConnection
 from kvstore.router.process import Router
 from tests.kit.virtual_loop import VirtualLoop
 

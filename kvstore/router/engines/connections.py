@@ -1,7 +1,8 @@
-"""HTTP/1.1 to engines: connections that are kept, and answers as they come, without a task a piece.
+"""HTTP/1.1 to engines: connections that are kept; whole answers, and those that go to a client.
 
     idle ─▶ ask(head + body) ─▶ listener.heard(piece, …) … heard(…, is_over=True) ─▶ idle
                                          └─▶ listener.broke(why)      abort ─▶ closed, engine aborts
+    listeners: `calls`, for the router itself      `Attempt`, for a client
 
 Chunks of one read are joined into one call, and the end of the answer comes with the last of them.
 An answer is bounded by who listens: `pause` holds the engine back, heads have HEAD_BYTES_MAX. A
@@ -9,23 +10,44 @@ kept connection that ends before the first byte of an answer is stale: the reque
 new one, and nothing is said of the engine. A router without descriptors waits for one (`trouble`):
 that is no fault of an engine, either. Kernels find hosts that are gone (keep-alive of TCP).
 
-Covers: bytes to and from one engine; whole answers for the router itself (`fetch`). Does not cover:
-time limits, retries at other engines (`front.attempt`).
+Covers: bytes from and to one engine, and on to the client. Does not cover: other engines, counts
+and headers for engines (`front.proxy`), whole answers (`calls`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import functools
 import secrets
 import socket
 import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
+import msgspec
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict, istr
 from yarl import URL
+
+from kvstore.router.engines.failures import (
+    NO_ENTRY,
+    READ,
+    Beaten,
+    ClientStalled,
+    Fault,
+    LegFailure,
+    NoConnection,
+    fault_of,
+    why_no_connection,
+)
+from kvstore.router.engines.workers import Worker
+from kvstore.routing.events import Failure
 
 KEEPALIVE_S: Final = 3.0
 """Time for which an idle connection is kept: less than the 5 s after which engines close them."""
@@ -37,32 +59,12 @@ ROUTERS: Final = "X-Kvstore-Routers"
 last.
 """
 OWN_WAIT_S: Final = 0.05
-_OWN: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+_OWN_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _GONE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 _INFORMATIONAL: Final = 200
 NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 _LENGTH_CHARACTERS: Final = len("content-length")
-
-
-class NoConnection(Exception):
-    """The engine cannot be reached; says why in one clause. `is_gone`: nothing listens there."""
-
-    def __init__(self, why: str, *, is_gone: bool) -> None:
-        super().__init__(why)
-        self.is_gone = is_gone
-
-
-class NoAnswer(Exception):
-    """The answer broke off, or is no HTTP; says why in one clause."""
-
-
-class HttpAnswer(NamedTuple):
-    """A whole answer."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
 
 
 class AnswerTaker(Protocol):
@@ -240,37 +242,7 @@ class EngineConnection(asyncio.Protocol):
             self.headers = []
 
 
-class _Whole:
-    """Collects a whole answer of at most `bytes_max` bytes, as an AnswerTaker."""
-
-    def __init__(self, connection: EngineConnection, bytes_max: int) -> None:
-        self._connection, self._bytes_max = connection, bytes_max
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self.done: asyncio.Future[HttpAnswer | None] = asyncio.get_running_loop().create_future()
-        """Result: the answer, or NoAnswer; None: the connection was stale."""
-
-    def heard(self, piece: bytes, *, is_over: bool) -> None:
-        self._pieces.append(piece)
-        self._size += len(piece)
-        if self.done.done():
-            return
-        if self._size > self._bytes_max:
-            self.done.set_exception(NoAnswer("the answer is too large"))
-        elif is_over:
-            headers = self._connection.headers
-            whole = HttpAnswer(self._connection.status, headers, b"".join(self._pieces))
-            self.done.set_result(whole)
-
-    def broke(self, why: str, *, is_stale: bool) -> None:
-        if not self.done.done():
-            if is_stale:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(NoAnswer(why))
-
-
-class EngineHttp:
+class EnginePlaces:
     """Connections to all engines of a router. `context`: TLS for https URLs; `worker_key`: API key
     that the engines take; empty: none.
     """
@@ -297,42 +269,6 @@ class EngineHttp:
             context = self._context if url.scheme == "https" else None
             found = self._places[key] = _Place(self, url, context)
         return found
-
-    async def fetch(
-        self,
-        url: URL,
-        *,
-        headers: list[tuple[str, str]] | None = None,
-        body: bytes = b"",
-        bytes_max: int,
-    ) -> HttpAnswer:
-        """A whole answer, whatever its status, without a time limit. `headers`: all of them; None:
-        those of the router's own requests. `body`: JSON to POST; empty: GET.
-
-        Raises:
-            NoConnection: the engine cannot be reached.
-            NoAnswer: its answer broke off, or is too large.
-        """
-        place = self.place(url)
-        if headers is None:
-            headers = [(ROUTERS, self.name)]
-            headers += [("Authorization", self.authorization)] * bool(self.authorization)
-            headers += [("Content-Type", "application/json")] * bool(body)
-        method = "POST" if body else "GET"
-        head = request_head(method, url.raw_path_qs, place.host, headers, len(body))
-        connection = place.idle()
-        while True:
-            connection = connection or await place.connected()
-            whole = _Whole(connection, bytes_max)
-            connection.ask(head, body, whole)
-            try:
-                found = await whole.done
-            except (NoAnswer, asyncio.CancelledError):
-                connection.abort()
-                raise
-            if found is not None:
-                return found
-            connection = None
 
     def close(self) -> None:
         """Close idle connections now, and each other one when it becomes idle."""
@@ -363,7 +299,7 @@ def whole_head(head: bytes, line_count: int) -> bytes:
 class _Place:
     """One engine's address, and connections to it."""
 
-    def __init__(self, engines: EngineHttp, url: URL, context: ssl.SSLContext | None) -> None:
+    def __init__(self, engines: EnginePlaces, url: URL, context: ssl.SSLContext | None) -> None:
         self._engines, self._url, self._context = engines, url, context
         self.host = url.host_port_subcomponent or ""
         """Value of the `Host` header."""
@@ -391,7 +327,7 @@ class _Place:
                 )
             except OSError as error:
                 why = why_no_connection(error)
-                if error.errno not in _OWN:
+                if error.errno not in _OWN_ERRORS:
                     is_gone = error.errno in _GONE or isinstance(error, socket.gaierror)
                     raise NoConnection(why, is_gone=is_gone) from None
                 self._engines.trouble = f"no connection to an engine can be opened: {why}"
@@ -435,9 +371,399 @@ class _Place:
             self._sweep.cancel()
 
 
-def why_no_connection(error: OSError) -> str:
-    """Reason for a failed connection, in one clause."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused: {error.verify_message or error}"[:200]
-    is_system = error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)
-    return os.strerror(error.errno or 0).lower() if is_system else str(error)[:200]
+# ── heads of answers ──────────────────────────────────────────────────────────────────────────────
+# Headers of an engine's answer on their way to the client. Framing is never copied: each side has
+# its own.
+
+SERVER: Final = istr("Server")
+CONNECTION: Final = istr("Connection")
+CONTENT_LENGTH: Final = istr("Content-Length")
+TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
+REQUEST_ID: Final = istr("X-Request-Id")
+WORKER: Final = istr("X-Kvstore-Worker")
+HOP_BY_HOP: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "upgrade"),
+        *("proxy-authorization", "te", "trailer", "trailers", "transfer-encoding"),
+        *("content-length", "host", "expect"),
+    }
+)
+_OWN: Final = ("x-kvstore-", "access-control-")
+"""Prefixes of header names that only the router sets for clients."""
+
+
+def back(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers of an engine's answer that go to the client. The name and version of its server are
+    replaced.
+    """
+    kept, named = [], set[bytes]()
+    for pair in headers:
+        if _comes_back(pair[0]):
+            kept.append(pair)
+        elif pair[0].lower() == b"connection":
+            named.update(name.strip() for name in pair[1].lower().split(b","))
+    if named:
+        kept = [pair for pair in kept if pair[0].lower() not in named]
+    kept.append((b"Server", b"kvstore"))
+    return kept
+
+
+def readable(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
+    """Headers of an engine as text, undecodable bytes escaped."""
+    return CIMultiDict(
+        (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+        for name, value in headers
+    )
+
+
+def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[str, str]) -> bytes:
+    """The whole head for a client. `more`: headers that are added, or replace the engine's."""
+    replaced, has_date = _lows(tuple(more)), False
+    lines = [_status_line(status)]
+    for name, value in headers:
+        low = _low(name)
+        if low not in replaced:
+            has_date = has_date or low == b"date"
+            lines.append(b"%b: %b\r\n" % (name, value))
+    if not has_date:
+        lines.append(_date_line(int(time.time())))
+    for key, text in more.items():
+        lines.append(f"{key}: {text}\r\n".encode("utf-8", "surrogateescape"))
+    return whole_head(b"".join(lines), len(lines))
+
+
+@functools.lru_cache(maxsize=512)
+def _low(name: bytes) -> bytes:
+    return name.lower()
+
+
+@functools.lru_cache(maxsize=64)
+def _lows(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset(name.lower().encode("ascii") for name in names)
+
+
+@functools.lru_cache(maxsize=1)
+def _date_line(now_s: int) -> bytes:
+    return f"Date: {formatdate(now_s, usegmt=True)}\r\n".encode("ascii")
+
+
+@functools.lru_cache(maxsize=64)
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
+
+
+@functools.lru_cache(maxsize=512)
+def _comes_back(name: bytes) -> bool:
+    low = name.decode("latin-1").lower()
+    return not (low in HOP_BY_HOP or low == "server" or low.startswith(_OWN))
+
+
+# ── attempts ──────────────────────────────────────────────────────────────────────────────────────
+# One attempt: a request at one worker, its answer streamed to the client.
+#
+#     run ─▶ headers ─▶ first piece ─▶ client's headers ─▶ piece, piece, … ─▶ end
+#             └──────── LegFailure, the client has seen nothing ───┘   └─ broken: both ends cut off
+#
+# Nothing reaches the client before the first piece of the body, so that up to there another worker
+# can take over. From there on pieces go as they come, from the engine's connection to the client's
+# without a task in between: a client that does not read stops the reading of the engine's answer,
+# for STALL_S at most. A client that leaves cancels the task, which closes the engine's connection,
+# by which the engine aborts the request.
+#
+# No time limit ends an attempt: an engine that answers its probes is slow, not broken. `give_up`
+# does, where the core finds its engine silent. A connection that is not there within
+# CONNECT_TIMEOUT_S is looked for at another engine.
+
+CONNECT_TIMEOUT_S: Final = 2.0
+STALL_S: Final = 600.0
+"""Longest time for which a client may not read."""
+ERROR_BYTES_MAX: Final = 1 << 20
+WHOLE_BYTES_MAX: Final = 256 << 10
+"""An answer of a known length up to this goes in one piece."""
+TAIL_BYTES: Final = 4096
+LAST_CHUNK: Final = b"0\r\n\r\n"
+_COMPLETED: Final = b"event: response.completed"
+_ENDS: Final = (b"data: [DONE]", b"event: message_stop", _COMPLETED)
+
+
+class Attempt(msgspec.Struct, eq=False):
+    """One attempt at one worker; see the module. `tail` and `status` are there after `run`,
+    `has_answered` from the answer's first piece on, `is_whole` when all of it was sent.
+    """
+
+    engines: EnginePlaces
+    worker: Worker
+    request: web.BaseRequest
+    status: int = 0
+    tail: bytes = b""
+    """Last TAIL_BYTES of the answer's body."""
+    has_answered: bool = False
+    is_whole: bool = False
+    _is_completed: bool = False
+    """The last event of `/v1/responses` has begun, which may be longer than the tail."""
+    _connecting: asyncio.Timeout | None = None
+    _has_begun: bool = False
+    """The client has got a piece: further pieces go to it as they come."""
+    _is_over: bool = False
+    _is_chunked: bool = False
+    _is_stale: bool = False
+    _is_behind: bool = False
+    """The client does not read as fast as the engine writes."""
+    _pieces: list[bytes] = msgspec.field(default_factory=list)
+    """Pieces that are not sent yet, of `_size` bytes in all."""
+    _size: int = 0
+    _error: Exception | None = None
+    _woken: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    """Set when the task has something to do."""
+    _connection: EngineConnection | None = None
+    _headers: list[tuple[bytes, bytes]] = []
+    """Headers of the answer, kept here since the connection may have another request before the
+    task runs.
+    """
+    _on_first: Callable[[], None] = lambda: None
+    _has_client_key: bool = True
+
+    async def run(
+        self,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        *,
+        on_first: Callable[[], None],
+        more: dict[str, str],
+        has_client_key: bool = True,
+    ) -> bool:
+        """Send the request, and the answer to the client. Returns when all of it is sent: whether
+        the client's connection is kept.
+
+        Args:
+            headers: for the engine.
+            body: for the engine.
+            on_first: called with the first piece of the answer, before it is sent.
+            more: headers for the client.
+            has_client_key: as of `fault_of`.
+
+        Raises:
+            LegFailure: the engine failed.
+            Beaten: `on_first` raised it.
+            ClientStalled, ConnectionError: the client does not read, or has left.
+        """
+        self._on_first, self._has_client_key = on_first, has_client_key
+        target, place = self.request.rel_url.raw_path_qs, self.engines.place(self.worker.url)
+        head = request_head(self.request.method, target, place.host, headers, len(body))
+        connection = place.idle()
+        self.worker.attempts.add(self.give_up)
+        try:
+            while True:
+                self._begin()
+                connection = self._connection = connection or await self._connected(place)
+                connection.ask(head, body, self)
+                await self._news()
+                if not self._is_stale:
+                    break
+                connection = None
+            if (fault := self._fault()) is not None:
+                raise self._refused(fault)
+            if not self.has_answered:  # a refusal of the request, after all
+                self._on_first()
+                self.has_answered = True
+            is_kept = await self._pass_on(connection, more)
+        except NoConnection as error:
+            why = f"no connection: {error}"
+            raise LegFailure(Failure.CONNECT, why, is_gone=error.is_gone) from None
+        else:
+            self.is_whole = True
+            return is_kept
+        finally:
+            self.worker.attempts.discard(self.give_up)
+            if connection is not None and not self._is_over:
+                connection.abort()
+
+    def _begin(self) -> None:
+        """Reset the state: the same object may have made an attempt before, on a stale connection
+        or beside a prefill.
+        """
+        self._error = None
+        self._woken.clear()
+        self._is_over = self._is_stale = False
+        self._pieces.clear()
+        self._size = 0
+
+    async def _connected(self, place: _Place) -> EngineConnection:
+        """A new connection. Raises NoConnection, or LegFailure if there is none in
+        CONNECT_TIMEOUT_S.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._connecting:
+                return await place.connected()
+        except TimeoutError:
+            raise self._error or LegFailure(Failure.SILENT, "no connection in time") from None
+        finally:
+            self._connecting = None
+
+    def give_up(self) -> None:
+        """End the attempt because its engine is silent; nothing if an answer has begun."""
+        if not (self.has_answered or self._is_over):
+            self.end(LegFailure(Failure.SILENT, "the engine is silent"))
+
+    def end(self, error: Exception) -> None:
+        """Make `run` raise this error, or an earlier one; for attempts whose answer has
+        not begun.
+        """
+        if self._error is None:
+            self._error = error
+            if self._connecting is not None:
+                self._connecting.reschedule(asyncio.get_running_loop().time())
+            self._woken.set()
+
+    def _fault(self) -> Fault | None:
+        if self.status == HTTPStatus.OK:
+            return None
+        return fault_of(
+            self.status,
+            is_put_off=any(name.lower() == b"retry-after" for name, _ in self._headers),
+            has_client_key=self._has_client_key,
+            body=b"".join(self._pieces) if self.status in READ else b"",
+        )
+
+    def _refused(self, fault: Fault) -> LegFailure:
+        why = f"status {self.status}"
+        answer: web.Response | None = None
+        if self.status < HTTPStatus.BAD_REQUEST:
+            why += ": it sends requests elsewhere: its address is that of another server"
+        elif self.status in NO_ENTRY and fault.failure is Failure.STATUS:
+            why += ": it does not take the router's key (--worker-key-file)"
+        else:
+            answer = web.Response(
+                status=self.status,
+                headers=readable(back(self._headers)),
+                body=b"".join(self._pieces)[:ERROR_BYTES_MAX],
+            )
+        return LegFailure(fault.failure, why, answer=answer, lack=fault.lack)
+
+    # ── what the engine's connection says ────────────────────────────────────────────────────────
+
+    def heard(self, piece: bytes, *, is_over: bool) -> None:
+        """As `AnswerTaker`: keep or relay a piece of the engine's answer."""
+        connection = self._connection
+        assert connection is not None
+        self._is_over, self._headers = is_over, connection.headers
+        if self._error is not None:  # the task runs next, and ends by that
+            return
+        self.worker.heard_s = asyncio.get_running_loop().time()
+        is_refusal = False
+        if not self.has_answered:
+            self.status = connection.status
+            is_refusal = self.status in READ or self._fault() is not None
+        if not (self.has_answered or is_refusal):
+            try:
+                self._on_first()
+            except Beaten as error:
+                self._error = error
+                self._woken.set()
+                return
+            self.has_answered = True
+        if self._has_begun:
+            self._relay(piece)
+            return
+        self._pieces.append(piece)
+        self._size += len(piece)
+        length = connection.length
+        if is_refusal:
+            is_enough = self._size >= ERROR_BYTES_MAX
+        else:
+            is_enough = length is None or length > WHOLE_BYTES_MAX
+        if is_over or is_enough:
+            self._woken.set()
+
+    def broke(self, why: str, *, is_stale: bool) -> None:
+        """As `AnswerTaker`: `run` raises, or asks again over another connection if this one was
+        stale.
+        """
+        self._is_stale = is_stale and self._error is None
+        if not (self._is_stale or self._error):
+            why = f"the answer broke off: {why}"
+            self._error = LegFailure(Failure.BROKEN, why, has_streamed=self._has_begun)
+        self._woken.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stream has said that it is over: clients may leave then."""
+        is_over = self._is_completed or any(end in self.tail for end in _ENDS)
+        return self.has_answered and is_over
+
+    async def _news(self) -> None:
+        """Wait to be woken. Raises the error that ended the attempt, if there is one."""
+        await self._woken.wait()
+        self._woken.clear()
+        if self._error is not None:
+            raise self._error
+
+    # ── to the client ────────────────────────────────────────────────────────────────────────────
+
+    async def _pass_on(self, connection: EngineConnection, more: dict[str, str]) -> bool:
+        request = self.request
+        is_modern = request.version >= HttpVersion11
+        is_kept = is_modern and request.keep_alive
+        if not is_kept:
+            more[CONNECTION] = "close"
+        length = connection.length if not self._is_over else self._size
+        if length is None and is_modern:
+            self._is_chunked = True
+            more[TRANSFER_ENCODING] = "chunked"
+        elif length is not None and self.status not in NO_BODY:
+            more[CONTENT_LENGTH] = str(length)
+        first = b"".join(self._pieces)
+        self._pieces.clear()
+        self._has_begun = not self._is_over
+        self._relay(first, answer_head(self.status, back(self._headers), more))
+        while not self._is_over:
+            await self._news()
+            if self._is_behind and not self._is_over:
+                await self._drained()
+                self._is_behind = False
+                connection.resume()
+        if self._error is not None:
+            raise self._error
+        if request.protocol.writing_paused:
+            await self._drained()
+        return is_kept
+
+    def _relay(self, piece: bytes, head: bytes = b"") -> None:
+        """Write a piece to the client, after `head`, with chunk framing where needed. Pauses the
+        engine's connection if the client does not keep up.
+        """
+        transport = self.request.transport
+        if transport is None or transport.is_closing():
+            self._error = ConnectionResetError("the client has left")
+            self._woken.set()
+            return
+        self._is_completed |= _COMPLETED in self.tail[-len(_COMPLETED) :] + piece
+        self.tail = (self.tail + piece)[-TAIL_BYTES:]
+        if not self._is_chunked:
+            framed = head + piece
+        else:
+            framed = b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if piece else head
+            if self._is_over:
+                framed += LAST_CHUNK
+        if framed:
+            transport.write(framed)
+        if self._is_over:
+            self._woken.set()
+            return
+        if self.request.protocol.writing_paused and not self._is_behind:
+            self._is_behind = True
+            assert self._connection is not None
+            self._connection.pause()
+            self._woken.set()
+
+    async def _drained(self) -> None:
+        """Wait until the client has read. Raises ClientStalled after STALL_S."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self.request.writer.drain()
+        except TimeoutError:
+            raise ClientStalled from None

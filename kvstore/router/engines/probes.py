@@ -23,7 +23,8 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvstore.router.engines.connections import EngineHttp, HttpAnswer, NoAnswer, NoConnection
+from kvstore.router.engines.calls import EngineHttp, HttpAnswer
+from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.kinds import ENGINES, EngineKind, findings_of
 from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
 from kvstore.routing.events import Probed, RouteEvent, Scraped

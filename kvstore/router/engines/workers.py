@@ -3,23 +3,24 @@
     discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe, judge ─▶ core
     core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ AbandonWorker ─▶ `give_up`
 
-Health is judged by the core (`kvstore.routing.rows`); here is its last word, for pages
-and for those who choose an engine to ask something.
+Health is judged by the core (`kvstore.routing.rows`); here is its last word, for pages and for
+those who choose an engine to ask something.
 
-Covers: state on one loop. Does not cover: probes themselves (`probes`), where workers come from
-(`discovery`).
+Covers: state on one loop; models of the policy that no worker serves. Does not cover: probes
+themselves (`probes`), where workers come from (`discovery`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import msgspec
 from yarl import URL
 
 from kvstore.routing.events import AbandonWorker, Joined, Judged, RouteEvent, WorkerLeft
+from kvstore.routing.policy import ModelPool, RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
 
@@ -183,18 +184,17 @@ class Workers:
         """`note`: takes events for the core."""
         self._note = note
         self._workers: dict[str, Worker] = {}
+        self.get = self._workers.get
+        """Worker of a name; None: there is none."""
         self.version = 0
         """Counts changes of workers, descriptions, parity and states."""
         self.serve_a_model = True
-        """Whether the workers serve a model of the policy (`pools`)."""
+        """Whether the workers serve a model of the policy (`PoolWatch`)."""
         self.read_again: Callable[[], Awaitable[None]] = _not_read
         """Function that reads the models of all engines now (`probes`)."""
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
-
-    def get(self, name: str) -> Worker | None:
-        return self._workers.get(name)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -283,3 +283,60 @@ class Workers:
 
 async def _not_read() -> None:
     return
+
+
+# ── pools ─────────────────────────────────────────────────────────────────────────────────────────
+# Models of the policy that no worker serves: their requests fail though every worker is up.
+#
+#     policy.models × workers ─▶ `faults` ─▶ PoolWatch ─▶ /healthz, readiness, the log
+#
+# A worker whose models are not known yet serves any. A pool without workers is no fault where the
+# policy holds requests for one (`holds_without_workers`). The log names a fault when every worker
+# has answered or failed, and again after a reload.
+
+
+def faults(policy: RoutingPolicy, workers: Collection[Worker]) -> list[str]:
+    """A sentence about each pool that gets requests of a model and does not serve it; empty: it
+    does.
+    """
+    found = []
+    for model, rule in policy.models.items():
+        for pool in rule.pools or (ModelPool(pool=""),):  # without pools: sought in all
+            crew = [w for w in workers if w.serves_requests and pool.pool in ("", w.address.pool)]
+            if pool.weight:
+                found.append(_fault(model, pool, crew, policy))
+    return found
+
+
+def _fault(model: str, pool: ModelPool, crew: Collection[Worker], policy: RoutingPolicy) -> str:
+    name, served = pool.pool, pool.served or model
+    if name and not crew and not policy.limits.holds_without_workers:
+        return f"pool {name} of model {model} has no worker: add pool={name} to its workers"
+    if not crew or any(served in worker.models or not worker.models for worker in crew):
+        return ""
+    serve = ", ".join(sorted({each for worker in crew for each in worker.models}))[:200]
+    what = f"workers{' of pool ' * bool(name)}{name} serve {serve}, not {served}"
+    return f"{what}: correct models.{model} of the policy, or the engines' --served-model-name"
+
+
+class PoolWatch:
+    """See above; `once` is repeated by its owner."""
+
+    pause_s: Final = 0.5
+
+    def __init__(self, policy: Callable[[], RoutingPolicy], workers: Workers) -> None:
+        self._policy, self._workers = policy, workers
+        self.notes: list[str] = []
+        self.said: list[str] = []
+        """Notes that are in the log already; cleared at a reload."""
+
+    async def once(self) -> None:
+        found = faults(self._policy(), list(self._workers))
+        self._workers.serve_a_model = "" in found or not found
+        self.notes = list(dict.fromkeys(filter(None, found)))
+        states = {worker.state for worker in self._workers}
+        if states and "new" not in states:
+            for note in self.notes:
+                if note not in self.said:
+                    _log.warning("%s", note)
+            self.said = self.notes

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import xxhash
 from aiohttp import web
 
+from kvstore.router.engines.connections import SERVER
 from kvstore.router.engines.workers import Worker
-from kvstore.router.front import heads
-from kvstore.router.front.bodies import Peek
 from kvstore.routing.events import Rejected, RejectReason
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
 
-# ── paths ─────────────────────────────────────────────────────────────────────────────────────────
-# Paths of the API that reach an engine, and what the router does with each.
-#
-#     POST of PROMPTS           routed by prefix and load; kv_transfer_params, salts, media
-#     POST of a form            the same, by load: the form goes on as it came
-#     /v1/responses/{id}…       to the worker that stored the response
-#
-# Administration of engines (sleep, weights, adapters, caches) is not here: it is not for clients.
-
-PROMPTS: Final = frozenset(
-    {
-        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
-        *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling"),
-        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/generative_scoring", "/tokenize", "/detokenize"),
-    }
-)
-AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
-RESPONSES: Final = "/v1/responses"
-STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
-"""Path of a stored response; group 1 is its id."""
-ALIVE: Final = "/livez"
-PROBED: Final = frozenset({ALIVE, "/health"})
-"""Paths that need no API key: Kubernetes and load balancers have none."""
-FORM: Final = "multipart/form-data"
-
-
-def takes_prompts(path: str) -> bool:
-    """Whether requests of a path are routed to workers by prefix or load."""
-    return path in PROMPTS or AUDIO.fullmatch(path) is not None
-
+if TYPE_CHECKING:
+    from kvstore.router.front.intake import Peek
 
 # ── responses ─────────────────────────────────────────────────────────────────────────────────────
 # Stored responses (`/v1/responses`): the worker that keeps one is part of the response's id.
@@ -60,6 +29,7 @@ def takes_prompts(path: str) -> bool:
 # Engines keep responses in memory of one process. vLLM and SGLang take the id from the request, so
 # no table of ids has to be kept, shared by routers or lost at a restart.
 
+RESPONSES: Final = "/v1/responses"
 PREFIX: Final = "resp_"
 TAG_DIGITS: Final = 8
 _TAKES_ID: Final = ("vllm", "sglang")
@@ -144,7 +114,7 @@ def json_response(status: int, content: object) -> web.Response:
         status=status,
         body=msgspec.json.encode(content),
         content_type="application/json",
-        headers={heads.SERVER: "kvstore"},
+        headers={SERVER: "kvstore"},
     )
 
 

@@ -1,14 +1,11 @@
-"""The listening end of the proxy: bounded in connections, heads, bodies and time.
+"""The listening end of the proxy: bounded in connections, heads and time.
 
-    accept ─▶ room? else the oldest connection without a request gives way ─▶ head (bounded)
-           ─▶ framing that one parser alone would accept: 400 ─▶ body (bounded, in time) ─▶ proxy
+    accept ─▶ room? else the oldest connection without a request gives way ─▶ head ─▶ proxy
     no room, or no descriptor ─▶ the next connection waits in the kernel until there is
 
-A connection without a request costs a descriptor for IDLE_S at most. Bodies of all requests
-together have a budget: once it is used up, bodies that are stalled give way. Heads are parsed by
-llhttp in its strict mode; a request with both kinds of framing, or with a transfer coding besides
-chunked, is refused all the same. Compressed bodies are refused: their size would be known too late.
-A client that expects 100-continue gets it after all checks that need no body.
+A connection without a request costs a descriptor for IDLE_S at most. Heads are parsed by llhttp in
+its strict mode; a request with both kinds of framing, or with a transfer coding besides chunked, is
+refused all the same, and bodies are bounded, too (`intake`).
 """
 
 from __future__ import annotations
@@ -24,12 +21,11 @@ from itertools import chain, islice
 from typing import Final
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from kvstore.client.tls import Tls
-from kvstore.router.front import heads
+from kvstore.router.engines.connections import CONNECTION, CONTENT_LENGTH, answer_head
 from kvstore.router.front.answers import error_response
 
 HEAD_BYTES_MAX: Final = 32 << 10
@@ -39,30 +35,15 @@ GIVES_WAY_S: Final = 2.0
 """Time without a request after which a connection gives way to a new one, whose request is on its
 way.
 """
-BODY_STALL_S: Final = 60.0
-"""Longest time for the next STEP_BYTES of a body."""
 PAUSE_S: Final = 0.05
 LOG_EVERY_S: Final = 60.0
-BODIES_SHARE: Final = 8
-"""Number of bodies of the largest size that the memory for bodies holds."""
-SMALL_BYTES: Final = 64 << 10
-"""Bodies up to this are read without waiting for memory."""
-ROOM_LOOK_S: Final = 0.02
-STALLED_S: Final = 2.0
-"""When memory is used up, a body gives way whose last STEP_BYTES took longer than this."""
-WHOLE_S: Final = 120.0
-"""When memory is used up, a body also gives way if at its present rate it would take longer than
-this in all.
-"""
-STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
-_CONTINUE: Final = "100-continue"
-NO_MEMORY: Final = "the bodies under way use up their memory"
 NEEDS_TLS: Final = "this port speaks TLS: use https://"
 FIRST_BYTE_S: Final = 60.0
 LONG_HEAD: Final = f"the head is longer than {HEAD_BYTES_MAX} bytes"
 
-Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Answer = Callable[[web.BaseRequest, bytes | None], Awaitable[web.StreamResponse]]
+"""Takes a request, and its body if all of it came together with the head."""
 _log = logging.getLogger(__name__)
 _http_log = logging.getLogger(__name__ + ".http")
 
@@ -76,14 +57,6 @@ def _is_bug(record: logging.LogRecord) -> bool:
 
 
 _http_log.addFilter(_is_bug)
-
-
-class BodyRefused(Exception):
-    """The body is not read on. Carries the status and one sentence."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class _Connection(RequestHandler):
@@ -136,8 +109,26 @@ def _refusal(sentence: str) -> bytes:
     body = error_response(400, sentence, "bad_request").body
     assert isinstance(body, bytes)
     own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
-    more: dict[str, str] = {heads.CONTENT_LENGTH: str(len(body)), heads.CONNECTION: "close"}
-    return heads.answer_head(400, own, more) + body
+    more: dict[str, str] = {CONTENT_LENGTH: str(len(body)), CONNECTION: "close"}
+    return answer_head(400, own, more) + body
+
+
+class Relayed(web.StreamResponse):
+    """An answer whose bytes are written already: aiohttp has nothing to add. `is_kept`: further
+    requests may come over its connection.
+    """
+
+    is_kept = True
+
+    @property
+    def keep_alive(self) -> bool:
+        return self.is_kept
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
 
 
 class FrontDoor(web.Server):
@@ -210,147 +201,15 @@ class FrontDoor(web.Server):
                 answer = error_response(400, LONG_HEAD, "bad_request")
                 answer.force_close()
                 return answer
-            return await self._answer(request)
+            content, whole = request.content, None
+            if content.is_eof() and content.exception() is None:
+                whole = content.read_nowait()
+            return await self._answer(request, whole)
         except ConnectionError:
             raise asyncio.CancelledError from None  # aiohttp would log a bug, and answer nobody
         finally:
             if transport is not None and not transport.is_closing():
                 self._idle[handler] = transport, self._loop.time()
-
-
-class _Coming:
-    """A body that is being read."""
-
-    def __init__(self, limit: asyncio.Timeout, taken: int, now_s: float) -> None:
-        self.limit = limit
-        self.taken = taken
-        """Bytes of the memory budget that it has."""
-        self.size = self.step_size = 0
-        """Bytes that came, and how many there were at the last step of STEP_BYTES."""
-        self.step_s = self._begun_s = now_s
-        """When the last step was, and when reading began."""
-        self.gives_way = False
-
-    def is_slow(self, now_s: float) -> bool:
-        """Whether the body comes too slowly for the memory that it has."""
-        age_s = now_s - self._begun_s
-        is_behind = age_s >= STALLED_S and self.size * WHOLE_S < self.taken * age_s
-        return is_behind or now_s - self.step_s >= STALLED_S
-
-
-class Bodies:
-    """Reads bodies, within a budget for all of them."""
-
-    def __init__(self, *, bytes_max: int) -> None:
-        self.bytes_max, self._clock = bytes_max, asyncio.get_running_loop().time
-        self._left = bytes_max * BODIES_SHARE
-        self._coming: dict[_Coming, None] = {}
-        """Bodies that are being read; the one with the oldest last step first."""
-        self._turn = asyncio.Lock()
-
-    async def read(self, request: web.BaseRequest) -> bytes:
-        """The whole body of a request; the caller releases its length afterwards.
-
-        Raises:
-            BodyRefused: framing, coding, size or time.
-        """
-        _refuse_framing(request)
-        announced = request.content_length
-        if announced is not None and announced > self.bytes_max:
-            raise BodyRefused(413, f"the body has {announced} bytes: at most {self.bytes_max}")
-        content = request.content
-        if content.is_eof():  # it came together with its head
-            body = content.read_nowait()
-            if len(body) > self.bytes_max:
-                raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
-            self.take(len(body))
-            return body
-        if (taken := announced or 0) > SMALL_BYTES:
-            await self._room(taken)
-        else:
-            self.take(taken)
-        is_modern, transport = request.version >= HttpVersion11, request.transport
-        if heads.EXPECT in request.headers and is_modern and transport is not None:
-            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        pieces: list[bytes] = []
-        coming = _Coming(asyncio.timeout(BODY_STALL_S), taken, self._clock())
-        self._coming[coming] = None
-        try:
-            async with coming.limit:
-                while piece := await content.readany():
-                    pieces.append(piece)
-                    self._came(coming, len(piece))
-                if coming.gives_way:  # in the turn in which its end came
-                    raise TimeoutError
-        except TimeoutError:
-            self.release(coming.taken)
-            late = f"did not go on for {BODY_STALL_S:g} s"
-            why = "came too slowly: others need its memory" if coming.gives_way else late
-            raise BodyRefused(408, f"the body {why}") from None
-        except BaseException:
-            self.release(coming.taken)
-            raise
-        finally:
-            self._coming.pop(coming, None)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _came(self, coming: _Coming, size: int) -> None:
-        if coming.size + size > self.bytes_max:
-            raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
-        coming.size += size
-        if coming.size - coming.step_size >= STEP_BYTES:
-            coming.step_size, coming.step_s = coming.size, self._clock()
-            if not (coming.gives_way or coming.limit.expired()):
-                coming.limit.reschedule(coming.step_s + BODY_STALL_S)
-                del self._coming[coming]
-                self._coming[coming] = None
-        more = max(0, coming.size - coming.taken)
-        coming.taken += more
-        if more and not self.take(more):
-            raise BodyRefused(503, NO_MEMORY)
-
-    async def _room(self, size: int) -> None:
-        """Wait, in turn, until there is memory for `size` bytes: an engine could take the request,
-        so it is not refused.
-        """
-        async with self._turn:
-            while not self.take(size):
-                self.release(size)
-                await asyncio.sleep(ROOM_LOOK_S)
-
-    def take(self, size: int) -> bool:
-        """Count `size` bytes against the memory; they stay counted until `release`, whatever the
-        result. Returns whether there is room, for which slow bodies give way.
-        """
-        self._left -= size
-        now_s = self._clock()
-        while self._left < 0:
-            slowest = next((each for each in self._coming if each.is_slow(now_s)), None)
-            if slowest is None:
-                break
-            del self._coming[slowest]
-            slowest.gives_way = True
-            self.release(slowest.taken)
-            slowest.taken = slowest.size = slowest.step_size = 0
-            if not slowest.limit.expired():
-                slowest.limit.reschedule(asyncio.get_running_loop().time())
-        return self._left >= 0
-
-    def release(self, size: int) -> None:
-        self._left += size
-
-
-def _refuse_framing(request: web.BaseRequest) -> None:
-    headers = request.headers
-    codings = headers.getall(heads.TRANSFER_ENCODING, ())
-    lengths = headers.getall(heads.CONTENT_LENGTH, ())
-    if len(codings) + len(lengths) > 1 or (codings and codings[0].strip().lower() != "chunked"):
-        raise BodyRefused(400, "give one Content-Length, or one Transfer-Encoding: chunked")
-    expected = headers.get(heads.EXPECT, _CONTINUE)
-    if expected.lower() != _CONTINUE:
-        raise BodyRefused(417, f"only {_CONTINUE} can be expected")
-    if headers.get(heads.CONTENT_ENCODING, "identity").lower() != "identity":
-        raise BodyRefused(415, "compressed bodies are refused: send it without Content-Encoding")
 
 
 def server_context(tls: Tls, *, demands_certificates: bool) -> ssl.SSLContext:

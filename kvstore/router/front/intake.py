@@ -1,39 +1,38 @@
-"""From a head and a body to a request of the decision core, for all front ends that see both.
+"""From a client's request to a request of the decision core, for all front ends that see both.
 
-    head ─▶ tenant      body ─▶ peek ─▶ edited, where it must be ─▶ prefix ─▶ RequestJob
+    head ─▶ tenant      body: in time, within its memory ─▶ peek ─▶ edited, where it must be
+                                                                     └─▶ prefix ─▶ RequestJob
 
-Covers: rules about fields and headers of requests. Does not cover: bytes of HTTP or gRPC.
+Covers: API keys, bytes and fields of bodies, headers that are read. Does not cover: bytes of
+connections (`door`), headers that go on (`proxy`), tokens (`keys`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
+from aiohttp import web
+from aiohttp.http import HttpVersion11
 from multidict import CIMultiDictProxy, istr
 
 from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.router.engines.connections import CONTENT_LENGTH, TRANSFER_ENCODING
 from kvstore.router.engines.workers import Workers
-from kvstore.router.front import heads
-from kvstore.router.front.answers import FORM, is_of, worker_of
-from kvstore.router.front.bodies import (
-    STRIPPED,
-    TENANTS_STRIPPED,
-    BadBody,
-    Peek,
-    edited,
-    peek,
-    peek_form,
-)
-from kvstore.router.front.prefill import can_split
-from kvstore.router.keys.prefixes import Prefix, Prefixes
+from kvstore.router.front.answers import is_of, worker_of
 from kvstore.routing.events import Arrived
 from kvstore.routing.values import RouteRequest
 from kvstore.wire.identity import is_name
+
+if TYPE_CHECKING:
+    from kvstore.router.keys.prefixes import Prefix, Prefixes
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────
 # API keys of clients, and the tenants that they belong to.
@@ -102,7 +101,413 @@ def _digest(key: object) -> bytes | None:
     return hashlib.sha256(key.encode()).digest() if is_key else None
 
 
-# ── intake ────────────────────────────────────────────────────────────────────────────────────────
+def bearer(headers: CIMultiDictProxy[str]) -> str:
+    """The API key of a request, as clients of OpenAI or of Anthropic send it; empty: none."""
+    kind, _, key = headers.get(AUTHORIZATION, "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get(API_KEY, "")
+
+
+# ── bytes of bodies ───────────────────────────────────────────────────────────────────────────────
+# Bodies have a budget for all requests together: once it is used up, those that are stalled give
+# way.
+# Compressed bodies are refused: their size would be known too late. A client that expects
+# 100-continue gets it after all checks that need no body.
+
+API_KEY: Final = istr("X-Api-Key")
+AUTHORIZATION: Final = istr("Authorization")
+CONTENT_ENCODING: Final = istr("Content-Encoding")
+EXPECT: Final = istr("Expect")
+BODY_STALL_S: Final = 60.0
+"""Longest time for the next STEP_BYTES of a body."""
+BODIES_SHARE: Final = 8
+"""Number of bodies of the largest size that the memory for bodies holds."""
+SMALL_BYTES: Final = 64 << 10
+"""Bodies up to this are read without waiting for memory."""
+ROOM_LOOK_S: Final = 0.02
+STALLED_S: Final = 2.0
+"""When memory is used up, a body gives way whose last STEP_BYTES took longer than this."""
+WHOLE_S: Final = 120.0
+"""When memory is used up, a body also gives way if at its present rate it would take longer than
+this in all.
+"""
+STEP_BYTES: Final = 16 << 10
+_CONTINUE: Final = "100-continue"
+NO_MEMORY: Final = "the bodies under way use up their memory"
+
+
+class BodyRefused(Exception):
+    """The body is not read on. Carries the status and one sentence."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Coming:
+    """A body that is being read."""
+
+    def __init__(self, limit: asyncio.Timeout, taken: int, now_s: float) -> None:
+        self.limit = limit
+        self.taken = taken
+        """Bytes of the memory budget that it has."""
+        self.size = self.step_size = 0
+        """Bytes that came, and how many there were at the last step of STEP_BYTES."""
+        self.step_s = self._begun_s = now_s
+        """When the last step was, and when reading began."""
+        self.gives_way = False
+
+    def is_slow(self, now_s: float) -> bool:
+        """Whether the body comes too slowly for the memory that it has."""
+        age_s = now_s - self._begun_s
+        is_behind = age_s >= STALLED_S and self.size * WHOLE_S < self.taken * age_s
+        return is_behind or now_s - self.step_s >= STALLED_S
+
+
+class Bodies:
+    """Reads bodies, within a budget for all of them."""
+
+    def __init__(self, *, bytes_max: int) -> None:
+        self.bytes_max, self._clock = bytes_max, asyncio.get_running_loop().time
+        self.left = bytes_max * BODIES_SHARE
+        """Bytes of memory that no body has; below 0: more than there are, until bodies give way."""
+        self._coming: dict[_Coming, None] = {}
+        """Bodies that are being read; the one with the oldest last step first."""
+        self._turn = asyncio.Lock()
+
+    async def read(self, request: web.BaseRequest, whole: bytes | None) -> bytes:
+        """The whole body of a request; the caller adds its length to `left` afterwards. `whole`: it
+        came together with its head.
+
+        Raises:
+            BodyRefused: framing, coding, size or time.
+        """
+        _refuse_framing(request)
+        announced = request.content_length
+        if announced is not None and announced > self.bytes_max:
+            raise BodyRefused(413, f"the body has {announced} bytes: at most {self.bytes_max}")
+        if whole is not None:
+            if len(whole) > self.bytes_max:
+                raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
+            self.take(len(whole))
+            return whole
+        if (taken := announced or 0) > SMALL_BYTES:
+            await self._room(taken)
+        else:
+            self.take(taken)
+        is_modern, transport = request.version >= HttpVersion11, request.transport
+        if EXPECT in request.headers and is_modern and transport is not None:
+            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        pieces: list[bytes] = []
+        coming = _Coming(asyncio.timeout(BODY_STALL_S), taken, self._clock())
+        self._coming[coming] = None
+        try:
+            async with coming.limit:
+                while piece := await request.content.readany():
+                    pieces.append(piece)
+                    self._came(coming, len(piece))
+                if coming.gives_way:  # in the turn in which its end came
+                    raise TimeoutError
+        except TimeoutError:
+            self.left += coming.taken
+            late = f"did not go on for {BODY_STALL_S:g} s"
+            why = "came too slowly: others need its memory" if coming.gives_way else late
+            raise BodyRefused(408, f"the body {why}") from None
+        except BaseException:
+            self.left += coming.taken
+            raise
+        finally:
+            self._coming.pop(coming, None)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _came(self, coming: _Coming, size: int) -> None:
+        if coming.size + size > self.bytes_max:
+            raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
+        coming.size += size
+        if coming.size - coming.step_size >= STEP_BYTES:
+            coming.step_size, coming.step_s = coming.size, self._clock()
+            if not (coming.gives_way or coming.limit.expired()):
+                coming.limit.reschedule(coming.step_s + BODY_STALL_S)
+                del self._coming[coming]
+                self._coming[coming] = None
+        more = max(0, coming.size - coming.taken)
+        coming.taken += more
+        if more and not self.take(more):
+            raise BodyRefused(503, NO_MEMORY)
+
+    async def _room(self, size: int) -> None:
+        """Wait, in turn, until there is memory for `size` bytes: an engine could take the request,
+        so it is not refused.
+        """
+        async with self._turn:
+            while not self.take(size):
+                self.left += size
+                await asyncio.sleep(ROOM_LOOK_S)
+
+    def take(self, size: int) -> bool:
+        """Count `size` bytes against the memory; they stay counted until they are added to `left`
+        again, whatever the result. Returns whether there is room, for which slow bodies give way.
+        """
+        self.left -= size
+        now_s = self._clock()
+        while self.left < 0:
+            slowest = next((each for each in self._coming if each.is_slow(now_s)), None)
+            if slowest is None:
+                break
+            del self._coming[slowest]
+            slowest.gives_way = True
+            self.left += slowest.taken
+            slowest.taken = slowest.size = slowest.step_size = 0
+            if not slowest.limit.expired():
+                slowest.limit.reschedule(asyncio.get_running_loop().time())
+        return self.left >= 0
+
+
+def _refuse_framing(request: web.BaseRequest) -> None:
+    headers = request.headers
+    codings = headers.getall(TRANSFER_ENCODING, ())
+    lengths = headers.getall(CONTENT_LENGTH, ())
+    if len(codings) + len(lengths) > 1 or (codings and codings[0].strip().lower() != "chunked"):
+        raise BodyRefused(400, "give one Content-Length, or one Transfer-Encoding: chunked")
+    expected = headers.get(EXPECT, _CONTINUE)
+    if expected.lower() != _CONTINUE:
+        raise BodyRefused(417, f"only {_CONTINUE} can be expected")
+    if headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
+        raise BodyRefused(415, "compressed bodies are refused: send it without Content-Encoding")
+
+
+# ── fields of bodies ──────────────────────────────────────────────────────────────────────────────
+# Read as far as routing needs, and sent on as they came.
+#
+#     {"model": "m", "prompt": "…", …} ─▶ peek ─▶ Peek (values stay raw bytes)
+#                                       ─▶ edited: fields dropped or set, all other bytes kept
+#     multipart/form-data ─▶ peek_form ─▶ Peek (the model), refused if it has fields of STRIPPED
+#
+# Ways to be wrong, each a BadBody of one sentence: no JSON, no object, nested too deeply, a model
+# that is no text, or a long one. All other faults are the engine's to report. Names of fields are
+# compared after JSON's escapes, and of a repeated field the last one counts, as in engines;
+# `edited` leaves one, unless there may be very many.
+
+NAME_BYTES_MAX: Final = 1024
+
+STRIPPED: Final = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port"),
+        *("bootstrap_room", "data_parallel_rank"),
+    }
+)
+"""Fields with which an engine would connect to an address, or compute at a rank, of the client's
+choice (the last four: SGLang's)."""
+TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
+"""Fields that are dropped where there are tenants: by `priority`, one tenant would be served before
+the others.
+"""
+COLONS_MAX: Final = 1 << 18
+"""Bodies with more colons are not taken apart, since they may have as many fields: that takes
+seconds.
+"""
+PARTS_MAX: Final = 1000
+"""Most parts of a form in which fields are looked for."""
+_EMPTY: Final = msgspec.Raw()
+
+
+class BadBody(KVStoreError):
+    """The body of a request is invalid."""
+
+
+class Peek(msgspec.Struct):
+    """Fields of a request that routing reads. Raw values are JSON; empty: absent."""
+
+    model: str = ""
+    stream: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = _EMPTY
+    instructions: msgspec.Raw = _EMPTY
+    prompt: msgspec.Raw = _EMPTY
+    messages: msgspec.Raw = _EMPTY
+    input: msgspec.Raw = _EMPTY
+    query: msgspec.Raw = _EMPTY
+    queries: msgspec.Raw = _EMPTY
+    text_1: msgspec.Raw = _EMPTY
+    documents: msgspec.Raw = _EMPTY
+    items: msgspec.Raw = _EMPTY
+    text_2: msgspec.Raw = _EMPTY
+    previous_response_id: msgspec.Raw = _EMPTY
+    request_id: msgspec.Raw = _EMPTY
+    priority: msgspec.Raw = _EMPTY
+    max_tokens: msgspec.Raw = _EMPTY
+    max_completion_tokens: msgspec.Raw = _EMPTY
+    max_output_tokens: msgspec.Raw = _EMPTY
+    user: msgspec.Raw = _EMPTY
+    session_id: msgspec.Raw = _EMPTY
+    cache_salt: msgspec.Raw = _EMPTY
+    kv_transfer_params: msgspec.Raw = _EMPTY
+    ec_transfer_params: msgspec.Raw = _EMPTY
+    bootstrap_host: msgspec.Raw = _EMPTY
+    bootstrap_port: msgspec.Raw = _EMPTY
+    bootstrap_room: msgspec.Raw = _EMPTY
+    data_parallel_rank: msgspec.Raw = _EMPTY
+    vllm_xargs: msgspec.Raw = _EMPTY
+    prompt_logprobs: msgspec.Raw = _EMPTY
+    echo: msgspec.Raw = _EMPTY
+    store: msgspec.Raw = _EMPTY
+    n: msgspec.Raw = _EMPTY
+    best_of: msgspec.Raw = _EMPTY
+
+    @property
+    def is_streamed(self) -> bool:
+        return bytes(self.stream) == b"true"
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Most tokens that the client wants; None: no limit given."""
+        return _number(self.max_completion_tokens or self.max_tokens or self.max_output_tokens)
+
+    @property
+    def urgency(self) -> int | None:
+        """Priority among requests that wait, lower first; None: it gives none."""
+        return _number(self.priority)
+
+    @property
+    def previous_response(self) -> str:
+        """Id of the stored response that the request continues; empty: none."""
+        return _text(self.previous_response_id)
+
+    @property
+    def session(self) -> str:
+        """Name of the conversation that the body gives; empty: none."""
+        return _text(self.session_id) or _text(self.user)
+
+    @property
+    def salt(self) -> str:
+        return _text(self.cache_salt)
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """The names among `names` of fields that the body has."""
+        return [name for name in names if getattr(self, name)]
+
+    def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
+        """`vllm_xargs` without these fields, which vLLM reads there, too: with a text in one of
+        them the request fails in every engine. None: it has none of them.
+        """
+        if not bytes(self.vllm_xargs):
+            return None
+        try:
+            fields = fields_of(self.vllm_xargs)
+        except msgspec.MsgspecError:
+            return None
+        kept = {name: value for name, value in fields.items() if name not in names}
+        return kept if len(kept) < len(fields) else None
+
+    def token_ids(self) -> list[int] | None:
+        """Token ids of the prompt, if it is one list of them; None: anything else."""
+        if bytes(self.prompt)[:1] != b"[":
+            return None
+        try:
+            return _ids.decode(self.prompt)
+        except msgspec.DecodeError:
+            return None
+
+
+class _NullablePeek(Peek):
+    model: str | None = ""  # type: ignore[assignment]
+
+
+_peek: Final = msgspec.json.Decoder(_NullablePeek)
+_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any: Final = msgspec.json.Decoder()
+_ids: Final = msgspec.json.Decoder(list[int])
+
+
+def peek(body: bytes) -> Peek:
+    """Fields that routing reads from a JSON body. Raises BadBody."""
+    try:
+        read = _peek.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadBody(f"the body is not valid: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadBody(f"the body is not JSON: {error}") from None
+    read.model = read.model or ""
+    if len(read.model) > NAME_BYTES_MAX:  # names are kept, wrong ones included
+        raise BadBody(f"the name of the model is longer than {NAME_BYTES_MAX} characters")
+    return read
+
+
+_BOUNDARY: Final = re.compile(r'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
+_FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
+_NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
+
+
+def peek_form(body: bytes, content_type: str) -> Peek:
+    """Fields that routing reads from a form, which is sent on as it came: nothing in it can be
+    dropped or set.
+
+    Raises:
+        BadBody: it is no form, or has a field by which it would steer its engine.
+    """
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
+        raise BadBody("the form has no boundary in its Content-Type")
+    # In the whole body: an engine may see other parts than those that the boundary makes here.
+    has_more = b"vllm_xargs" in body
+    if has_more and b"\\u00" in body:
+        raise BadBody("the form has escapes in vllm_xargs")
+    for steering in STRIPPED:
+        name = steering.encode()
+        if name in body and (has_more or name in _NAMED.findall(body)):
+            raise BadBody(f"the form has a field that no client may set: {steering}")
+    read, parts = Peek(), body.split(b"--" + boundary[1].encode(), PARTS_MAX)
+    for part in parts[1:-1]:
+        head, _, value = part.partition(b"\r\n\r\n")
+        names = _FIELD.findall(head)
+        if b"model" in names:
+            read.model = value[:NAME_BYTES_MAX].decode("utf-8", "replace").strip()
+        elif b"stream" in names:
+            read.stream = msgspec.Raw(value[:8].strip().lower())
+    return read
+
+
+def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Fields of a body that is known to be an object; values stay raw."""
+    return _fields.decode(body)
+
+
+def edited(
+    body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
+) -> bytes:
+    """The body, known to be an object, without some fields and with others set. A body of perhaps
+    very many fields gets the changes behind its own fields, null for those dropped: the last one
+    counts.
+    """
+    if body.count(b":") > COLONS_MAX:
+        more = msgspec.json.encode(dict.fromkeys(drop) | dict(put or {}))
+        head = body.rstrip()[:-1].rstrip()
+        return head + (b"" if head.endswith(b"{") else b",") + more[1:] if len(more) > 2 else body
+    fields: dict[str, Any] = {
+        name: value for name, value in fields_of(body).items() if name not in drop
+    }
+    return msgspec.json.encode(fields | (dict(put) if put else {}))
+
+
+def _plain(raw: msgspec.Raw) -> object:
+    if not bytes(raw):
+        return None
+    try:
+        return _any.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _text(raw: msgspec.Raw) -> str:
+    found = _plain(raw)
+    return found if isinstance(found, str) else ""
+
+
+def _number(raw: msgspec.Raw) -> int | None:
+    found = _plain(raw)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+# ── requests of the core ──────────────────────────────────────────────────────────────────────────
 
 OUTPUT_TOKENS_MAX: Final = 1 << 24
 """Larger limits count as this one: engines have the last word about the limit itself."""
@@ -110,6 +515,7 @@ PRIORITY_MAX: Final = 1 << 31
 SESSION_CHARACTERS_MAX: Final = 256
 SESSION_HEADER: Final = istr("X-Session-Id")
 CONTENT_TYPE: Final = istr("Content-Type")
+FORM: Final = "multipart/form-data"
 PIN_HEADER: Final = istr("X-Kvstore-Pin-Ttl-S")
 END_HEADER: Final = istr("X-Kvstore-Session-End")
 PRIORITY_HEADER: Final = istr("X-Kvstore-Priority")
@@ -120,6 +526,7 @@ which may also call tools for them.
 """
 _PRIORITY: Final = re.compile(r"-?[0-9]{1,10}")
 _NOTHING: Final = frozenset({b"", b"null", b"false"})
+SPLIT_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ONE: Final = frozenset({b"", b"null", b"1"})
 
 
@@ -135,11 +542,12 @@ class RequestJob(NamedTuple):
     body: bytes
     read: Peek
     prefix: Prefix
-    is_form: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.asked.request.request_id
+    is_form: bool
+    came_ns: int
+    """Unix time at which its body was there, in ns."""
+    size: int
+    """Length of the body as it came."""
+    request_id: str
 
     def body_for(self, model: str, put: Mapping[str, Any] | None = None) -> bytes:
         """The body for an engine that serves the model by the name `model`, with the fields of
@@ -163,6 +571,13 @@ def can_race(path: str, read: Peek) -> bool:
     )
 
 
+def can_split(path: str, read: Peek) -> bool:
+    """Whether a remote prefill is of use for a request: for log probabilities of a prompt an engine
+    computes it itself.
+    """
+    return path in SPLIT_PATHS and {bytes(read.prompt_logprobs), bytes(read.echo)} <= _NOTHING
+
+
 class RequestIntake:
     """Makes requests of the decision core from heads and bodies; see the module."""
 
@@ -176,23 +591,40 @@ class RequestIntake:
         """`sole`: returns the model of a body that names none; empty: there are several, or none is
         known.
         """
-        self.prefixes, self._tenants, self._sole = prefixes, tenants, sole
+        self.prefixes, self.tenants, self._sole = prefixes, tenants, sole
         self._workers = workers
-
-    @property
-    def has_tenants(self) -> bool:
-        return self._tenants is not None
 
     def tenant(self, headers: CIMultiDictProxy[str]) -> str:
         """Tenant whose API key the headers have; empty: this router has no tenants. Raises
         Unauthorized.
         """
-        if self._tenants is None:
+        if self.tenants is None:
             return ""
-        found = self._tenants.of(heads.bearer(headers))
+        found = self.tenants.of(bearer(headers))
         if found is None:
             raise Unauthorized("the API key is missing or unknown")
         return found
+
+    async def take(
+        self,
+        request: web.BaseRequest,
+        whole: bytes | None,
+        bodies: Bodies,
+        path: str,
+        tenant: str,
+        request_id: str,
+    ) -> RequestJob:
+        """The request of a client, with its body, which stays counted in `bodies`; its caller can
+        drive a remote prefill, and a race. Raises BodyRefused, BadBody.
+        """
+        body = await bodies.read(request, whole)
+        try:
+            return await self.job(
+                request.headers, path, body, tenant, request_id=request_id, drives_legs=True
+            )
+        except BaseException:
+            bodies.left += len(body)
+            raise
 
     async def job(
         self,
@@ -201,13 +633,14 @@ class RequestIntake:
         body: bytes,
         tenant: str,
         *,
+        request_id: str,
         subset: tuple[str, ...] | None = None,
         drives_legs: bool = False,
-        request_id: str = "",
     ) -> RequestJob:
         """A request for the core. `drives_legs`: the caller can drive a remote prefill, and a race.
-        `request_id`: as of `new_id`; empty: a new one is made. Raises BadBody.
+        Raises BadBody.
         """
+        came_ns, size = time.time_ns(), len(body)
         content_type = headers.get(CONTENT_TYPE, "")
         is_form = content_type.lower().startswith(FORM)
         read = peek_form(body, content_type) if is_form else peek(body)
@@ -227,7 +660,7 @@ class RequestIntake:
             raise BadBody(f"there is no response {before}")
         keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
-            request_id=request_id or heads.new_id(headers),
+            request_id=request_id,
             model=read.model,
             prompt_tokens=prefix.prompt_tokens,
             keys=prefix.keys,
@@ -249,7 +682,8 @@ class RequestIntake:
             has_side_effects=not (drives_legs and can_race(path, read)),
             must_be_local=not (drives_legs and can_split(path, read)),
         )
-        return RequestJob(Arrived(request, prefix.answer), path, body, read, prefix, is_form)
+        asked = Arrived(request, prefix.answer)
+        return RequestJob(asked, path, body, read, prefix, is_form, came_ns, size, request_id)
 
 
 def output_tokens(given: int | None) -> int | None:

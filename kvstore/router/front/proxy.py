@@ -1,10 +1,10 @@
 """The OpenAI-compatible front end: one request from its head to the last byte of its answer.
 
-    head ─▶ tenant ─▶ body (bounded) ─▶ peek ─▶ render ─▶ index ─▶ core: Routed
-                                                       ┌──────────────┘ ▲
-                                                       ├▶ attempt ───────┤ LegFailed, another worker
-                                                       ├▶ prefill ───────┘
-                                                       └▶ late: Raced, a second attempt (`race`)
+    head ─▶ tenant ─▶ intake: body, fields, prefix ─▶ core: Routed
+                                         ┌──────────────┘ ▲
+                                         ├▶ attempt ───────┤ LegFailed, another worker
+                                         ├▶ prefill ───────┘
+                                         └▶ late: Raced, a second attempt (`legs`)
 
 A remote prefill is a second leg, at once with the attempt where the prefiller's node is known, else
 before it; one that is late in turn lets the attempt begin without it, and the first of the two
@@ -12,70 +12,80 @@ wins. When it fails before the client has got a byte, the attempt is void and th
 again: another prefiller, or none. When its engine refuses the request, the attempt begins anew,
 alone. A client that leaves takes both legs along.
 
-Rules: each request that the core routed gets exactly one end (`life`), also when its client leaves;
-an answer that has begun is never retried, and when it breaks the client's connection is cut, so
-that no client takes half an answer for a whole one; the body's bytes go on as they came, but for
-fields that no client may set.
+Rules: each request that the core routed gets exactly one end (`RoutedLife`), also when its client
+leaves; an answer that has begun is never retried, and when it breaks the client's connection is
+cut, so that no client takes half an answer for a whole one; the body's bytes go on as they came,
+but for fields that no client may set.
 
-Covers: HTTP paths, attempts. Does not cover: decisions (`kvstore.routing`), bytes of an attempt
-(`attempt`), limits of connections and bodies (`door`).
+Covers: HTTP paths, attempts, headers of both directions. Does not cover: decisions
+(`kvstore.routing`), bytes of an attempt (`engines.connections`), limits of connections (`door`) and
+of bodies (`intake`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
+import secrets
 import time
 from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiohttp import web
+from multidict import CIMultiDictProxy, istr
 
-from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.connections import EngineHttp
-from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front import answers, heads
-from kvstore.router.front.answers import (
-    ALIVE,
-    MODELS,
-    PROBED,
-    STORED,
-    error_response,
-    models_answer,
-    rejection,
-    takes_prompts,
-)
-from kvstore.router.front.attempt import (
+from kvstore.router.dispatch import Dispatcher, RoutedLife
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.connections import (
+    CONNECTION,
+    HOP_BY_HOP,
+    REQUEST_ID,
+    ROUTERS,
+    SERVER,
+    WORKER,
     Attempt,
-    ClientStalled,
-    LegFailure,
-    cached_tokens_of,
-    output_tokens_of,
-    prompt_tokens_of,
 )
-from kvstore.router.front.bodies import BadBody
-from kvstore.router.front.door import Bodies, BodyRefused
-from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
-from kvstore.router.front.prefill import (
+from kvstore.router.engines.failures import ClientStalled, LegFailure
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.front import answers
+from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
+from kvstore.router.front.door import Relayed
+from kvstore.router.front.intake import (
+    AUTHORIZATION,
+    BadBody,
+    Bodies,
+    BodyRefused,
+    RequestIntake,
+    RequestJob,
+    Unauthorized,
+)
+from kvstore.router.front.legs import (
+    PARAMETERS,
     PrefillRefused,
+    Race,
     ahead,
-    decode_order,
+    beside,
     prefill_order,
     prefilled,
+    refuse_if,
 )
-from kvstore.router.front.race import Race, beside, refuse_if
-from kvstore.router.life import RoutedLife
+from kvstore.router.keys.parity import Parity
+from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
     Ending,
     Failure,
+    HintAnswer,
     Leg,
     LegFailed,
     PrefillDone,
     RaceOver,
     Routed,
 )
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
 if TYPE_CHECKING:
@@ -85,6 +95,187 @@ USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
 )
+
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────────
+# Paths of the API that reach an engine, and what the router does with each.
+#
+#     POST of PROMPTS           routed by prefix and load; kv_transfer_params, salts, media
+#     POST of a form            the same, by load: the form goes on as it came
+#     /v1/responses/{id}…       to the worker that stored the response
+#
+# Administration of engines (sleep, weights, adapters, caches) is not here: it is not for clients.
+
+PROMPTS: Final = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling"),
+        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/generative_scoring", "/tokenize", "/detokenize"),
+    }
+)
+AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
+STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
+"""Path of a stored response; group 1 is its id."""
+ALIVE: Final = "/livez"
+PROBED: Final = frozenset({ALIVE, "/health"})
+"""Paths that need no API key: Kubernetes and load balancers have none."""
+
+
+def takes_prompts(path: str) -> bool:
+    """Whether requests of a path are routed to workers by prefix or load."""
+    return path in PROMPTS or AUDIO.fullmatch(path) is not None
+
+
+# ── headers for engines ───────────────────────────────────────────────────────────────────────────
+# Without hop-by-hop headers, and without names that steer engines or gateways. A header of a client
+# never chooses a worker, a prefiller, a rank or an identity: such names are dropped, also where the
+# Connection header would hide them. Framing is never copied: each side has its own.
+
+_STEERING: Final = (
+    *("x-kvstore-", "x-forwarded-", "x-real-ip", "forwarded", "x-gateway-", "x-llm-d-"),
+    *("x-prefiller-", "x-encoder-", "x-data-parallel", "x-kv-cache-", "x-envoy-", "x-slo-"),
+    *("epp-", "x-session-token", "x-dynamo-"),
+)
+"""Prefixes of header names by which engines, side-cars and gateways are steered."""
+_REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:-]{1,128}", re.ASCII)
+"""Ids that are passed on: runs of underscores are refused, since some engines read addresses
+between them.
+"""
+GIVEN_ID_CHARACTERS_MAX: Final = 96
+NO_ID: Final = "req"
+ORIGIN: Final = istr("Origin")
+ROUTERS_MAX: Final = 4
+
+
+def onward(
+    headers: CIMultiDictProxy[str], *, request_id: str, authorization: str | None, way: str
+) -> list[tuple[str, str]]:
+    """Headers for an engine. `authorization`: replaces the client's, empty for none; None: the
+    client's own stays. `way`: value of `ROUTERS`.
+    """
+    kept = [pair for pair in headers.items() if _goes_on(pair[0])]
+    if CONNECTION in headers:
+        values = ",".join(headers.getall(CONNECTION))
+        named = {name.strip().lower() for name in values.split(",")}
+        kept = [pair for pair in kept if pair[0].lower() not in named]
+    if authorization is not None:
+        kept = [pair for pair in kept if pair[0].lower() not in ("authorization", "x-api-key")]
+    if authorization:
+        kept.append((AUTHORIZATION, authorization))
+    kept += [(REQUEST_ID, request_id), (ROUTERS, way)]
+    return kept
+
+
+@functools.lru_cache(maxsize=512)
+def _goes_on(name: str) -> bool:
+    low = name.lower()
+    is_ours = low in HOP_BY_HOP or low == "x-request-id"
+    return not (is_ours or low.startswith(_STEERING) or "_" in low)
+
+
+def new_id(headers: CIMultiDictProxy[str]) -> str:
+    """A unique id for a request: the client's own, where it is harmless, with random digits behind
+    it, since another request under way may have the same.
+    """
+    given = headers.get(REQUEST_ID, "")
+    beginning = given if _REQUEST_ID.fullmatch(given) else ""
+    return f"{beginning[:GIVEN_ID_CHARACTERS_MAX] or NO_ID}-{secrets.token_hex(8)}"
+
+
+def way(headers: CIMultiDictProxy[str], name: str) -> str | None:
+    """Value of `ROUTERS` for an engine; None: the request has passed the router of this name, or
+    too many routers.
+    """
+    passed = headers[ROUTERS].split(",") if ROUTERS in headers else []
+    return None if name in passed or len(passed) >= ROUTERS_MAX else ",".join([*passed, name])
+
+
+# ── headers for clients ───────────────────────────────────────────────────────────────────────────
+
+
+def hints(answer: HintAnswer | None) -> dict[str, str]:
+    """Headers that acknowledge a client's hints; empty if it gave none."""
+    found = dict[str, str]()
+    if answer is None:
+        return found
+    if answer.pinned_s:
+        found["X-Kvstore-Pin"] = f"{answer.pinned_s:.0f}; tokens={answer.pinned_tokens}"
+    elif answer.refused:
+        found["X-Kvstore-Pin"] = f"0; reason={answer.refused}"
+    if answer.ends_session:
+        found["X-Kvstore-Session"] = "ends"
+    return found
+
+
+class Origins:
+    """Origins of web pages whose scripts may read answers (CORS), as vLLM's `--allowed-origins`.
+
+    Keys are sent in headers, never in cookies, so pages of any origin have only the keys that a
+    user gave them.
+    """
+
+    def __init__(self, origins: Collection[str]) -> None:
+        """`origins`: `*` for all; empty: none is allowed."""
+        self._origins = frozenset(origins)
+
+    def allowed(self, headers: CIMultiDictProxy[str]) -> dict[str, str]:
+        """Headers of an answer that let the page read it; empty: no page asks, or its origin is not
+        allowed.
+        """
+        origin = headers.get(ORIGIN)
+        if origin is None or not {origin, "*"} & self._origins:
+            return {}
+        return {
+            "Access-Control-Allow-Origin": "*" if "*" in self._origins else origin,
+            "Access-Control-Expose-Headers": "*",
+            "Vary": "Origin",
+        }
+
+    def preflight(self, headers: CIMultiDictProxy[str]) -> dict[str, str] | None:
+        """Headers that answer a browser's CORS preflight; empty: the origin is not allowed. None:
+        the request is no preflight.
+        """
+        if "Access-Control-Request-Method" not in headers or ORIGIN not in headers:
+            return None
+        if not (more := self.allowed(headers)):
+            return {}
+        return more | {
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Max-Age": "600",
+        }
+
+
+# ── what engines count ────────────────────────────────────────────────────────────────────────────
+
+_CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
+_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})\b')
+_MADE: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
+
+
+def cached_tokens_of(tail: bytes) -> int | None:
+    """Cached prompt tokens, as the engine reports them at the end of its answer; None: it reports
+    none, or an impossible number.
+    """
+    return _last(_CACHED, tail)
+
+
+def prompt_tokens_of(tail: bytes) -> int:
+    """Prompt tokens, as the engine reports them at the end of its answer; 0: it reports none."""
+    return _last(_PROMPT, tail) or 0
+
+
+def output_tokens_of(tail: bytes) -> int:
+    """Output tokens, as the engine reports them at the end of its answer; 0: it reports none."""
+    return _last(_MADE, tail) or 0
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else None
+
+
+# ── proxy ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Proxy:
@@ -98,24 +289,25 @@ class Proxy:
         *,
         bodies: Bodies,
         intake: RequestIntake,
-        origins: heads.Origins,
+        origins: Origins,
+        estimates: TokenEstimates,
+        parity: Parity | None,
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
-        observed: Callable[[Worker, RequestJob, int, int | None], None],
         failed: Callable[[Worker, LegFailure], None],
         traces: RouteTraces | None = None,
     ) -> None:
         """
         Args:
+            estimates, parity: learn from tokens that engines report; parity None: no index.
             explain: makes the receipt of a dry run, as JSON.
-            observed: takes an answered request's prompt tokens, all and cached, as its engine
-                reports them.
             failed: takes each failure at a worker.
             traces: None: headers of traces are passed on as the client sent them.
         """
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
         self._bodies, self._intake, self._origins = bodies, intake, origins
-        self._explain, self._observed, self._failed = explain, observed, failed
+        self._estimates, self._parity = estimates, parity
+        self._explain, self._failed = explain, failed
         self._begun_s = int(time.time())
         self.name = engines.name
         self.counts = Counter[str]()
@@ -133,25 +325,27 @@ class Proxy:
         self.is_draining = False
         self._is_idle = asyncio.Event()
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Response for any request of a client."""
-        request_id = heads.new_id(request.headers)
+    async def answer(self, request: web.BaseRequest, whole: bytes | None) -> web.StreamResponse:
+        """Response for any request of a client. `whole`: its body, if that came with its head."""
+        request_id = new_id(request.headers)
         asks = self._origins.preflight(request.headers) if request.method == "OPTIONS" else None
         if asks is None:
-            answer = await self._answer(request, request_id)
+            answer = await self._answer(request, whole, request_id)
         elif asks:
             answer = web.Response(status=204, headers=asks)
         else:
             answer = error_response(403, "pages of this origin are not allowed", "origin")
         if isinstance(answer, web.Response):  # the others are sent, with it
             answer.headers.update(self._origins.allowed(request.headers))
-            answer.headers[heads.SERVER] = "kvstore"
-            answer.headers[heads.REQUEST_ID] = request_id
+            answer.headers[SERVER] = "kvstore"
+            answer.headers[REQUEST_ID] = request_id
         return answer
 
-    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.BaseRequest, whole: bytes | None, request_id: str
+    ) -> web.StreamResponse:
         path = request.path
-        if heads.way(request.headers, self.name) is None:  # probes, too: such an engine is down
+        if way(request.headers, self.name) is None:  # probes, too: such an engine is down
             text = "the request came back to a router: an engine's address is that of a router"
             return error_response(508, text, "loop")
         if path in PROBED:
@@ -159,7 +353,7 @@ class Proxy:
             why = "it drains, to end" if self.is_draining else "no worker takes requests"
             return web.Response(text="ok" if is_fine else why, status=200 if is_fine else 503)
         try:
-            tenant = self._intake.tenant(request.headers)
+            tenant = self._intake.tenant(request.headers) if self._intake.tenants else ""
         except Unauthorized as error:
             self.counts["unauthorized"] += 1
             return error_response(401, str(error), "invalid_api_key")
@@ -180,12 +374,18 @@ class Proxy:
             why = f"{path} takes {', '.join(methods)}"
             return error_response(405, why, "method_not_allowed")
         self.in_flight += 1
-        body: bytes | None = None
+        taken = 0
         try:
-            body = await self._bodies.read(request)
             if kept is not None:
+                body = await self._bodies.read(request, whole)
+                taken = len(body)
                 return await self._at_keeper(request, kept, request_id, body, tenant)
-            return await self._with_body(request, path, body, tenant, request_id, is_dry=is_dry)
+            job = await self._intake.take(request, whole, self._bodies, path, tenant, request_id)
+            taken = job.size
+            return self._dry(job) if is_dry else await self._serve(request, job)
+        except BadBody as error:
+            self.counts["refused"] += 1
+            return error_response(400, str(error), "invalid_request_error")
         except (BodyRefused, web.RequestPayloadError) as error:
             self.counts["refused"] += 1
             status, why = 400, "the body is badly framed"
@@ -195,7 +395,7 @@ class Proxy:
             answer.force_close()  # or the rest of the body would be taken for the next request
             return answer
         finally:
-            self._bodies.release(len(body or b""))
+            self._bodies.left += taken
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._is_idle.set()
@@ -214,28 +414,8 @@ class Proxy:
         if self.in_flight:
             await self._is_idle.wait()
 
-    async def _with_body(
-        self,
-        request: web.BaseRequest,
-        path: str,
-        body: bytes,
-        tenant: str,
-        request_id: str,
-        *,
-        is_dry: bool,
-    ) -> web.StreamResponse:
-        begun_ns = time.time_ns()
-        try:
-            job = await self._intake.job(
-                request.headers, path, body, tenant, drives_legs=True, request_id=request_id
-            )
-        except BadBody as error:
-            self.counts["refused"] += 1
-            return error_response(400, str(error), "invalid_request_error")
-        if not is_dry:
-            if self._traces is not None:
-                self._traces.begin(request_id, request.headers, begun_ns)
-            return await self._serve(request, job)
+    def _dry(self, job: RequestJob) -> web.Response:
+        """The receipt that a request would get, which is not sent."""
         try:
             text = self._explain(job.asked.request, job.asked.prefix)
         except LookupError as error:
@@ -257,16 +437,17 @@ class Proxy:
             return answer
         for worker in [keeper] if keeper is not None else answering or self._workers:
             attempt = Attempt(self._engines, worker, request)
-            more: dict[str, str] = {heads.REQUEST_ID: request_id, heads.WORKER: worker.name}
+            more: dict[str, str] = {REQUEST_ID: request_id, WORKER: worker.name}
             more |= self._origins.allowed(request.headers)
             try:
-                return await attempt.run(
+                is_kept = await attempt.run(
                     self._onward(request, request_id),
                     body,
                     on_first=lambda: None,
                     more=more,
                     has_client_key=self._authorization is None,
                 )
+                return _relayed(attempt, is_kept=is_kept)
             except LegFailure as error:
                 if error.has_streamed:
                     _cut(request, "the engine's answer broke off")
@@ -279,6 +460,8 @@ class Proxy:
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
+        if self._traces is not None:
+            self._traces.begin(job.request_id, client.headers, job.came_ns)
         life = RoutedLife(self._dispatcher, self._workers)
         routed = await life.enter(job.asked)
         refusal: web.Response | None = None
@@ -307,7 +490,7 @@ class Proxy:
         self.counts[routed.reason if refusal is None else Ending.FAILED.value] += 1
         answer = refusal if refusal is not None else rejection(routed)
         if name:
-            answer.headers[heads.WORKER] = name
+            answer.headers[WORKER] = name
         return answer
 
     async def _attempt(
@@ -319,35 +502,35 @@ class Proxy:
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        race = Race(Attempt(self._engines, worker, client), partial(self._race_over, job))
+        first = Attempt(self._engines, worker, client)
+        race = Race(first, partial(self._race_over, job)) if routed.may_race else None
         ending = Ending.ABORTED
         try:
-            answer = await self._legs(race, job, routed, life)
+            if routed.prefill_worker is not None:
+                name = routed.prefill_worker
+                return await self._both_legs(first, job, routed, life, name)
+            if race is not None:
+                return await self._raced(race, first, job, routed, life)
+            return await self._decode(first, job, routed, life)
         except LegFailure:
-            if not race.attempt.has_ended:
+            if not (first if race is None else race.attempt).has_ended:
                 ending = Ending.FAILED
                 raise
             _cut(client, "the engine closed after its last word")
         except ClientStalled:
             _cut(client, "the client did not read")
-        else:
-            return answer
         finally:
-            attempt = race.attempt
+            attempt = first if race is None else race.attempt
             if attempt.is_whole or attempt.has_ended:
                 # A client may leave at the stream's last word, or while the prefill leg is ended.
                 ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
             if ending is not Ending.FAILED:
                 self._ended(attempt, job, life, ending)
 
-    async def _legs(
-        self, race: Race, job: RequestJob, routed: Routed, life: RoutedLife
+    async def _raced(
+        self, race: Race, first: Attempt, job: RequestJob, routed: Routed, life: RoutedLife
     ) -> web.StreamResponse:
-        first = race.attempt
-        if routed.prefill_worker is not None:
-            return await self._both_legs(first, job, routed, life, routed.prefill_worker)
-        if not routed.may_race:
-            return await self._decode(first, job, routed, life)
+        """As `_decode`, with a second attempt if the first piece is late."""
 
         def second() -> Attempt | None:
             raced = self._dispatcher.late(job.request_id)
@@ -377,34 +560,42 @@ class Proxy:
         routed: Routed,
         life: RoutedLife,
         parameters: dict[str, Any] | None = None,
-        claim: Callable[[Attempt], None] = lambda _: None,
+        claim: Callable[[Attempt], None] | None = None,
     ) -> web.StreamResponse:
         """Answer the client by the decode leg. `parameters`: of a remote prefill; `claim`: raises
         Beaten if another attempt answers.
         """
         worker, client = attempt.worker, attempt.request
-        more: dict[str, str] = {heads.REQUEST_ID: job.request_id, heads.WORKER: worker.name}
+        more: dict[str, str] = {REQUEST_ID: job.request_id, WORKER: worker.name}
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
-        more |= heads.hints(routed.hints) | self._origins.allowed(client.headers)
+        more |= hints(routed.hints) | self._origins.allowed(client.headers)
+        is_streamed = job.asked.request.is_streamed
 
         def first() -> None:
-            claim(attempt)
-            if job.read.is_streamed:  # others come whole, and say nothing about a TTFT
+            if claim is not None:
+                claim(attempt)
+            if is_streamed:  # others come whole, and say nothing about a TTFT
                 life.first()
 
-        put = answers.id_for(worker, job.path, job.read, job.asked.request.tenant)
+        put = dict[str, Any]()
+        if job.path == RESPONSES:
+            put |= answers.id_for(worker, job.path, job.read, job.asked.request.tenant)
+        if parameters is not None:
+            put[PARAMETERS] = parameters
+        is_as_it_came = not put and routed.model == job.read.model
         try:
-            return await attempt.run(
+            is_kept = await attempt.run(
                 self._onward(client, job.request_id),
-                decode_order(job.body_for(routed.model, put), parameters),
-                on_first=first,
+                job.body if is_as_it_came else job.body_for(routed.model, put),
+                on_first=life.first if is_streamed and claim is None else first,
                 more=more,
                 has_client_key=self._authorization is None,
             )
         except LegFailure as error:
             self._lost(worker, error)
             raise
+        return _relayed(attempt, is_kept=is_kept)
 
     def _lost(self, worker: Worker, error: LegFailure) -> None:
         error.worker = worker.name
@@ -477,11 +668,11 @@ class Proxy:
         return found
 
     def _onward(self, client: web.BaseRequest, request_id: str) -> list[tuple[str, str]]:
-        pairs = heads.onward(
+        pairs = onward(
             client.headers,
             request_id=request_id,
             authorization=self._authorization,
-            way=heads.way(client.headers, self.name) or self.name,
+            way=way(client.headers, self.name) or self.name,
         )
         return pairs if self._traces is None else self._traces.onward(request_id, pairs)
 
@@ -490,13 +681,29 @@ class Proxy:
         cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
         try:
             if ending is Ending.DONE:
-                self._observed(attempt.worker, job, prompt_tokens_of(attempt.tail), cached)
+                self._learn(attempt.worker, job, prompt_tokens_of(attempt.tail), cached)
         finally:
             life.end(ending, cached_tokens=cached, output_tokens=made)
 
+    def _learn(
+        self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None
+    ) -> None:
+        """Learn from an engine's own token counts of a request that it answered."""
+        prefix = job.prefix
+        if prefix.text_bytes:
+            self._estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
+        if cached is None:
+            return
+        predicted = predicted_tokens(prefix, worker.address)
+        worker.prompt_tokens += prompt_tokens
+        worker.predicted_tokens += predicted
+        worker.cached_tokens += cached
+        if self._parity is not None:
+            self._parity.observed(worker, job.read.model, predicted, cached)
+
     @property
     def _authorization(self) -> str | None:
-        return self._engines.authorization or ("" if self._intake.has_tenants else None)
+        return self._engines.authorization or ("" if self._intake.tenants else None)
 
 
 def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
@@ -506,6 +713,12 @@ def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
 def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
     error = leg.exception() if leg.done() else None
     return error if isinstance(error, LegFailure) else None
+
+
+def _relayed(attempt: Attempt, *, is_kept: bool) -> Relayed:
+    sent = Relayed(status=attempt.status)
+    sent.is_kept = is_kept
+    return sent
 
 
 def _cut(request: web.BaseRequest, why: str) -> NoReturn:

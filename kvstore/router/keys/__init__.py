@@ -1,9 +1,8 @@
 """Prefixes of prompts.
 
 prefixes      facts about a prompt, in order of their worth
-estimates     tokens of text and media that nobody renders
 rendering     tokens: engines' own, or a tokenizer's that was compared with them
 process       the router's end of `child`, which makes tokens and keys in a process of its own
-index_calls   the index within milliseconds; spaces: scopes of workers in it
+index_calls   the index within milliseconds; scopes of workers in it
 parity        our keys against the blocks that engines store
 """

@@ -20,19 +20,14 @@ from typing import Final
 
 import msgspec
 
-from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
-from kvstore.router.front.prefill import PARAMETERS
+from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
-from kvstore.router.keys.index_calls import IndexCalls
+from kvstore.router.keys.index_calls import IndexCalls, Spaces
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import (
-    COMPARE_TIMEOUT_S,
-    KeyPlan,
-    Rendering,
-    probe_body,
-)
-from kvstore.router.keys.spaces import Spaces
+from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, KeyPlan, Rendering, probe_body
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
 PAUSE_S: Final = 1.0

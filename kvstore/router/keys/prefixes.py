@@ -14,24 +14,23 @@ the index (`index_calls`).
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Final, Protocol
+from itertools import islice
+from operator import attrgetter
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
+import xxhash
 
 from kvstore.index.chain import adapter_keys
 from kvstore.router.engines.workers import WorkerAddress
-from kvstore.router.front.bodies import Peek, edited, peek
-from kvstore.router.keys.estimates import (
-    BYTES_PER_TOKEN,
-    PromptText,
-    TokenEstimates,
-    without_media,
-)
-from kvstore.router.keys.index_calls import IndexCalls, prefix_answer
+from kvstore.router.front.intake import Peek, edited, peek
+from kvstore.router.keys.index_calls import IndexCalls, PrefixScope, Spaces, prefix_answer
 from kvstore.router.keys.rendering import Rendering
-from kvstore.router.keys.spaces import PrefixScope, Spaces
+from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 
 PIECE_BYTES: Final = 512
@@ -88,7 +87,7 @@ class BytePrefixes:
         text, media = found
         tokens = self._estimates.tokens(read.model, len(text), media)
         seed = f"{read.model}\0{request_salt}".encode(errors="replace")
-        prompts = [bytes(each) for each in read.prompts[:PROMPTS_MAX]]
+        prompts = [bytes(each) for each in prompts_of(read)[:PROMPTS_MAX]]
         chains = [keys_of_bytes(each, seed) for each in prompts or [text]]
         per_token = self._estimates.bytes_per_token(read.model)
         return Prefix(
@@ -158,7 +157,7 @@ class KeyPrefixes:
 
 def _orders(body: bytes, read: Peek, model: str) -> Sequence[tuple[bytes, Peek]]:
     """(body, its fields) for each prompt of a request, with the name of the served model."""
-    prompts = read.prompts[:PROMPTS_MAX]
+    prompts = prompts_of(read)[:PROMPTS_MAX]
     if not prompts and model == read.model:
         return [(body, read)]
     put = [{"model": model, "prompt": each} for each in prompts] or [{"model": model}]
@@ -166,7 +165,7 @@ def _orders(body: bytes, read: Peek, model: str) -> Sequence[tuple[bytes, Peek]]
 
 
 def _text_of(read: Peek) -> PromptText:
-    content = read.content
+    content = content_of(read)
     if len(content) == len(read.prompt):  # a text, or token ids: without media, however long
         return PromptText(content, {})
     return without_media(content)
@@ -229,3 +228,83 @@ def _joined(found: list[Prefix]) -> Prefix:
             matches=tuple(sums.values()),
         ),
     )
+
+
+# ── prompts as bytes ──────────────────────────────────────────────────────────────────────────────
+# JSON of a prompt ─▶ `without_media`: text with a digest for each medium, kinds of media
+#
+# The digest keeps the place of a medium in the text, so that equal beginnings of prompts stay
+# equal.
+
+PROMPTS_BYTES_MAX: Final = 4 << 20
+"""A larger list of prompts is routed as one."""
+_content: Final = attrgetter(
+    *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
+    *("text_1", "documents", "items", "text_2"),
+)
+"""Values of the fields that a prompt is made of, those first that requests share."""
+_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
+VALUE_BYTES_MIN: Final = 1024
+"""Shorter values are text, even if they are base64."""
+MEDIA_MAX: Final = 1024
+"""Most media, and kinds of media, that are looked for in a prompt; further ones count as text."""
+_KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
+_NAMES: Final = {b"document": "file"}
+_BASE64: Final = rb"([A-Za-z0-9+/\\=_-]{256}[^\"]*)"
+_URI: Final = re.compile(rb";base64," + _BASE64)  # each begins with a word that is found fast
+_OF_KEY: Final = re.compile(
+    rb'"(?:url|(?:image|video|audio)_url|(?:file_)?data)"\s*:\s*"data:[^",]{0,128}\Z'
+)
+"""Key and beginning of a data URI; a URI without such a key before it is text."""
+_VALUES: Final = (
+    _URI,
+    *(re.compile(key + rb'\s*:\s*"' + _BASE64) for key in (rb'"data"', rb'"file_data"')),
+)
+
+
+def content_of(read: Peek) -> bytes:
+    """JSON of the prompt, joined from all fields that it is made of. Equal prefixes of prompts are
+    equal bytes.
+    """
+    return b"".join(_content(read))
+
+
+def prompts_of(read: Peek) -> list[msgspec.Raw]:
+    """JSON of each prompt of a list of several; empty: there is one."""
+    prompt = bytes(read.prompt)[:64].lstrip()
+    is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    if not is_list or len(read.prompt) > PROMPTS_BYTES_MAX:
+        return []
+    try:
+        found = _list.decode(read.prompt)
+    except msgspec.MsgspecError:
+        return []
+    return found if len(found) > 1 else []
+
+
+class PromptText(NamedTuple):
+    """A prompt's JSON without its media, and their number by kind."""
+
+    text: bytes
+    media: Mapping[str, int]
+
+
+def without_media(content: bytes) -> PromptText:
+    """Replace media in base64 in a prompt's JSON by their digests, and count the media by kind."""
+    kinds = [each[1] for each in islice(_KIND.finditer(content), MEDIA_MAX)]
+    found = Counter(_NAMES.get(each, each.decode()) for each in kinds) if kinds else {}
+    if len(content) <= VALUE_BYTES_MIN or not (kinds or b"base64" in content):
+        return PromptText(content, found)
+    spans = sorted(
+        each.span(1)
+        for value in _VALUES
+        for each in islice(value.finditer(content), MEDIA_MAX)
+        if each.end(1) - each.start(1) >= VALUE_BYTES_MIN
+        and (value is not _URI or _OF_KEY.search(content, max(0, each.start() - 256), each.start()))
+    )
+    pieces, at = list[bytes](), 0
+    for begin, end in spans:
+        if begin >= at:  # not inside of another one
+            pieces += content[at:begin], xxhash.xxh3_128_hexdigest(content[begin:end]).encode()
+            at = end
+    return PromptText(b"".join([*pieces, content[at:]]), found)

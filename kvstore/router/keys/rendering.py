@@ -26,9 +26,10 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from kvstore.net.aio import Tasks
-from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front.bodies import Peek, fields_of
+from kvstore.router.front.intake import Peek, fields_of
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 from kvstore.router.keys.process import KeyProcess
 

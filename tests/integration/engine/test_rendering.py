@@ -14,9 +14,9 @@ import pytest
 
 from kvstore.demo.engine import SERVED_NAME
 from kvstore.index.chain import block_keys
-from kvstore.router.engines.connections import EngineHttp
+from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.workers import WorkerAddress, Workers
-from kvstore.router.front.bodies import peek
+from kvstore.router.front.intake import peek
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import PLAIN_FIELDS, KeyPlan, Rendering
 from kvstore.routing.values import WorkerWord

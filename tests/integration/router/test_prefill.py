@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from kvstore.router.engines.connections import Attempt
 from kvstore.router.front import proxy
-from kvstore.router.front.attempt import Attempt
-from kvstore.router.front.race import beside
+from kvstore.router.front.legs import beside
 from kvstore.router.pages import _families
 from kvstore.routing import legs as flights, rows
 from kvstore.routing.core import RouterCore

@@ -13,8 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from kvstore.config.router import WorkerText, load_router_config
-from kvstore.router.engines.discovery import Discovery
-from kvstore.router.engines.slices import KubernetesApi, Slices
+from kvstore.router.engines.discovery import Discovery, KubernetesApi, Slices
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.testing.process import Lab
 

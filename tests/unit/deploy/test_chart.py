@@ -17,7 +17,7 @@ from kvstore import __version__
 from kvstore.cli.main import cli
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.connector.config import parse_config
-from kvstore.router.front.door import BODIES_SHARE
+from kvstore.router.front.intake import BODIES_SHARE
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.units import GIB, KIB, MIB, TIB, parse_size
 from scripts import chart

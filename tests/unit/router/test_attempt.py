@@ -14,17 +14,11 @@ import pytest
 from aiohttp.http import HttpVersion11
 from yarl import URL
 
-from kvstore.router.engines.connections import EngineConnection, EngineHttp
+from kvstore.router.engines.calls import EngineHttp
+from kvstore.router.engines.connections import Attempt, EngineConnection
+from kvstore.router.engines.failures import Fault, LegFailure, fault_of
 from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.front.attempt import (
-    Attempt,
-    Fault,
-    LegFailure,
-    cached_tokens_of,
-    fault_of,
-    output_tokens_of,
-    prompt_tokens_of,
-)
+from kvstore.router.front.proxy import cached_tokens_of, output_tokens_of, prompt_tokens_of
 from kvstore.routing.events import Failure, Lack
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
@@ -148,6 +142,7 @@ def test_a_piece_in_the_turn_in_which_it_is_given_up_is_no_first_one() -> None:
             running = run(attempt, lambda: firsts.append(1))
             await engine.asked.get()
             attempt.give_up()
+            assert attempt._connection is not None
             attempt._connection.data_received(SIZED)
             with pytest.raises(LegFailure) as failed:
                 await running
@@ -185,6 +180,7 @@ def test_a_connection_that_is_closing_is_not_used_again() -> None:
             running = run(attempt)
             (await engine.asked.get()).write(SIZED)
             await running
+            assert attempt._connection is not None
             attempt._connection.data_received(b"unasked")
             return engine.engines.place(attempt.worker.url).idle() is not None
 
@@ -381,12 +377,13 @@ def test_an_answer_that_has_begun_is_not_given_up() -> None:
 def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.router.front.attempt.CONNECT_TIMEOUT_S", 1e6)
+    monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", 1e6)
 
     async def silent() -> LegFailure:
         async with asyncio.timeout(10), scripted() as engine:
             attempt = engine.attempt(Client())
-            attempt._place.connected = asyncio.Event().wait  # type: ignore[assignment]
+            place = engine.engines.place(attempt.worker.url)
+            place.connected = asyncio.Event().wait  # type: ignore[assignment]
             running = run(attempt)
             await turns_until(lambda: bool(attempt.worker.attempts))
             for give_up in list(attempt.worker.attempts):

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.router.front.bodies import (
+from kvstore.router.front.intake import (
     COLONS_MAX,
     NAME_BYTES_MAX,
     STRIPPED,
@@ -16,7 +16,13 @@ from kvstore.router.front.bodies import (
     peek,
     peek_form,
 )
-from kvstore.router.keys.prefixes import KEY_BYTES, PIECE_BYTES, keys_of_bytes
+from kvstore.router.keys.prefixes import (
+    KEY_BYTES,
+    PIECE_BYTES,
+    content_of,
+    keys_of_bytes,
+    prompts_of,
+)
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
@@ -87,7 +93,7 @@ def test_the_prompt_is_made_of_what_requests_share_first() -> None:
     fields += ["prompt", "instructions", "system", "tools"]
     body = {"model": "m", "n": 1, **{name: name for name in fields}}
     shared = [f'"{name}"' for name in reversed(fields)]
-    assert peek(json.dumps(body).encode()).content.decode() == "".join(shared)
+    assert content_of(peek(json.dumps(body).encode())).decode() == "".join(shared)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +113,9 @@ def test_the_prompt_is_made_of_what_requests_share_first() -> None:
 )
 def test_a_list_of_prompts_is_known_by_its_parts(prompt: str, count: int) -> None:
     read = peek(f'{{"prompt":{prompt}}}'.encode())
-    assert len(read.prompts) == count
+    assert len(prompts_of(read)) == count
     if count:
-        assert [json.loads(bytes(each)) for each in read.prompts] == json.loads(prompt)
+        assert [json.loads(bytes(each)) for each in prompts_of(read)] == json.loads(prompt)
 
 
 def test_of_limits_and_names_the_more_specific_one_counts() -> None:

@@ -13,7 +13,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict
 
-from kvstore.router.front.door import BODIES_SHARE, STALLED_S, STEP_BYTES, Bodies, BodyRefused
+from kvstore.router.front.intake import BODIES_SHARE, STALLED_S, STEP_BYTES, Bodies, BodyRefused
 from tests.kit.virtual_loop import VirtualLoop
 
 BYTES_MAX = 8 * STEP_BYTES
@@ -46,7 +46,8 @@ class Coming:
             self.content.feed_data(piece)
         if is_whole:
             self.content.feed_eof()
-        self.read = asyncio.create_task(bodies.read(cast("Any", request)))
+        whole = self.content.read_nowait() if is_whole else None
+        self.read = asyncio.create_task(bodies.read(cast("Any", request), whole))
 
     async def status(self) -> int:
         """Of its refusal."""
@@ -61,7 +62,7 @@ class Door:
 
     @property
     def left(self) -> int:
-        found: int = vars(self.bodies)["_left"]
+        found: int = vars(self.bodies)["left"]
         return found
 
     async def filled(self) -> list[Coming]:
@@ -102,8 +103,9 @@ def test_the_body_that_is_stalled_for_longest_gives_way(is_whole: bool) -> None:
         assert not any(each.read.done() for each in others), "one makes room enough"
         for each in others:
             each.content.feed_eof()
-            door.bodies.release(len(await each.read))
-        door.bodies.release(5000)
+            size = len(await each.read)
+            door.bodies.left += size
+        door.bodies.left += 5000
         assert door.left == ROOM
 
     with_door(test)
@@ -121,7 +123,7 @@ def test_bodies_of_a_known_length_wait_for_room_in_turn_and_small_ones_do_not() 
         small = Coming(door.bodies, bytes(100), announced=100)
         small.content.feed_eof()
         assert await small.read == bytes(100)
-        door.bodies.release(100)
+        door.bodies.left += 100
         for each in (*first, *waiting):
             each.content.feed_eof()
         for each in first:
@@ -130,10 +132,10 @@ def test_bodies_of_a_known_length_wait_for_room_in_turn_and_small_ones_do_not() 
         assert not any(each.read.done() for each in waiting)
         waiting[1].read.cancel()  # its client has left
         for each in (waiting[0], waiting[2]):
-            door.bodies.release(BYTES_MAX)
+            door.bodies.left += BYTES_MAX
             assert await each.read == whole
         for _ in range(BODIES_SHARE):
-            door.bodies.release(BYTES_MAX)
+            door.bodies.left += BYTES_MAX
         assert door.left == ROOM
 
     with_door(test)
@@ -169,7 +171,8 @@ def test_a_body_that_ends_in_the_turn_in_which_it_gives_way_is_counted_once() ->
         first.content.feed_data(b"x")
         first.content.feed_eof()
         assert await first.status() == 408
-        door.bodies.release(len(await new.read))
+        size = len(await new.read)
+        door.bodies.left += size
         for each in others:
             each.read.cancel()
         await asyncio.gather(*(each.read for each in others), return_exceptions=True)
@@ -182,7 +185,7 @@ def test_a_body_that_trickles_in_gives_way_whatever_it_has_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Room is kept for all of it, which must not cost a client less than sending it."""
-    monkeypatch.setattr("kvstore.router.front.door.WHOLE_S", 5.0)
+    monkeypatch.setattr("kvstore.router.front.intake.WHOLE_S", 5.0)
 
     async def test(door: Door) -> None:
         slow = [Coming(door.bodies, b"x", announced=BYTES_MAX) for _ in range(BODIES_SHARE)]

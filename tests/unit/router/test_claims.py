@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from kvstore.router.front.attempt import Attempt, Beaten, LegFailure
-from kvstore.router.front.race import Race
+from kvstore.router.engines.connections import Attempt
+from kvstore.router.engines.failures import Beaten, LegFailure
+from kvstore.router.front.legs import Race
 from kvstore.routing.events import Failure
 
 Decode = Callable[[Attempt], Coroutine[Any, Any, web.StreamResponse]]

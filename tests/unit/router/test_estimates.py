@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.router.keys.estimates import (
+from kvstore.router.keys.prefixes import VALUE_BYTES_MIN, without_media
+from kvstore.routing.learning import (
+    _MODELS_MAX,
     BYTES_MAX,
     BYTES_MIN,
     BYTES_PER_TOKEN,
     MEDIA_TOKENS,
-    MODELS_MAX,
     TOKENS_MAX,
-    VALUE_BYTES_MIN,
     TokenEstimates,
-    without_media,
 )
 
 IMAGE = base64.b64encode(bytes(range(256)) * 16).decode()
@@ -164,10 +163,10 @@ def test_several_kinds_and_short_prompts_teach_nothing() -> None:
 
 def test_names_of_models_are_bounded_and_the_least_used_goes() -> None:
     estimates = TokenEstimates()
-    for number in range(2 * MODELS_MAX + 5):
+    for number in range(2 * _MODELS_MAX + 5):
         estimates.learn(str(number), 8000, {}, 1000)
         estimates.learn("used", 8000, {}, 1000)
-    assert len(estimates._models) == MODELS_MAX
+    assert len(estimates._models) == _MODELS_MAX
     assert estimates.bytes_per_token("used") == pytest.approx(8, rel=0.01)
     assert estimates.bytes_per_token("0") == BYTES_PER_TOKEN
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvstore.router.engines.connections import request_head
-from kvstore.router.front import heads
+from kvstore.router.engines.connections import answer_head, back, request_head
+from kvstore.router.front import proxy
+from kvstore.router.front.intake import bearer
 
 
 def lines(head: bytes) -> list[bytes]:
@@ -22,25 +23,25 @@ def test_an_engine_names_no_server_and_no_header_of_one_hop() -> None:
         (b"X-Kvstore-Worker", b"forged"),
         (b"X-Kept", b"caf\xe9"),
     ]
-    assert heads.back(engines) == [(b"X-Kept", b"caf\xe9"), (b"Server", b"kvstore")]
+    assert back(engines) == [(b"X-Kept", b"caf\xe9"), (b"Server", b"kvstore")]
 
 
 def test_headers_of_the_router_stand_in_place_of_the_engines() -> None:
     engines = [(b"DATE", b"today"), (b"x-request-id", b"theirs"), (b"x-kept", b"1")]
-    head = heads.answer_head(200, engines, {"X-Request-Id": "ours"})
+    head = answer_head(200, engines, {"X-Request-Id": "ours"})
     assert lines(head) == [
         b"HTTP/1.1 200 OK",
         b"DATE: today",
         b"x-kept: 1",
         b"X-Request-Id: ours",
     ]
-    assert sum(line.startswith(b"Date: ") for line in lines(heads.answer_head(200, [], {}))) == 1
+    assert sum(line.startswith(b"Date: ") for line in lines(answer_head(200, [], {}))) == 1
 
 
 @pytest.mark.parametrize("bad", [b"1\r\nX-Forged: 1", b"1\n", b"1\r"])
 def test_no_header_brings_another_line(bad: bytes) -> None:
     with pytest.raises(ValueError, match="line break"):
-        heads.answer_head(200, [(b"X-Kept", bad)], {})
+        answer_head(200, [(b"X-Kept", bad)], {})
     with pytest.raises(ValueError, match="line break"):
         request_head("POST", "/", "host", [("X-Kept", bad.decode())], 0)
     for parts in (("POST" + bad.decode(), "/", "h"), ("GET", "/?" + bad.decode(), "h")):
@@ -81,20 +82,20 @@ def test_a_client_steers_nothing_and_keeps_its_key_where_there_is_no_other() -> 
     seen = CIMultiDictProxy(given)
     own = [("X-Request-Id", "id"), ("X-Kvstore-Routers", "r")]
     kept = [("Accept", "*/*"), ("authorization", "Bearer mine")]
-    onward = heads.onward(seen, request_id="id", authorization=None, way="r")
+    onward = proxy.onward(seen, request_id="id", authorization=None, way="r")
     assert onward == [*kept, *own]
-    onward = heads.onward(seen, request_id="id", authorization="Bearer w", way="r")
+    onward = proxy.onward(seen, request_id="id", authorization="Bearer w", way="r")
     assert onward == [kept[0], ("Authorization", "Bearer w"), *own]
-    assert heads.onward(seen, request_id="id", authorization="", way="r") == [kept[0], *own]
+    assert proxy.onward(seen, request_id="id", authorization="", way="r") == [kept[0], *own]
 
 
 @pytest.mark.parametrize("name", ["X-Api-Key", "x-api-key", "AUTHORIZATION"])
 def test_the_key_of_a_client_goes_no_further_than_the_routers_own(name: str) -> None:
     given = of((name, "mine"), ("Accept", "*/*"))
     for ours in ("Bearer w", ""):
-        onward = heads.onward(given, request_id="id", authorization=ours, way="r")
+        onward = proxy.onward(given, request_id="id", authorization=ours, way="r")
         assert "mine" not in str(onward)
-    onward = heads.onward(given, request_id="id", authorization=None, way="r")
+    onward = proxy.onward(given, request_id="id", authorization=None, way="r")
     assert (name, "mine") in onward, "this router has no tenants: the engine's own check"
 
 
@@ -112,7 +113,7 @@ def test_the_key_of_a_client_goes_no_further_than_the_routers_own(name: str) -> 
     ],
 )
 def test_a_key_comes_as_openai_or_anthropic_send_it(pairs: list[tuple[str, str]], key: str) -> None:
-    assert heads.bearer(of(*pairs)) == key
+    assert bearer(of(*pairs)) == key
 
 
 PAGE = "https://chat.example"
@@ -125,7 +126,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("origin", HOSTILE)
 def test_no_other_origin_looks_like_an_allowed_one(origin: str) -> None:
-    origins = heads.Origins([PAGE])
+    origins = proxy.Origins([PAGE])
     asked = of(("Origin", origin), ("Access-Control-Request-Method", "POST"))
     assert origins.allowed(asked) == {}
     assert origins.preflight(asked) == {}
@@ -133,44 +134,44 @@ def test_no_other_origin_looks_like_an_allowed_one(origin: str) -> None:
 
 def test_an_allowed_page_is_named_and_with_all_allowed_none_is() -> None:
     two = of(("Origin", PAGE), ("Origin", "https://evil"))
-    named = heads.Origins([PAGE, "https://b"]).allowed(two)
+    named = proxy.Origins([PAGE, "https://b"]).allowed(two)
     assert (named["Access-Control-Allow-Origin"], named["Vary"]) == (PAGE, "Origin")
     for origin in (PAGE, *HOSTILE):
-        every = heads.Origins(["*"]).allowed(of(("Origin", origin)))
+        every = proxy.Origins(["*"]).allowed(of(("Origin", origin)))
         assert every["Access-Control-Allow-Origin"] == "*", "nothing of a client comes back"
-    assert heads.Origins(["*"]).allowed(of(("Accept", "*/*"))) == {}
-    assert heads.Origins([]).allowed(of(("Origin", "*"))) == {}
+    assert proxy.Origins(["*"]).allowed(of(("Accept", "*/*"))) == {}
+    assert proxy.Origins([]).allowed(of(("Origin", "*"))) == {}
 
 
 def test_no_answer_lets_a_page_send_cookies() -> None:
     asked = of(("Origin", PAGE), ("Access-Control-Request-Method", "PUT"))
     for origins in (["*"], [PAGE]):
-        found = heads.Origins(origins).preflight(asked) or {}
+        found = proxy.Origins(origins).preflight(asked) or {}
         assert found["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
         assert "Access-Control-Allow-Credentials" not in found
 
 
 def test_engines_allow_no_origin() -> None:
     engines = [(b"access-control-allow-origin", b"*"), (b"Access-Control-Allow-Credentials", b"1")]
-    assert heads.back(engines) == [(b"Server", b"kvstore")]
+    assert back(engines) == [(b"Server", b"kvstore")]
 
 
 def test_a_request_comes_back_to_no_router() -> None:
-    assert heads.way(of(), "r") == "r"
-    assert heads.way(of(("X-Kvstore-Routers", "a")), "r") == "a,r"
-    assert heads.way(of(("x-kvstore-routers", "a,r")), "r") is None
-    assert heads.way(of(("X-Kvstore-Routers", "a,b,c,d")), "r") is None
+    assert proxy.way(of(), "r") == "r"
+    assert proxy.way(of(("X-Kvstore-Routers", "a")), "r") == "a,r"
+    assert proxy.way(of(("x-kvstore-routers", "a,r")), "r") is None
+    assert proxy.way(of(("X-Kvstore-Routers", "a,b,c,d")), "r") is None
 
 
 @pytest.mark.parametrize(
     "given", ["", "a b", "a\nb", "é", "x" * 129, "a___b", "\udcff", "a/b", 'a"', "a%0d"]
 )
 def test_an_id_of_a_client_that_may_do_harm_is_dropped(given: str) -> None:
-    assert heads.new_id(of(("X-Request-Id", given))).startswith("req-")
+    assert proxy.new_id(of(("X-Request-Id", given))).startswith("req-")
 
 
 def test_an_id_of_a_client_is_the_beginning_of_one_that_is_new_each_time() -> None:
-    found = {heads.new_id(of(("X-Request-Id", "a.b:c_d-1" + "x" * 100))) for _ in range(100)}
+    found = {proxy.new_id(of(("X-Request-Id", "a.b:c_d-1" + "x" * 100))) for _ in range(100)}
     assert len(found) == 100
-    assert {each[: heads.GIVEN_ID_CHARACTERS_MAX] for each in found} == {"a.b:c_d-1" + "x" * 87}
-    assert {len(each) for each in found} == {heads.GIVEN_ID_CHARACTERS_MAX + 17}
+    assert {each[: proxy.GIVEN_ID_CHARACTERS_MAX] for each in found} == {"a.b:c_d-1" + "x" * 87}
+    assert {len(each) for each in found} == {proxy.GIVEN_ID_CHARACTERS_MAX + 17}

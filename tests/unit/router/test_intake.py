@@ -13,11 +13,12 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.front.answers import new_id
-from kvstore.router.front.bodies import STRIPPED, BadBody
 from kvstore.router.front.intake import (
     OUTPUT_TOKENS_MAX,
     PRIORITY_MAX,
     SESSION_CHARACTERS_MAX,
+    STRIPPED,
+    BadBody,
     RequestIntake,
     RequestJob,
     Tenants,
@@ -25,9 +26,9 @@ from kvstore.router.front.intake import (
     output_tokens,
     session_of,
 )
-from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.prefixes import BytePrefixes, Prefix
-from kvstore.router.route_service import _request
+from kvstore.router.rpc import _request
+from kvstore.routing.learning import TokenEstimates
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,9 @@ class Site:
     ) -> RequestJob:
         given = CIMultiDictProxy(CIMultiDict(headers or {}))
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return asyncio.run(self.intake.job(given, path, content, tenant, **more))
+        return asyncio.run(
+            self.intake.job(given, path, content, tenant, **{"request_id": "r"} | more)
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,17 @@ from yarl import URL
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
-from kvstore.router.engines.connections import EngineHttp, HttpAnswer
+from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
 from kvstore.router.front.intake import RequestIntake, RequestJob, Tenants
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
-from kvstore.router.keys.estimates import TokenEstimates
-from kvstore.router.keys.index_calls import IndexCalls
+from kvstore.router.keys.index_calls import IndexCalls, Spaces
 from kvstore.router.keys.parity import Parity
 from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefix, predicted_tokens
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import COMPLETIONS, Rendering
-from kvstore.router.keys.spaces import Spaces
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
 
@@ -132,7 +131,7 @@ class Site:
         body = msgspec.json.encode({"model": "m", **fields})
         whose = self.intake.tenant(headers)
         assert whose == tenant
-        return await self.intake.job(headers, COMPLETIONS, body, whose)
+        return await self.intake.job(headers, COMPLETIONS, body, whose, request_id="r")
 
     def predicted(self, job: RequestJob) -> int:
         return predicted_tokens(job.prefix, self.worker.address)

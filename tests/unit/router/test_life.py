@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.dispatch import Dispatcher
+from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
-from kvstore.router.life import RoutedLife
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, Rejected, Routed
 from kvstore.routing.policy import RoutingPolicy, parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.router.front.answers import STORED, takes_prompts
+from kvstore.router.front.proxy import STORED, takes_prompts
 
 
 @pytest.mark.parametrize(

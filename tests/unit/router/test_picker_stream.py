@@ -18,13 +18,12 @@ from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.front.answers import new_id
-from kvstore.router.front.door import BODIES_SHARE, Bodies
-from kvstore.router.front.intake import RequestIntake, Tenants
-from kvstore.router.keys.estimates import TokenEstimates
+from kvstore.router.front.intake import BODIES_SHARE, Bodies, RequestIntake, Tenants
 from kvstore.router.keys.prefixes import BytePrefixes
 from kvstore.router.picker import DESTINATION, DROPPED, SERVED, SUBSET, Picker
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import FirstToken, Probed, RequestEnded, RouteEvent
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
@@ -127,7 +126,7 @@ class Site:
 
     @property
     def left(self) -> int:
-        return int(vars(self.bodies)["_left"])
+        return int(vars(self.bodies)["left"])
 
     @property
     def ends(self) -> list[RequestEnded]:
@@ -305,7 +304,7 @@ def test_bodies_count_in_the_memory_of_all_and_give_it_back() -> None:
         assert site.left == 3000
         await site.picker.process(None, cast("Any", Envoy([head(), body(BODY[:100])])))
         assert site.left == 3000
-        site.bodies.release(ROOM - 3000)
+        site.bodies.left += ROOM - 3000
         assert len((await site.play(head(), body())).destinations) == 1
 
     run(test)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.pools import faults
+from kvstore.router.engines.workers import Worker, WorkerAddress, faults
 from kvstore.routing.policy import parse
 
 

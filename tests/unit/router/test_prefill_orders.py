@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.front.bodies import peek
-from kvstore.router.front.prefill import (
-    PARAMETERS,
-    ahead,
-    can_split,
-    decode_order,
-    parameters_of,
-    prefill_order,
-    source_of,
-)
+from kvstore.router.front.intake import can_split, edited, peek
+from kvstore.router.front.legs import PARAMETERS, ahead, parameters_of, prefill_order, source_of
 from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
 
 ANSWERED = answer_of(PrefillPart("t", "t"), node="p1", engine="e", request_id="r", tokens=9)
@@ -54,8 +46,7 @@ def test_a_prefiller_samples_one_token_whatever_the_client_wants() -> None:
 
 def test_a_decoder_gets_the_body_as_it_came_and_the_parameters() -> None:
     body = b'{ "prompt" : "x",  "min_tokens":5, "seed":1e2 }'
-    assert decode_order(body, None) is body
-    sent = decode_order(body, ANSWERED)
+    sent = edited(body, put={PARAMETERS: ANSWERED})
     assert json.loads(sent) == json.loads(body) | {PARAMETERS: ANSWERED}
     assert b'"seed":1e2' in sent
 

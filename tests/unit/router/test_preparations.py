@@ -12,8 +12,7 @@ import pytest
 
 from kvstore.router.ahead import CALLS_MAX, FAILURES_MAX, Preparations
 from kvstore.router.engines.workers import WorkerAddress, Workers
-from kvstore.router.keys.index_calls import IndexCalls
-from kvstore.router.keys.spaces import Spaces
+from kvstore.router.keys.index_calls import IndexCalls, Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.wire.peers import PrepareReply, PrepareRequest, encode
 from tests.kit.virtual_loop import VirtualLoop

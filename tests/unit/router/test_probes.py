@@ -12,7 +12,8 @@ import pytest
 from yarl import URL
 
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.connections import EngineHttp, HttpAnswer, NoAnswer, NoConnection
+from kvstore.router.engines.calls import EngineHttp, HttpAnswer
+from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.probes import (
     CONTEXT_MAX,
     MODELS_MAX,

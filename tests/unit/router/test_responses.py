@@ -11,7 +11,6 @@ from kvstore.router.engines.workers import Worker, WorkerAddress
 from kvstore.router.front.answers import (
     PREFIX,
     RESPONSES,
-    STORED,
     TAG_DIGITS,
     id_for,
     is_of,
@@ -19,7 +18,8 @@ from kvstore.router.front.answers import (
     tag,
     worker_of,
 )
-from kvstore.router.front.bodies import peek
+from kvstore.router.front.intake import peek
+from kvstore.router.front.proxy import STORED
 
 PLACES = [("http://10.0.0.1:8000", 0), ("http://10.0.0.2:8000", 0), ("http://10.0.0.2:8000", 1)]
 

@@ -10,13 +10,12 @@ import grpc
 import pytest
 
 from kvstore.proto import router_pb2 as pb
-from kvstore.router.dispatch import Dispatcher
+from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker, WorkerAddress, Workers
 from kvstore.router.exchange import LoadExchange
-from kvstore.router.front.bodies import NAME_BYTES_MAX
+from kvstore.router.front.intake import NAME_BYTES_MAX
 from kvstore.router.keys.prefixes import KEY_BYTES, TOKENS_PER_PIECE, KeyPrefixes, Prefix
-from kvstore.router.life import RoutedLife
-from kvstore.router.route_service import (
+from kvstore.router.rpc import (
     BLOCK_TOKENS_MAX,
     FIRST_WORD_S,
     SILENCE_S,

@@ -8,8 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from kvstore.router.engines.workers import UNASKED, WorkerAdapter, WorkerAddress, Workers
-from kvstore.router.keys.index_calls import IndexCalls, Listed
-from kvstore.router.keys.spaces import OTHER_KEYS, Spaces
+from kvstore.router.keys.index_calls import OTHER_KEYS, IndexCalls, Listed, Spaces
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.wire.load import EngineEntry
 

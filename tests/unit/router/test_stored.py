@@ -14,9 +14,9 @@ from aiohttp import web
 from yarl import URL
 
 from kvstore.config.router import load_router_config
-from kvstore.router.engines.connections import EngineHttp
+from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.front.answers import PREFIX, new_id, tag
-from kvstore.router.front.door import BODY_STALL_S
+from kvstore.router.front.intake import BODY_STALL_S
 from kvstore.router.process import Router
 from tests.kit.virtual_loop import VirtualLoop
 
@@ -208,8 +208,8 @@ def test_a_body_has_the_bounds_of_all_bodies() -> None:
         assert not its.engines[0].seen
         assert (await its.ask("POST", UNKNOWN, body=b"x" * 1024)).status == 200
         assert its.engines[0].seen == [("POST", UNKNOWN, b"x" * 1024)]
-        left = vars(its.router.bodies)["_left"]
-        assert left == vars(type(its.router.bodies)(bytes_max=1024))["_left"]
+        left = its.router.bodies.left
+        assert left == type(its.router.bodies)(bytes_max=1024).left
 
     run(test, 1, body_max="1024")
 
