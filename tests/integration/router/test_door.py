@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.front import attempt, door
+from kvstore.router.engines import connections
+from kvstore.router.front import door
+from kvstore.router.front.intake import BODIES_SHARE
 from kvstore.testing.process import Lab
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
@@ -105,8 +107,8 @@ def test_bodies_and_heads_have_bounds(worker: ScriptedWorker) -> None:
             assert (status, says in answer) == (400, True), (body[:20], answer)
         assert router.ask()[0] == 200
         until(lambda: router.router.proxy.in_flight == 0)
-        left = vars(router.router.proxy._bodies)["_left"]
-        assert left == (64 << 10) * door.BODIES_SHARE, "what was read is released"
+        left = router.router.bodies.left
+        assert left == (64 << 10) * BODIES_SHARE, "what was read is released"
 
 
 FIELDS = b"".join(b"X-%d: %b\r\n" % (n, b"x" * 8000) for n in range(5))
@@ -264,7 +266,7 @@ def test_a_slow_reader_holds_back_the_engine_and_is_cut_off(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its unread answer is bounded, whatever the engine makes."""
-    monkeypatch.setattr(attempt, "STALL_S", 1.0)
+    monkeypatch.setattr(connections, "STALL_S", 1.0)
     worker.script("flood", pieces=2000)
     with RouterThread([worker.flag]) as router:
         before = worker.seen()["aborted"]

@@ -19,7 +19,7 @@ from kvstore.router.engines.connections import Attempt
 from kvstore.router.front import proxy
 from kvstore.router.front.legs import beside
 from kvstore.router.pages import _families
-from kvstore.routing import legs as flights, rows
+from kvstore.routing import legs, rows
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import (
     PolicyProbes,
@@ -235,7 +235,7 @@ def test_prefillers_that_are_silent_are_left(engines: Engines, together: bool) -
 def test_a_decoder_does_not_wait_for_ever_for_a_prefiller_that_only_answers_probes(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flights, "LATE_S_MIN", 0.5)
+    monkeypatch.setattr(legs, "LATE_S_MIN", 0.5)
     engines["p"].script("stuck")
     with routed(engines, "pd", together=False) as router:
         assert router.ask(body())[0] == 200

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.routing import core as core_module, decide, legs as flights, placing
+from kvstore.routing import core as core_module, decide, legs, placing
 from kvstore.routing.core import RouterCore
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs import Blame, Legs
@@ -114,7 +114,7 @@ def last_resorts_are_not_put_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def races_go_to_last_resorts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(flights, "_is_free", lambda *_: True)
+    patch.setattr(legs, "_is_free", lambda *_: True)
 
 
 def what_can_never_be_placed_waits(patch: pytest.MonkeyPatch) -> None:
