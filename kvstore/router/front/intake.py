@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 # short, a hash of another length, a name that is none.
 
 KEY_CHARACTERS_MIN: Final = 16
+API_KEY: Final = istr("X-Api-Key")
+AUTHORIZATION: Final = istr("Authorization")
 _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 
 
@@ -109,12 +111,9 @@ def bearer(headers: CIMultiDictProxy[str]) -> str:
 
 # ── bytes of bodies ───────────────────────────────────────────────────────────────────────────────
 # Bodies have a budget for all requests together: once it is used up, those that are stalled give
-# way.
-# Compressed bodies are refused: their size would be known too late. A client that expects
+# way. Compressed bodies are refused: their size would be known too late. A client that expects
 # 100-continue gets it after all checks that need no body.
 
-API_KEY: Final = istr("X-Api-Key")
-AUTHORIZATION: Final = istr("Authorization")
 CONTENT_ENCODING: Final = istr("Content-Encoding")
 EXPECT: Final = istr("Expect")
 BODY_STALL_S: Final = 60.0
@@ -520,13 +519,12 @@ PIN_HEADER: Final = istr("X-Kvstore-Pin-Ttl-S")
 END_HEADER: Final = istr("X-Kvstore-Session-End")
 PRIORITY_HEADER: Final = istr("X-Kvstore-Priority")
 CLASS_HEADERS: Final = (istr("X-Kvstore-Class"), istr("X-Llm-D-Inference-Objective"))
-RACED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Paths whose requests may go to two engines. Answers of `/v1/responses` are stored by engines,
-which may also call tools for them.
+TWO_ENGINES: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Paths whose requests may go to two engines, by a race or a remote prefill. Answers of
+`/v1/responses` are stored by engines, which may also call tools for them.
 """
 _PRIORITY: Final = re.compile(r"-?[0-9]{1,10}")
 _NOTHING: Final = frozenset({b"", b"null", b"false"})
-SPLIT_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _ONE: Final = frozenset({b"", b"null", b"1"})
 
 
@@ -564,7 +562,7 @@ def can_race(path: str, read: Peek) -> bool:
     for, nothing is stored, and no plug-in of the engine gets arguments. Only streams, since the
     first byte of a whole answer says nothing about its first token."""
     return (
-        path in RACED_PATHS
+        path in TWO_ENGINES
         and read.is_streamed
         and {bytes(read.store), bytes(read.vllm_xargs)} <= _NOTHING
         and {bytes(read.n), bytes(read.best_of)} <= _ONE
@@ -575,7 +573,7 @@ def can_split(path: str, read: Peek) -> bool:
     """Whether a remote prefill is of use for a request: for log probabilities of a prompt an engine
     computes it itself.
     """
-    return path in SPLIT_PATHS and {bytes(read.prompt_logprobs), bytes(read.echo)} <= _NOTHING
+    return path in TWO_ENGINES and {bytes(read.prompt_logprobs), bytes(read.echo)} <= _NOTHING
 
 
 class RequestIntake:

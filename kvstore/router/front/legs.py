@@ -287,11 +287,3 @@ async def beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def refuse_if(is_too_late: asyncio.Event, _: Attempt) -> None:
-    """A `claim`: refuses the first piece of a decode leg that is being ended because its prefill
-    failed. Raises Beaten.
-    """
-    if is_too_late.is_set():
-        raise Beaten

@@ -49,7 +49,7 @@ from kvstore.router.engines.connections import (
     WORKER,
     Attempt,
 )
-from kvstore.router.engines.failures import ClientStalled, LegFailure
+from kvstore.router.engines.failures import Beaten, ClientStalled, LegFailure
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front import answers
 from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
@@ -71,7 +71,6 @@ from kvstore.router.front.legs import (
     beside,
     prefill_order,
     prefilled,
-    refuse_if,
 )
 from kvstore.router.keys.parity import Parity
 from kvstore.router.keys.prefixes import predicted_tokens
@@ -611,8 +610,12 @@ class Proxy:
         transfer = f"{job.request_id}.{routed.attempt}"
         early = ahead(prefiller, attempt.worker, transfer)
         prefill = self._prefill(attempt.request, job, routed, prefiller, transfer)
-        is_too_late = asyncio.Event()
-        claim = partial(refuse_if, is_too_late)
+        is_too_late = False
+
+        def claim(_: Attempt) -> None:
+            if is_too_late:  # the leg is being ended, because its prefill failed
+                raise Beaten
+
         async with beside(prefill) as prefilling:
             if early is None:
                 await asyncio.wait((prefilling,), timeout=routed.late_after_s)
@@ -628,7 +631,7 @@ class Proxy:
                         self._dispatcher.note(over)
                     if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
-                    is_too_late.set()  # its first piece may come before it has ended
+                    is_too_late = True  # its first piece may come before it has ended
             return await self._decode(attempt, job, routed, life, await prefilling)
 
     async def _prefill(

@@ -145,6 +145,6 @@ def test_a_request_has_ended_whatever_fails_when_its_answer_is_accounted_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with routed(engines, "d", together=False) as router:
-        monkeypatch.setattr(router.router.proxy, "_observed", lambda *_: 1 // 0)
+        monkeypatch.setattr(router.router.proxy, "_learn", lambda *_: 1 // 0)
         assert router.ask(body())[0] == 200
         until(lambda: not router.core.open)
