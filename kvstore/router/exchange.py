@@ -133,7 +133,7 @@ class LoadExchange:
                 EngineLoad(
                     worker.address.url, worker.address.rank, load.prefill_tokens, load.streams
                 )
-                for load in self._dispatcher.core.fleet.loads()
+                for load in self._dispatcher.core.loads()
                 if (worker := self._workers.get(load.worker)) is not None
             )
             self._report = RouterLoads(self._name, tuple(loads))

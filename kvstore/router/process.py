@@ -27,8 +27,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from kvstore import __version__
 from kvstore.config.router import RouterConfig, load_policy
 from kvstore.config.values import joined
@@ -44,9 +42,8 @@ from kvstore.router.ahead import Preparations
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.discovery import Discovery, Slices, addresses_of, in_cluster
-from kvstore.router.engines.failures import LegFailure
 from kvstore.router.engines.probes import Probes
-from kvstore.router.engines.workers import PoolWatch, Worker, Workers
+from kvstore.router.engines.workers import PoolWatch, Workers
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.door import FrontDoor, OpenDoor, open_door, server_context
 from kvstore.router.front.intake import Bodies, RequestIntake, load_tenants
@@ -61,12 +58,11 @@ from kvstore.router.picker import Picker
 from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.rpc import RouteService, RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import AbandonWorker, Lack, Prepare, Probed
+from kvstore.routing.events import AbandonWorker, Prepare
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.rows import StateChange
-from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 
@@ -151,8 +147,7 @@ class Router:
             origins=Origins(config.allowed_origins),
             estimates=self.estimates,
             parity=self.parity,
-            explain=self._explain,
-            failed=self._failed,
+            probes=self.probes,
             traces=self.traces,
         )
         self.picker = Picker(self.dispatcher, self.workers, self.intake, bodies=self.bodies)
@@ -309,16 +304,6 @@ class Router:
         self.dispatcher.adopt(policy)
         _log.info("policy %s is in effect", policy_hash(policy))
 
-    def _failed(self, worker: Worker, error: LegFailure) -> None:
-        """A request failed at a worker: probe it at once, and read its models again if it lacked
-        one.
-        """
-        if error.is_gone:
-            self.dispatcher.note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
-        if error.lack is Lack.MODEL:
-            self.probes.read_models(worker)
-        self.probes.look_now(worker)
-
     async def _show_readiness(self) -> None:
         for server in self.servers.values():
             await server.show(is_ready=self.proxy.is_ready)
@@ -333,9 +318,6 @@ class Router:
                 self.ttfts["predicted"].add(round(plain.predicted_s * NS_PER_S))
                 self.ttfts["achieved"].add(round(plain.outcome.ttft_s * NS_PER_S))
         await self.receipts.write(draft.receipt() for draft in drafts)
-
-    def _explain(self, request: RouteRequest, prefix: PrefixAnswer | None) -> bytes:
-        return msgspec.json.encode(self.core.explain(request, prefix, self.dispatcher.clock()))
 
 
 def _worker_context(config: RouterConfig) -> ssl.SSLContext:

@@ -31,7 +31,7 @@ from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.role_planner import Planner
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest, WorkerRole
+from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest, SharedLoad, WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from kvstore.units import NS_PER_S
 
@@ -516,6 +516,10 @@ class RouterCore:
         drafts = list(self._receipts)
         self._receipts.clear()
         return drafts
+
+    def loads(self) -> tuple[SharedLoad, ...]:
+        """Requests in flight, for other routers."""
+        return self.fleet.loads()
 
     def desired_replicas(self, pool: str, role: WorkerRole, now_ns: int) -> int:
         """Number of workers of a role that a pool needs."""

@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy, istr
 
@@ -50,6 +51,7 @@ from kvstore.router.engines.connections import (
     Attempt,
 )
 from kvstore.router.engines.failures import Beaten, ClientStalled, LegFailure
+from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front import answers
 from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
@@ -78,14 +80,16 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     HintAnswer,
+    Lack,
     Leg,
     LegFailed,
     PrefillDone,
+    Probed,
     RaceOver,
     Routed,
 )
 from kvstore.routing.learning import TokenEstimates
-from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.values import ProbeResult
 
 if TYPE_CHECKING:
     from kvstore.router.traces import RouteTraces
@@ -291,22 +295,18 @@ class Proxy:
         origins: Origins,
         estimates: TokenEstimates,
         parity: Parity | None,
-        explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
-        failed: Callable[[Worker, LegFailure], None],
+        probes: Probes,
         traces: RouteTraces | None = None,
     ) -> None:
         """
         Args:
             estimates, parity: learn from tokens that engines report; parity None: no index.
-            explain: makes the receipt of a dry run, as JSON.
-            failed: takes each failure at a worker.
             traces: None: headers of traces are passed on as the client sent them.
         """
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
         self._bodies, self._intake, self._origins = bodies, intake, origins
-        self._estimates, self._parity = estimates, parity
-        self._explain, self._failed = explain, failed
+        self._estimates, self._parity, self._probes = estimates, parity, probes
         self._begun_s = int(time.time())
         self.name = engines.name
         self.counts = Counter[str]()
@@ -415,12 +415,13 @@ class Proxy:
 
     def _dry(self, job: RequestJob) -> web.Response:
         """The receipt that a request would get, which is not sent."""
+        core, now_ns = self._dispatcher.core, self._dispatcher.clock()
         try:
-            text = self._explain(job.asked.request, job.asked.prefix)
+            receipt = core.explain(job.asked.request, job.asked.prefix, now_ns)
         except LookupError as error:
             why = f"no worker would get this request: {error}"
             return error_response(503, why, "no_worker")
-        return web.Response(body=text, content_type="application/json")
+        return web.Response(body=msgspec.json.encode(receipt), content_type="application/json")
 
     async def _at_keeper(
         self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes, tenant: str
@@ -597,8 +598,15 @@ class Proxy:
         return _relayed(attempt, is_kept=is_kept)
 
     def _lost(self, worker: Worker, error: LegFailure) -> None:
+        """A request failed at a worker: probe it at once, and read its models again if it lacked
+        one.
+        """
         error.worker = worker.name
-        self._failed(worker, error)
+        if error.is_gone:
+            self._dispatcher.note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
+        if error.lack is Lack.MODEL:
+            self._probes.read_models(worker)
+        self._probes.look_now(worker)
 
     async def _both_legs(
         self, attempt: Attempt, job: RequestJob, routed: Routed, life: RoutedLife, name: str

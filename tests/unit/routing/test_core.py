@@ -102,15 +102,15 @@ def test_other_routers_count() -> None:
 
 def test_what_is_in_flight_is_told_to_other_routers() -> None:
     core, other = core_of(spec(0), spec(1)), core_of(spec(0), spec(1))
-    assert core.fleet.loads() == ()
+    assert core.loads() == ()
     worker = routed(arrive(core, request("r", 1600))).worker
-    assert core.fleet.loads() == (SharedLoad(worker, 1600, 0),)
-    other.step(Shared("core", core.fleet.loads()), S)
+    assert core.loads() == (SharedLoad(worker, 1600, 0),)
+    other.step(Shared("core", core.loads()), S)
     assert routed(arrive(other, request("x", 160))).worker != worker
     core.step(FirstToken("r"), S)
-    assert core.fleet.loads() == (SharedLoad(worker, 0, 1),)
+    assert core.loads() == (SharedLoad(worker, 0, 1),)
     core.step(RequestEnded("r", Ending.DONE), S)
-    assert core.fleet.loads() == ()
+    assert core.loads() == ()
 
 
 def test_receipts_say_what_followed() -> None:

@@ -47,11 +47,11 @@ def test_a_remote_prefill_is_told_where_it_is_computed() -> None:
     core = pd()
     sent = routed(arrive(core, request("r", 1600)))
     assert sent.prefill_worker is not None
-    told = {load.worker: load for load in core.fleet.loads()}
+    told = {load.worker: load for load in core.loads()}
     assert told[sent.prefill_worker].prefill_tokens == 1600
     assert told[sent.worker] == SharedLoad(sent.worker, 0, 0)
     core.step(FirstToken("r"), S)
-    assert core.fleet.loads() == (SharedLoad(sent.worker, 0, 1),)
+    assert core.loads() == (SharedLoad(sent.worker, 0, 1),)
 
 
 def test_a_long_prompt_is_prefilled_elsewhere_and_a_short_one_is_not() -> None:
