@@ -1,4 +1,4 @@
-"""What outlives a decision: sessions, clients' pins, and blocks brought to dram ahead of time.
+"""State beyond one decision: sessions, clients' pins, blocks brought to dram ahead of time.
 
     WAITS   a request is held: its likely worker's node has the prefix on disk, or another node does
     HOT     many requests begin with it, and all that hold it are saturated: one node more

@@ -1,4 +1,4 @@
-"""What is learned of answers: weights of the terms, lengths of answers, tokens of text and media.
+"""Learned values: weights of the terms, lengths of answers, tokens of text and media.
 
     terms at the worker that computed, achieved seconds ─▶ one bounded step ─▶ its weights
     output tokens ─▶ OutputLengths      prompt tokens ─▶ TokenEstimates, for prompts not rendered

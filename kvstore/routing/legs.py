@@ -36,7 +36,7 @@ from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S
 
 # ── flights ───────────────────────────────────────────────────────────────────────────────────────
-# What is counted at workers, and what the approximate tree remembers.
+# Counts at workers, and prefixes that the approximate tree remembers.
 #
 #     Placement ─▶ sent: the decode leg, a prefill leg ─▶ began, prefilled ─▶ ended
 #               └▶ raced: the same request at a second worker ─▶ race_over: one of the two is left
