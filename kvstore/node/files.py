@@ -369,7 +369,7 @@ class LateTier:
             if isinstance(command, VoidFile):
                 if len(self._voids) >= VOIDS_MAX:
                     self._voids.clear()
-                    command = VoidFile(None, None, command.cause)
+                    command = VoidFile(None, None)
                 self._voids[command.tenant, command.space] = command
                 self._outbox.void(Void(command.tenant, command.space, _ANYTHING_OLDER))
         return not isinstance(command, WriteFile | ReadFile)

@@ -44,9 +44,14 @@ from kvstore.errors import ConfigError
 from kvstore.indexer.replica import Replica
 from kvstore.installation import lacking
 from kvstore.mailbox import Mailbox
-from kvstore.net import calls
 from kvstore.net.aio import LoopThread
-from kvstore.net.server import INSECURE_NOTE, certificate_ends, listen, warn_of_its_end
+from kvstore.net.server import (
+    INSECURE_NOTE,
+    certificate_ends,
+    connection_limits,
+    listen,
+    warn_of_its_end,
+)
 from kvstore.obs.metrics import TRANSFERS, Family, Timings, family, histogram
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
@@ -314,7 +319,7 @@ class Peering:
 def _server() -> grpc.aio.Server:
     return grpc.aio.server(
         options=[
-            *calls.limits(),
+            *connection_limits(),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),

@@ -37,7 +37,7 @@ from kvstore.router.keys.prefixes import (
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.routing.events import Arrived, Ending, Failure, Leg, LegFailed, Rejected, Routed
 from kvstore.routing.values import RouteRequest
-from kvstore.wire.load import LOADS, RouterLoads, encode
+from kvstore.wire.load import LOADS, RouterLoads, encode_loads
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
 # `kvstore.v1.Router/Route`: decisions for callers that send requests themselves.
@@ -148,7 +148,7 @@ class RouteService(RouterServicer):
 
     def loads_handler(self) -> grpc.GenericRpcHandler:
         """Handler by which other routers ask for this router's loads."""
-        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode)
+        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode_loads)
         return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
 
     async def loads(

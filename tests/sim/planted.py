@@ -123,7 +123,9 @@ def double_unpin() -> contextlib.AbstractContextManager[Any]:
         for number in leases:
             lease = self.get(session, number)
             if lease is not None:
-                self._unpin(lease)
+                for words, generations in lease.pieces:
+                    held = self._slots.generation[words] == generations
+                    self._slots.pins.unpin(words[held], lease.account)
         release(self, session, leases)
 
     return mock.patch.object(Leases, "release", broken)

@@ -126,7 +126,7 @@ def one_shard_of_several_looked_at() -> contextlib.AbstractContextManager[Any]:
 
     def broken(self: Lease, slots: Slots) -> Any:
         same = [slots.generation[words] == generations for words, generations in self.pieces]
-        return np.concatenate(same).reshape(-1, self._shards)[:, 0]
+        return np.concatenate(same).reshape(-1, self.shards)[:, 0]
 
     return mock.patch.object(Lease, "intact", broken)
 

@@ -30,7 +30,7 @@ from kvstore.router.engines.failures import (
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.intake import fields_of
 from kvstore.routing.events import Failure, Leg
-from kvstore.wire.transfers import DecodePart, read_transfer
+from kvstore.wire.requests import DecodePart, read_transfer
 
 _T = TypeVar("_T")
 
