@@ -1,6 +1,6 @@
-"""What operators set for the connector: the keys of `kv_connector_extra_config`, one frozen tree of
-which unknown keys are refused; and where the engine publishes its KV events, as its node connects
-to it (--kv-events-config). Does not cover: reading the events (the node does).
+"""Settings of the connector: the keys of `kv_connector_extra_config`, one frozen tree of which
+unknown keys are refused; and where the engine publishes its KV events, as its node connects to it
+(--kv-events-config). Does not cover: reading the events (the node does).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `kvstore plan` computes (pure): sizes and times of a workload, from a model's config.json.
+"""Sizes and times of a workload, from a model's config.json: `kvstore plan` (pure).
 
 **Caches.** `layer_kinds` has the kind of each layer, in order ("full", "window", …);
 `cache_groups` has the same, summed by kind, with sizes as vLLM allocates them. Field names are

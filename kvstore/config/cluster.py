@@ -15,7 +15,7 @@ files of certificates (`kvstore.client.certificates`), the back ends (`transport
 
 Ways to be wrong, each a ConfigError that says how to mend it: some of the three files but not all;
 neither files nor --insecure; a certificate without the name of this component; a name that cannot
-be one; a store that is plain and elsewhere. Of --engine-events: no NAME=ENDPOINT; an unknown or
+be one; a store that is plain and elsewhere. In --engine-events: no NAME=ENDPOINT; an unknown or
 empty setting behind it; no space, or one that is not 64 hex digits; a rank that is no number; an
 endpoint that is none, or beyond this machine without --insecure; an engine and rank twice; too
 many.

@@ -6,7 +6,7 @@ an engine publishes about its own memory.
     payload   msgpack [time, [event, …], data-parallel rank or nil]: vLLM's KVEventBatch
     event     a map with its kind under "type": BlockStored, BlockRemoved or AllBlocksCleared
 
-**Of a node.** An event has vLLM's fields and describes itself: `kvstore` says of which node,
+**Events of a node.** An event has vLLM's fields and describes itself: `kvstore` says of which node,
 incarnation, tenant, space and shard it is, and has the whole 32-byte keys. `block_hashes` has them
 in the form in which the node's engines publish theirs (the low 64 bits as numbers, or whole), so
 that an index can join the two. The rank is nobody's.
@@ -15,10 +15,10 @@ A node knows no tokens: `token_ids` is empty, there is no parent, and `block_siz
 publishes this for blocks whose tokens it does not know, and consumers skip such blocks or join them
 by hash; with the real size, those that cut `token_ids` by it would read past its end.
 
-**Of an engine.** Hashes are whole (32 bytes) or, by vLLM's default, the low 64 bits as a number.
-Fields that are not needed here, and events of kinds that are not known, are left aside.
+**Events of an engine.** Hashes are whole (32 bytes) or, by vLLM's default, the low 64 bits as a
+number. Fields that are not needed here, and events of kinds that are not known, are left aside.
 
-Ways for an engine's to be broken: not msgpack; no list of time and events; a known event whose
+Ways for the latter to be broken: not msgpack; no list of time and events; a known event whose
 fields are of other types; hashes of another length. All raise `ProtocolError`.
 
 Covers the forms. Does not cover: sockets, sequence numbers (`kvstore.node.publish`).

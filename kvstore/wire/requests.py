@@ -1,4 +1,4 @@
-"""What a request brings beside its tokens: its part in a transfer, and its trace.
+"""Parameters of a request beside its tokens: its part in a transfer, and its trace.
 
 **`kv_transfer_params`** of requests and answers: fields of vLLM, and ours below `kvstore` (ADR 12).
 

@@ -37,7 +37,7 @@ class FilledBlocks(NamedTuple):
 
     group: int
     keys: Sequence[bytes]
-    """Of the request's blocks, at least `full_blocks`."""
+    """Keys of the request's blocks, at least `full_blocks`."""
     block_ids: Sequence[int]
     """The request's whole block table, at least `full_blocks`."""
     full_blocks: int
