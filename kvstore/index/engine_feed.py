@@ -36,15 +36,8 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import chained_keys, root_key
 from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
+from kvstore.wire import engine_events as wire
 from kvstore.wire.feed import Change, Left, Removed, Stored
-from kvstore.wire.kv_events import (
-    OWN_MEDIA,
-    EngineCleared,
-    EngineEvent,
-    EngineRemoved,
-    EngineStored,
-    decode_batch,
-)
 
 WAITING_BATCHES_MAX: Final = 1024
 WAITING_BYTES_MAX: Final = 16 << 20
@@ -217,7 +210,7 @@ class EngineFeed:
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
-        self._events: deque[EngineEvent] = deque()
+        self._events: deque[wire.EngineEvent] = deque()
         """Pieces of received batches that are not applied yet."""
         self._in_order = 0
         """Batches of this replay that were taken."""
@@ -417,7 +410,7 @@ class EngineFeed:
         self._next = number + 1
         self.counters.batches += 1
         try:
-            batch = decode_batch(payload)
+            batch = wire.decode_batch(payload)
         except ProtocolError:
             self.counters.refused += 1
             return self._void()
@@ -425,20 +418,20 @@ class EngineFeed:
             self._events.extend(_pieces_of(event))
         return []
 
-    def _apply(self, event: EngineEvent) -> list[Change]:
+    def _apply(self, event: wire.EngineEvent) -> list[Change]:
         match event:
-            case EngineCleared():
+            case wire.EngineCleared():
                 was_empty = not len(self.blocks)
                 self.blocks.cleared()
                 return [] if was_empty else [Left(self.source.engine, self.source.rank)]
-            case _ if event.medium not in OWN_MEDIA or event.group_idx not in OWN_GROUPS:
+            case _ if event.medium not in wire.OWN_MEDIA or event.group_idx not in OWN_GROUPS:
                 return []
-            case EngineRemoved():
+            case wire.EngineRemoved():
                 return [
                     Removed(*self._scope(), b"".join(keys), *self._whose())
                     for keys in _pieces(self.blocks.removed(event.block_hashes))
                 ]
-            case EngineStored():
+            case wire.EngineStored():
                 self.lookahead_tokens = max(map(len, event.lookahead_token_ids or ()), default=0)
                 is_plain, cache_salt = _what_else(event)
                 keys = self.blocks.stored(
@@ -461,7 +454,7 @@ class EngineFeed:
         return self.source.engine, self.source.rank
 
 
-def _what_else(event: EngineStored) -> tuple[bool, str]:
+def _what_else(event: wire.EngineStored) -> tuple[bool, str]:
     """(whether only tokens and a salt are hashed into the keys of these blocks, the salt).
 
     Events name extra keys without their kind: a single text, in the first block of a prompt without
@@ -481,23 +474,23 @@ def _what_else(event: EngineStored) -> tuple[bool, str]:
     return is_salt, first[0] if is_salt else ""
 
 
-def _work_of(event: EngineEvent) -> int:
+def _work_of(event: wire.EngineEvent) -> int:
     match event:
-        case EngineStored():
+        case wire.EngineStored():
             return 1 + len(event.block_hashes) + len(event.token_ids) // _WORK_TOKENS
-        case EngineRemoved():
+        case wire.EngineRemoved():
             return 1 + len(event.block_hashes)
-        case EngineCleared():
+        case wire.EngineCleared():
             return 1
 
 
-def _pieces_of(event: EngineEvent) -> Iterator[EngineEvent]:
+def _pieces_of(event: wire.EngineEvent) -> Iterator[wire.EngineEvent]:
     """The event, split into events of at most PIECE_WORK_MAX work each."""
-    if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, EngineCleared):
+    if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, wire.EngineCleared):
         yield event
         return
     hashes = event.block_hashes
-    if isinstance(event, EngineRemoved):
+    if isinstance(event, wire.EngineRemoved):
         for at in range(0, len(hashes), PIECE_WORK_MAX):
             yield msgspec.structs.replace(event, block_hashes=hashes[at : at + PIECE_WORK_MAX])
         return

@@ -23,19 +23,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvstore.types import Incarnation, SpaceId, Tier
-from kvstore.wire.feed import (
-    Change,
-    Delta,
-    FeedBeat,
-    Hello,
-    Left,
-    OfStream,
-    Registry,
-    Removed,
-    SnapshotPart,
-    Stored,
-    Word,
-)
+from kvstore.wire import feed as wire
 from kvstore.wire.load import EngineEntry, Load
 
 # ── rivals ────────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +110,7 @@ class Trust(enum.IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-class FeedClosed(OfStream, frozen=True, tag="Closed"):
+class FeedClosed(wire.OfStream, frozen=True, tag="Closed"):
     """The stream ended or broke."""
 
 
@@ -133,7 +121,7 @@ class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
     node: str
 
 
-Event = Hello | Word | FeedClosed | ConnectRefused
+Event = wire.Hello | wire.Word | FeedClosed | ConnectRefused
 
 
 class Verdict(enum.Enum):
@@ -238,7 +226,7 @@ class Feed:
     def hear(self, event: Event, now_ms: int) -> Heard:
         """Apply an event of this node; returns what follows from it."""
         match event:
-            case Hello():
+            case wire.Hello():
                 return self._hello(event, now_ms)
             case ConnectRefused():
                 self._refused = True
@@ -252,14 +240,14 @@ class Feed:
             return _CLOSE
         self._spoke(now_ms)
         match event:
-            case Delta():
+            case wire.Delta():
                 return self._delta(event.sequence, now_ms)
-            case FeedBeat():
+            case wire.FeedBeat():
                 self.load = event.load or self.load
                 return self._beat(event.sequence, now_ms)
-            case SnapshotPart():
+            case wire.SnapshotPart():
                 return self._part(event, now_ms)
-            case Registry(engines=engines):
+            case wire.Registry(engines=engines):
                 self.engines = engines
                 return _GO_ON
 
@@ -290,7 +278,7 @@ class Feed:
     def _is_heard(self, now_ms: int) -> bool:
         return self.is_open and now_ms - self._heard_ms < STALE_MS
 
-    def _hello(self, hello: Hello, now_ms: int) -> Heard:
+    def _hello(self, hello: wire.Hello, now_ms: int) -> Heard:
         is_new = hello.incarnation != self.incarnation
         if not is_new and hello.stream <= self._stream:
             return _CLOSE
@@ -336,7 +324,7 @@ class Feed:
         self.sequence = max(sequence, self.sequence)
         return self._ask(now_ms, abandon=self._phase is _Phase.FILLING)
 
-    def _part(self, part: SnapshotPart, now_ms: int) -> Heard:
+    def _part(self, part: wire.SnapshotPart, now_ms: int) -> Heard:
         abandon = self._phase is _Phase.FILLING
         begin = part.number == 0
         if begin:
@@ -428,10 +416,10 @@ class Places:
         if heard.begin:
             self.is_short = False
             self.coming = {} if self.slots else None
-        if heard.apply and isinstance(event, Delta):
+        if heard.apply and isinstance(event, wire.Delta):
             for change in event.changes:
                 self._change(change)
-        if heard.apply and isinstance(event, SnapshotPart):
+        if heard.apply and isinstance(event, wire.SnapshotPart):
             for stored in event.stored:
                 self._store(stored, self.slots if self.coming is None else self.coming)
         if heard.complete:
@@ -464,24 +452,24 @@ class Places:
         for engine, rank, scope in places:
             self._scopes.setdefault((engine, rank), set()).add(scope)
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: wire.Change) -> None:
         both = [self.slots] if self.coming is None else [self.slots, self.coming]
         match change:
-            case Stored():
+            case wire.Stored():
                 for slots in both:
                     self._store(change, slots)
-            case Removed():
+            case wire.Removed():
                 scope = self._kept.scope(change.tenant, change.space)
                 for slots in both:
                     slot = slots.get((change.engine, change.rank, scope))
                     if slot is not None:
                         self._kept.removed(slot, scope, change.tier, change.keys)
-            case Left(engine, rank):
+            case wire.Left(engine, rank):
                 scopes = self._scopes.pop((engine, rank), ())
                 for slots in both:
                     self._void(slots, [p for s in scopes if (p := (engine, rank, s)) in slots])
 
-    def _store(self, stored: Stored, slots: dict[Place, int]) -> None:
+    def _store(self, stored: wire.Stored, slots: dict[Place, int]) -> None:
         scope = self._kept.scope(stored.tenant, stored.space)
         place = (stored.engine, stored.rank, scope)
         slot = slots.get(place)

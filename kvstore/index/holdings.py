@@ -256,7 +256,9 @@ def compiled() -> Loops:
     # The functions call each other by name: in a namespace of their own they call machine code, of
     # which there is one piece each because the types of all arguments are said beforehand.
     space = dict(vars(loops))
-    for name, function in _in_order(space):
+    for name, function in vars(loops).items():
+        if not inspect.isfunction(function):
+            continue
         names = inspect.signature(function).parameters
         space[name] = numba.njit(
             tuple(kinds.get(argument, types.int64) for argument in names),
@@ -265,14 +267,3 @@ def compiled() -> Loops:
             no_cfunc_wrapper=True,
         )(FunctionType(function.__code__, space, name))
     return Loops(*(space[name] for name in Loops._fields))
-
-
-def _in_order(space: dict[str, Any]) -> list[tuple[str, FunctionType]]:
-    """Names and functions of `space`, each function behind those that it calls."""
-    functions = {name: value for name, value in space.items() if inspect.isfunction(value)}
-    done: dict[str, FunctionType] = {}
-    while len(done) < len(functions):
-        for name, function in functions.items():
-            if functions.keys() & set(function.__code__.co_names) <= done.keys():
-                done[name] = function
-    return list(done.items())

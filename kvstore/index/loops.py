@@ -7,7 +7,8 @@
 
 Numbers fit 64 bits and never wrap, so that Python and machine code agree. All memory is int32 but
 `meta`; row 0 is the sentinel of the order of use, set 0 the empty set, scope 0 no row. Nothing in
-here checks its arguments: `holdings` does.
+here checks its arguments: `holdings` does. Functions are compiled in the order in which they stand:
+each is behind those that it calls.
 """
 
 from __future__ import annotations
@@ -174,6 +175,13 @@ def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, sc
     return row
 
 
+def unlink(rows: Ints, row: int) -> None:
+    """Remove a row from the order of use."""
+    newer, older = rows[row * ROW + NEWER], rows[row * ROW + OLDER]
+    rows[newer * ROW + OLDER] = older
+    rows[older * ROW + NEWER] = newer
+
+
 def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
     """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
     base, count = row * ROW, meta[CELL_COUNT]
@@ -197,13 +205,6 @@ def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
     rows[base + OLDER] = meta[ROW_FREE]
     meta[ROW_FREE] = row
     meta[BLOCKS] -= 1
-
-
-def unlink(rows: Ints, row: int) -> None:
-    """Remove a row from the order of use."""
-    newer, older = rows[row * ROW + NEWER], rows[row * ROW + OLDER]
-    rows[newer * ROW + OLDER] = older
-    rows[older * ROW + NEWER] = newer
 
 
 def put_behind(rows: Ints, row: int, other: int) -> None:
@@ -270,6 +271,31 @@ def stripped(sets: Ints, slots: Ints, scratch: Ints, old: int) -> int:
     return count
 
 
+def is_set(sets: Ints, first: int, scratch: Ints, count: int, mixed: int) -> bool:
+    """Whether this set has just the members in scratch."""
+    if sets[first * CHUNK + HASH] != mixed or sets[first * CHUNK + SIZE] != count:
+        return False
+    chunk = first
+    for i in range(count):
+        chunk = chunk_of(sets, chunk, i)
+        if member_of(sets, chunk, i) != scratch[i]:
+            return False
+    return True
+
+
+def take_chunk(sets: Ints, meta: Ints) -> int:
+    """A free chunk, with no next one; `holdings.py` explains why there is always one."""
+    chunk = meta[CHUNK_FREE]
+    if chunk:
+        meta[CHUNK_FREE] = sets[chunk * CHUNK + NEXT]
+    else:
+        chunk = meta[CHUNK_FRESH]
+        assert chunk < meta[CHUNK_COUNT]
+        meta[CHUNK_FRESH] = chunk + 1
+    sets[chunk * CHUNK + NEXT] = 0
+    return chunk
+
+
 def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -> int:
     """The set with the `count` members in scratch; made if there is none yet. 0: the empty set."""
     if count == 0:
@@ -297,31 +323,6 @@ def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -
     sets[first * CHUNK + SIZE] = count
     sets[first * CHUNK + HASH] = mixed
     return first
-
-
-def is_set(sets: Ints, first: int, scratch: Ints, count: int, mixed: int) -> bool:
-    """Whether this set has just the members in scratch."""
-    if sets[first * CHUNK + HASH] != mixed or sets[first * CHUNK + SIZE] != count:
-        return False
-    chunk = first
-    for i in range(count):
-        chunk = chunk_of(sets, chunk, i)
-        if member_of(sets, chunk, i) != scratch[i]:
-            return False
-    return True
-
-
-def take_chunk(sets: Ints, meta: Ints) -> int:
-    """A free chunk, with no next one; `holdings.py` explains why there is always one."""
-    chunk = meta[CHUNK_FREE]
-    if chunk:
-        meta[CHUNK_FREE] = sets[chunk * CHUNK + NEXT]
-    else:
-        chunk = meta[CHUNK_FRESH]
-        assert chunk < meta[CHUNK_COUNT]
-        meta[CHUNK_FRESH] = chunk + 1
-    sets[chunk * CHUNK + NEXT] = 0
-    return chunk
 
 
 def release(sets: Ints, set_cells: Ints, meta: Ints, old: int) -> None:
@@ -469,41 +470,6 @@ def sweep(
     return end == meta[ROW_FRESH]
 
 
-def match(
-    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
-    keys: Sequence[int], scope: int,
-) -> int:  # fmt: skip
-    """Write to scratch, for each shown slot with the first key, how many leading keys it holds by
-    tier. Returns the number of these slots."""
-    row = last_set = answers = count = at = 0
-    for at in range(len(keys) // WORDS):
-        before = row
-        row = find(rows, cells, meta, keys, at, scope, before)
-        if row == 0:
-            break
-        here = rows[row * ROW + SET]
-        if at == 0:
-            answers = count = enter(sets, slots, scratch, meta, here)
-        elif here != last_set and not is_held_by(sets, scratch, meta, here, count):
-            count = narrow(sets, slots, scratch, meta, here, count, at)
-        if count == 0:
-            break
-        last_set = here
-        put_behind(rows, row, before)
-    else:
-        at = len(keys) // WORDS
-    slot_count = meta[SLOT_COUNT]
-    for i in range(count):
-        end(slots, scratch[slot_count * (1 + ANSWER) + i], SLOWEST + 1, at)
-    for i in range(answers):
-        place = slot_count + i * ANSWER
-        base = scratch[place] * SLOT
-        for tier in range(SLOWEST + 1):
-            scratch[place + 1 + tier] = slots[base + LENGTH + tier]
-        scratch[place + 4] = slots[base + LOST]
-    return answers
-
-
 def fastest(member: int) -> int:
     """The fastest tier of a member."""
     return 0 if member & 1 else 1 if member & 2 else SLOWEST
@@ -515,6 +481,11 @@ def end(slots: Ints, slot: int, tier: int, at: int) -> None:
         slots[slot * SLOT + LENGTH + faster] = at
     if slots[slot * SLOT + WORST] < tier:
         slots[slot * SLOT + WORST] = tier
+
+
+def tiers_upto(slots: Ints, slot: int) -> int:
+    """A mask of the tiers that a block may be in without making the slot's run slower."""
+    return (2 << slots[slot * SLOT + WORST]) - 1
 
 
 def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int:
@@ -532,11 +503,6 @@ def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int
             scratch[slot_count * (2 + ANSWER) + count] = tiers_upto(slots, slot)
             count += 1
     return count
-
-
-def tiers_upto(slots: Ints, slot: int) -> int:
-    """A mask of the tiers that a block may be in without making the slot's run slower."""
-    return (2 << slots[slot * SLOT + WORST]) - 1
 
 
 def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> bool:
@@ -585,3 +551,38 @@ def narrow(
         else:
             end(slots, slot, SLOWEST + 1, at)
     return kept - active
+
+
+def match(
+    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    keys: Sequence[int], scope: int,
+) -> int:  # fmt: skip
+    """Write to scratch, for each shown slot with the first key, how many leading keys it holds by
+    tier. Returns the number of these slots."""
+    row = last_set = answers = count = at = 0
+    for at in range(len(keys) // WORDS):
+        before = row
+        row = find(rows, cells, meta, keys, at, scope, before)
+        if row == 0:
+            break
+        here = rows[row * ROW + SET]
+        if at == 0:
+            answers = count = enter(sets, slots, scratch, meta, here)
+        elif here != last_set and not is_held_by(sets, scratch, meta, here, count):
+            count = narrow(sets, slots, scratch, meta, here, count, at)
+        if count == 0:
+            break
+        last_set = here
+        put_behind(rows, row, before)
+    else:
+        at = len(keys) // WORDS
+    slot_count = meta[SLOT_COUNT]
+    for i in range(count):
+        end(slots, scratch[slot_count * (1 + ANSWER) + i], SLOWEST + 1, at)
+    for i in range(answers):
+        place = slot_count + i * ANSWER
+        base = scratch[place] * SLOT
+        for tier in range(SLOWEST + 1):
+            scratch[place + 1 + tier] = slots[base + LENGTH + tier]
+        scratch[place + 4] = slots[base + LOST]
+    return answers

@@ -40,19 +40,7 @@ from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId
-from kvstore.wire.feed import (
-    FEEDS,
-    Delta,
-    FeedBeat,
-    FeedOrder,
-    Hello,
-    RegistryRefused,
-    SnapshotPart,
-    decode_hello,
-    decode_word,
-    encode,
-    key_count,
-)
+from kvstore.wire import feed as wire
 from kvstore.wire.load import EngineEntry
 
 FEED_COUNT_MAX: Final = 4096
@@ -131,7 +119,7 @@ class IndexService(IndexServicer):
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
-        self._feeds: dict[str, Hello] = {}
+        self._feeds: dict[str, wire.Hello] = {}
         """Hello of the newest stream of each connected node."""
         self._hosts: dict[str, str] = {}
         """IP address that the stream of each node comes from."""
@@ -268,14 +256,16 @@ class IndexService(IndexServicer):
         """gRPC handlers of feeds. Messages are decoded in `feed`: if gRPC decoded them, it would
         end the stream without saying what is wrong. Nodes of the version before only get the
         message to upgrade."""
-        feed = grpc.stream_stream_rpc_method_handler(self.feed, bytes, encode)
+        feed = grpc.stream_stream_rpc_method_handler(self.feed, bytes, wire.encode)
         older = grpc.stream_stream_rpc_method_handler(_refuse_older, bytes, bytes)
         return (
-            grpc.method_handlers_generic_handler(FEEDS, {"Feed": feed}),
+            grpc.method_handlers_generic_handler(wire.FEEDS, {"Feed": feed}),
             grpc.method_handlers_generic_handler(OLDER_FEEDS, {"Feed": older}),
         )
 
-    async def feed(self, words: AsyncIterator[bytes], context: Context) -> AsyncIterator[FeedOrder]:
+    async def feed(
+        self, words: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[wire.FeedOrder]:
         """The feed of one node: its messages come in, and orders such as a snapshot request go
         out."""
         hello = await self._hello(words, context)
@@ -293,24 +283,24 @@ class IndexService(IndexServicer):
             async for word in words:
                 try:
                     verdict = await self._hear(word, hello)
-                except RegistryRefused as error:
-                    yield FeedOrder(refused=str(error))
+                except wire.RegistryRefused as error:
+                    yield wire.FeedOrder(refused=str(error))
                     continue
                 if verdict is Verdict.ASK:
                     yield self._order()
                 if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
-                    yield FeedOrder(another=rival)
+                    yield wire.FeedOrder(another=rival)
         finally:
             if self._feeds.get(hello.node) is hello:
                 del self._feeds[hello.node], self._hosts[hello.node]
             # Not here: a call that was cancelled has no time to wait for a store.
             self._endings.run(self._ended(hello, context.peer()))
 
-    async def _hello(self, words: AsyncIterator[bytes], context: Context) -> Hello:
+    async def _hello(self, words: AsyncIterator[bytes], context: Context) -> wire.Hello:
         """The Hello that begins a feed. Raises RefusedCall if it is missing, late or malformed, or
         if this caller may not send it."""
         try:
-            hello = decode_hello(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
+            hello = wire.decode_hello(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
         except (TimeoutError, StopAsyncIteration):
             text = f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
             raise RefusedCall(_INVALID, text) from None
@@ -331,24 +321,24 @@ class IndexService(IndexServicer):
             raise RefusedCall(_EXHAUSTED, f"{FEED_COUNT_MAX} nodes publish already")
         return hello
 
-    async def _hear(self, message: bytes, hello: Hello) -> Verdict:
+    async def _hear(self, message: bytes, hello: wire.Hello) -> Verdict:
         """Apply one message of a feed. Raises RegistryRefused, RefusedCall."""
         try:
-            word = decode_word(message, hello)
+            word = wire.decode_word(message, hello)
         except ProtocolError as error:
             self.counters.words_refused += 1
-            if isinstance(error, RegistryRefused):
+            if isinstance(error, wire.RegistryRefused):
                 raise
             raise RefusedCall(_INVALID, str(error)) from None
         counters = self.counters
         counters.words += 1
-        counters.keys_told += key_count(word)
+        counters.keys_told += wire.key_count(word)
         verdict = await self._tell_store(word)
         if verdict is Verdict.CLOSE:
             raise RefusedCall(grpc.StatusCode.ABORTED, _REPLACED)
         return verdict
 
-    def _refusal(self, hello: Hello, host: str) -> RefusedCall:
+    def _refusal(self, hello: wire.Hello, host: str) -> RefusedCall:
         """Why a Hello from this host is refused: it came too late, or from a second process with
         the node's name."""
         now_ms, name = loop_ms(), hello.node
@@ -374,17 +364,19 @@ class IndexService(IndexServicer):
         is made anew for the next caller."""
         verdict = await self.store.hear(event, loop_ms())
         match event:
-            case Delta() | FeedBeat() | SnapshotPart(is_last=False) if verdict is Verdict.GO_ON:
+            case wire.Delta() | wire.FeedBeat() | wire.SnapshotPart(is_last=False) if (
+                verdict is Verdict.GO_ON
+            ):
                 pass
             case _:
                 self._listed_until_ms = 0
         return verdict
 
-    def _order(self) -> FeedOrder:
+    def _order(self) -> wire.FeedOrder:
         self.counters.snapshots_asked += 1
-        return FeedOrder()
+        return wire.FeedOrder()
 
-    async def _ended(self, hello: Hello, peer: str) -> None:
+    async def _ended(self, hello: wire.Hello, peer: str) -> None:
         """A node's stream has ended: dial the node's address to find out whether the node has
         ended, too."""
         await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))

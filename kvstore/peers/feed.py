@@ -34,37 +34,14 @@ from kvstore.index.feed import BEAT_MS
 from kvstore.indexer.service import OWN_NAMES
 from kvstore.net import aio
 from kvstore.net.aio import LoopThread, persist
-from kvstore.peers.changes import (
-    DELTA_KEYS_MAX,
-    ChangeLog,
-    FeedCounters,
-    head_bytes,
-    is_like,
-    joined,
-    key_count,
-    pieces,
-)
+from kvstore.peers import changes
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.types import Incarnation
-from kvstore.wire.feed import (
-    FEEDS,
-    MESSAGE_BYTES_MAX,
-    Change,
-    Delta,
-    FeedBeat,
-    Hello,
-    Left,
-    OfStream,
-    Registry,
-    SnapshotPart,
-    Stored,
-    decode_order,
-    encode,
-)
+from kvstore.wire import feed as wire
 from kvstore.wire.load import EngineEntry, Load
 
-MESSAGE_BYTES: Final = MESSAGE_BYTES_MAX // 4
+MESSAGE_BYTES: Final = wire.MESSAGE_BYTES_MAX // 4
 """A message gets changes until it has this many bytes. Its last change adds at most half of that
 and two names."""
 BEAT_S: Final = BEAT_MS / 1000
@@ -83,10 +60,10 @@ TOLD_S: Final = 10.0
 """A report of a second process with this node's name is kept for this long."""
 ANOTHER_VERSION: Final = "it is of another version of kvstore: run one on nodes and indexes"
 
-Slice = tuple[list[Stored], int]
+Slice = tuple[list[wire.Stored], int]
 """Blocks in some rows of the table that peers can fetch, and the next row, -1 after the last."""
 
-FeedLog = ChangeLog[Change | OffersUntold]
+FeedLog = changes.ChangeLog[wire.Change | OffersUntold]
 
 Serves = Callable[[], tuple[EngineEntry, ...]]
 """Returns the engines that a node serves now."""
@@ -133,12 +110,12 @@ class Feeder:
         replicas: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        self.counters = FeedCounters()
+        self.counters = changes.FeedCounters()
         self.log = FeedLog()
         self._loop = loop
         self._load: Load | None = None
         self._engines: tuple[EngineEntry, ...] | None = None
-        hello = Hello(node, incarnation, 0, 0, address)
+        hello = wire.Hello(node, incarnation, 0, 0, address)
         self.links = [
             FeedLink(
                 replica,
@@ -229,9 +206,9 @@ class FeedLink:
         self,
         replica: str,
         credentials: grpc.ChannelCredentials | None,
-        hello: Hello,
+        hello: wire.Hello,
         log: FeedLog,
-        counters: FeedCounters,
+        counters: changes.FeedCounters,
         load: Callable[[], Load | None],
         *,
         engines: Callable[[], tuple[EngineEntry, ...] | None] = lambda: None,
@@ -328,7 +305,7 @@ class FeedLink:
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
             await _connect(channel)
-            call = channel.stream_stream(f"/{FEEDS}/Feed", encode, bytes)()
+            call = channel.stream_stream(f"/{wire.FEEDS}/Feed", wire.encode, bytes)()
             try:
                 await self._feed(call, ask)
             finally:
@@ -339,7 +316,7 @@ class FeedLink:
         self._counters.streams += 1
         self._is_asked = False
         self._look_for_losses()
-        await _write(call, Hello(*self._stream_name(), self._sequence, self._hello.address))
+        await _write(call, wire.Hello(*self._stream_name(), self._sequence, self._hello.address))
         listening = asyncio.get_running_loop().create_task(self._listen(call))
         try:
             # A replica says that it takes the Hello, before it has anything else to say.
@@ -363,11 +340,11 @@ class FeedLink:
                         await self._wake.wait()
                 engines = self._engines()
                 if engines is not None and engines != told:
-                    await _write(call, Registry(*self._stream_name(), engines))
+                    await _write(call, wire.Registry(*self._stream_name(), engines))
                     told = engines
                 # Who stores all the time is heard of in deltas, but tells its load in beats only.
                 if not self.changes.waiting_keys or loop.time() - beat_s >= BEAT_S:
-                    beat = FeedBeat(*self._stream_name(), self._sequence, self._load())
+                    beat = wire.FeedBeat(*self._stream_name(), self._sequence, self._load())
                     await _write(call, beat)
                     beat_s = loop.time()
                     self.twin.look(beat_s)
@@ -382,7 +359,7 @@ class FeedLink:
         grpc.RpcError, ProtocolError."""
         try:
             async for data in call:
-                order = decode_order(data)
+                order = wire.decode_order(data)
                 if order.another:
                     text = f"another process, at {order.another}, says it is {self._hello.node}"
                     self.twin.told(text, asyncio.get_running_loop().time())
@@ -400,26 +377,28 @@ class FeedLink:
         not held up."""
         self._look_for_losses()
         rows = self.changes.new()
-        while changes := self._take_changes(rows):
+        while told := self._take_changes(rows):
             self._sequence += 1
             self._counters.deltas += 1
-            await _write(call, Delta(*self._stream_name(), self._sequence, changes))
+            await _write(call, wire.Delta(*self._stream_name(), self._sequence, told))
 
-    def _take_changes(self, rows: Iterator[Change | OffersUntold]) -> tuple[Change, ...]:
+    def _take_changes(self, rows: Iterator[wire.Change | OffersUntold]) -> tuple[wire.Change, ...]:
         """As many changes as one message may have; changes that differ in keys only are joined."""
-        runs: list[tuple[Change, list[bytes]]] = []
+        runs: list[tuple[wire.Change, list[bytes]]] = []
         count = size = 0
-        while count < DELTA_KEYS_MAX and size < MESSAGE_BYTES and (told := next(rows, None)):
+        while (
+            count < changes.DELTA_KEYS_MAX and size < MESSAGE_BYTES and (told := next(rows, None))
+        ):
             if isinstance(told, OffersUntold):
                 self._lose()
                 continue
-            if not runs or not is_like(runs[-1][0], told):
+            if not runs or not changes.is_like(runs[-1][0], told):
                 runs.append((told, []))
-                size += head_bytes(told)
-            keys = b"" if isinstance(told, Left) else told.keys
+                size += changes.head_bytes(told)
+            keys = b"" if isinstance(told, wire.Left) else told.keys
             runs[-1][1].append(keys)
-            count, size = count + key_count(told), size + len(keys)
-        return tuple(joined(told, keys) for told, keys in runs)
+            count, size = count + changes.key_count(told), size + len(keys)
+        return tuple(changes.joined(told, keys) for told, keys in runs)
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """Send all blocks that peers can fetch, in parts, with deltas between them."""
@@ -430,17 +409,17 @@ class FeedLink:
         while row >= 0:
             offers, row = await _slice(ask, row)
             for offer in offers:
-                for piece in pieces(offer, DELTA_KEYS_MAX):
+                for piece in changes.pieces(offer, changes.DELTA_KEYS_MAX):
                     await self._write_part(call, number, [piece], is_last=False)
                     number += 1
             await self._write_waiting(call)
         await self._write_part(call, number, [], is_last=True)
 
     async def _write_part(
-        self, call: Any, number: int, offers: Sequence[Stored], *, is_last: bool
+        self, call: Any, number: int, offers: Sequence[wire.Stored], *, is_last: bool
     ) -> None:
         name = self._stream_name()
-        await _write(call, SnapshotPart(*name, self._sequence, number, is_last, tuple(offers)))
+        await _write(call, wire.SnapshotPart(*name, self._sequence, number, is_last, tuple(offers)))
 
 
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
@@ -451,7 +430,7 @@ async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
             await asyncio.sleep(BUSY_RETRY_S)
 
 
-async def _write(call: Any, word: OfStream) -> None:
+async def _write(call: Any, word: wire.OfStream) -> None:
     """Send one message. Raises grpc.RpcError, TimeoutError."""
     async with asyncio.timeout(WRITE_TIMEOUT_S):
         try:

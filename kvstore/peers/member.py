@@ -28,18 +28,7 @@ from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
 from kvstore.config.values import joined
-from kvstore.engine.events import (
-    AnswerPeer,
-    BlocksPrepared,
-    Event,
-    Fetch,
-    Locate,
-    PeerCommand,
-    PeerEvent,
-    Pushed,
-    PushOver,
-    WritePush,
-)
+from kvstore.engine import events
 from kvstore.errors import ConfigError
 from kvstore.indexer.replica import Replica
 from kvstore.installation import lacking
@@ -88,11 +77,11 @@ class Exchange:
     command, in order."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, handle: Callable[[PeerCommand], None]
+        self, loop: asyncio.AbstractEventLoop, handle: Callable[[events.PeerCommand], None]
     ) -> None:
         self._loop = loop
         self._handle = handle
-        self._events = Mailbox[PeerEvent]()
+        self._events = Mailbox[events.PeerEvent]()
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
@@ -100,18 +89,18 @@ class Exchange:
         """Readable when `read` has something."""
         return self._events.fileno()
 
-    def read(self, _mask: int) -> Iterator[Event]:
+    def read(self, _mask: int) -> Iterator[events.Event]:
         """Events that were posted, a part of them at a time."""
         return itertools.islice(self._events.take(), READ_EVENTS_MAX)
 
-    def carry_out(self, command: PeerCommand) -> None:
+    def carry_out(self, command: events.PeerCommand) -> None:
         """Pass a command to `handle` on the asyncio loop."""
         with contextlib.suppress(RuntimeError):  # the asyncio loop has ended, and the node ends
             self._loop.call_soon_threadsafe(self._handle, command)
 
     # ── of any thread ────────────────────────────────────────────────────────────────────────────
 
-    def post(self, event: PeerEvent) -> None:
+    def post(self, event: events.PeerEvent) -> None:
         """Pass an event to the engine."""
         self._events.put(event)
 
@@ -241,19 +230,19 @@ class Peering:
         await self.fetcher.close()
         await self._server.stop(0)
 
-    def _handle(self, command: PeerCommand) -> None:
+    def _handle(self, command: events.PeerCommand) -> None:
         match command:
-            case Locate():
+            case events.Locate():
                 self.fetcher.locate(command)
-            case Fetch():
+            case events.Fetch():
                 self.fetcher.fetch(command)
-            case AnswerPeer(peer, Pushed() | PushOver() as word):
+            case events.AnswerPeer(peer, events.Pushed() | events.PushOver() as word):
                 self.pusher.say(peer, word)
-            case AnswerPeer(peer, answer):
+            case events.AnswerPeer(peer, answer):
                 self.block_server.answer(peer, answer)
-            case BlocksPrepared():
+            case events.BlocksPrepared():
                 self.preparer.prepared(command)
-            case WritePush():
+            case events.WritePush():
                 self.pusher.write(command)
             case _:
                 self.lander.carry_out(command)
@@ -495,8 +484,8 @@ class ClusterMember:
         counts = {f"feed_{name}": n for name, n in vars(self.feeder.counters).items()}
         if self.memory is not None:
             found.append(family("kvstore_engine_blocks", [((), self.memory.block_count)]))
-            events = vars(self.memory.counters)
-            counts |= {f"engine_events_{name}": count for name, count in events.items()}
+            counted = vars(self.memory.counters)
+            counts |= {f"engine_events_{name}": count for name, count in counted.items()}
         return [
             *found,
             certificate_ends(self._tls),

@@ -38,15 +38,8 @@ from kvstore.errors import ProtocolError
 from kvstore.net.server import Context, RefusedCall, only_message, peer_identities
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
+from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
-from kvstore.wire.peers import (
-    AHEAD,
-    PrepareReply,
-    PrepareRequest,
-    decode_reply,
-    decode_request,
-    encode,
-)
 
 CALLS_MAX: Final = 16
 """Calls of one caller at a time."""
@@ -64,7 +57,7 @@ PATIENCE_S: Final = 5.0
 again after a second or two."""
 FAILURES_MAX: Final = 3
 """Failed calls in a row after which a peer is left out: one that hangs would hold up every run."""
-Ask = Callable[[str, PrepareRequest], Awaitable[PrepareReply]]
+Ask = Callable[[str, wire.PrepareRequest], Awaitable[wire.PrepareReply]]
 """Sends one Prepare to a peer, by its name; returns the reply."""
 
 _log = logging.getLogger(__name__)
@@ -103,16 +96,16 @@ class Preparer:
         self._demands_certificates = demands_certificates
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._asks = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[PrepareReply]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.PrepareReply]] = {}
         self.refused_count = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
         """gRPC handler of Prepare. The call is served as a stream of one message, which is the same
         on the wire, so that the caller is checked before its message is read."""
-        method = grpc.stream_unary_rpc_method_handler(self.prepare, bytes, encode)
-        return grpc.method_handlers_generic_handler(AHEAD, {"Prepare": method})
+        method = grpc.stream_unary_rpc_method_handler(self.prepare, bytes, wire.encode)
+        return grpc.method_handlers_generic_handler(wire.AHEAD, {"Prepare": method})
 
-    async def prepare(self, _messages: AsyncIterator[bytes], context: Context) -> PrepareReply:
+    async def prepare(self, _messages: AsyncIterator[bytes], context: Context) -> wire.PrepareReply:
         """Answer one call, or refuse it."""
         try:
             name = self._name_of(context)
@@ -152,17 +145,17 @@ class Preparer:
             raise RefusedCall(_EXHAUSTED, f"{name} has {CALLS_MAX} calls open here already")
         return caller
 
-    async def _answer(self, name: str, caller: _Caller, context: Context) -> PrepareReply:
+    async def _answer(self, name: str, caller: _Caller, context: Context) -> wire.PrepareReply:
         """Read the request, have the engine begin, and return its reply. Raises RefusedCall."""
         message = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
         try:
-            request = decode_request(message)
+            request = wire.decode_request(message)
         except ProtocolError as error:
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         if not caller.take(len(request.keys) // KEY_BYTES, self._now_ns()):
             raise RefusedCall(_EXHAUSTED, f"{name} prepares more than {KEYS_PER_S} blocks a second")
         ask = next(self._asks)
-        answered: asyncio.Future[PrepareReply] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[wire.PrepareReply] = asyncio.get_running_loop().create_future()
         self._waiting[ask] = answered
         self._post(PrepareBlocks(ask, request))
         try:
@@ -187,7 +180,7 @@ class Preparer:
 class Drain:
     """One departure: hands runs of blocks to peers through `ask`. Runs on the asyncio loop."""
 
-    def __init__(self, runs: Sequence[PrepareRequest], peers: Sequence[str], ask: Ask) -> None:
+    def __init__(self, runs: Sequence[wire.PrepareRequest], peers: Sequence[str], ask: Ask) -> None:
         self._runs, self._peers, self._ask = runs, peers, ask
         self._turns = {peer: asyncio.Semaphore() for peer in peers}
         self.block_count = sum(len(run.keys) for run in runs) // KEY_BYTES
@@ -234,7 +227,7 @@ class Drain:
 
 
 async def drain_node(
-    runs: Sequence[PrepareRequest],
+    runs: Sequence[wire.PrepareRequest],
     addresses: Mapping[str, str],
     credentials: grpc.ChannelCredentials | None,
     timeout_s: float,
@@ -246,9 +239,9 @@ async def drain_node(
         for name, address in addresses.items()
     }
 
-    async def ask(peer: str, request: PrepareRequest) -> PrepareReply:
-        call = channels[peer].unary_unary(f"/{AHEAD}/Prepare", encode, bytes)
-        return decode_reply(await call(request, timeout=CALL_TIMEOUT_S))
+    async def ask(peer: str, request: wire.PrepareRequest) -> wire.PrepareReply:
+        call = channels[peer].unary_unary(f"/{wire.AHEAD}/Prepare", wire.encode, bytes)
+        return wire.decode_reply(await call(request, timeout=CALL_TIMEOUT_S))
 
     drain, begin_s = Drain(runs, sorted(addresses), ask), time.monotonic()
     _log.info("leaves: its %d hottest blocks go to %d nodes", drain.block_count, len(channels))

@@ -38,21 +38,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import (
-    AskPush,
-    Land,
-    LandCommand,
-    Landed,
-    LandingUp,
-    PushAsked,
-    PushEvent,
-    PushRevoked,
-    RecycleTransferWorker,
-    RevokePush,
-    Staged,
-    WritePush,
-    Written,
-)
+from kvstore.engine import events
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
 from kvstore.obs.metrics import Timings
@@ -146,7 +132,7 @@ class Pusher:
 
     def __init__(
         self,
-        post: Callable[[PushEvent], None],
+        post: Callable[[events.PushEvent], None],
         *,
         transfer_worker: TransferWorker,
         address_of: Callable[[str], Awaitable[str]],
@@ -189,13 +175,13 @@ class Pusher:
             self.say(peer, PushOver(its.grant, its.epoch, reason, is_quiet=True))
             return
         taken.is_known = True
-        self._post(PushAsked(peer, node, its))
+        self._post(events.PushAsked(peer, node, its))
 
     def revoked(self, peer: int, grant: int) -> None:
         """A peer revokes a grant, perhaps before that was passed to the engine."""
         taken = self._taken.get((peer, grant))
         if taken is not None and taken.is_known:
-            self._post(PushRevoked(peer, grant))
+            self._post(events.PushRevoked(peer, grant))
         elif taken is not None:
             taken.is_revoked = True
 
@@ -205,7 +191,7 @@ class Pusher:
 
     # ── of the engine ────────────────────────────────────────────────────────────────────────────
 
-    def write(self, command: WritePush) -> None:
+    def write(self, command: events.WritePush) -> None:
         """Begin a write; Written answers."""
         self._tasks.run(self._write(command))
 
@@ -222,14 +208,14 @@ class Pusher:
                 _log.info(text, taken.node, word.reason)
         self._answer(peer, word)
 
-    async def _write(self, command: WritePush) -> None:
+    async def _write(self, command: events.WritePush) -> None:
         taken = self._taken.get((command.peer, command.grant))
         trouble = "the session has ended"
         if taken is not None:
             trouble = await self._move(command, taken)
-        self._post(Written(command.job, trouble))
+        self._post(events.Written(command.job, trouble))
 
-    async def _move(self, command: WritePush, taken: _TakenGrant) -> str:
+    async def _move(self, command: events.WritePush, taken: _TakenGrant) -> str:
         """Write the blocks; returns why not all bytes are there, empty if they are."""
         node, its = taken.node, taken.its
         sizes = np.asarray(command.block_bytes, dtype=np.int64)
@@ -264,7 +250,7 @@ class Pusher:
 class _OpenGrant:
     """A grant for which PushOver has not come."""
 
-    def __init__(self, command: AskPush, begun_ns: int) -> None:
+    def __init__(self, command: events.AskPush, begun_ns: int) -> None:
         self.command, self.begun_ns = command, begun_ns
         self.session: PeerSession | None = None
         """Session by which the grant was sent; None: not sent yet."""
@@ -277,7 +263,7 @@ class Lander:
 
     def __init__(
         self,
-        post: Callable[[PushEvent], None],
+        post: Callable[[events.PushEvent], None],
         *,
         fetcher: Fetcher,
         transfer_worker: TransferWorker,
@@ -306,24 +292,24 @@ class Lander:
         """Draw a new epoch and report it to the engine, because the transfer worker was started, or
         is dead and reaped."""
         self.epoch = self._draw_epoch() if self._transfer_worker.descriptor else 0
-        self._post(LandingUp(self.epoch))
+        self._post(events.LandingUp(self.epoch))
 
-    def carry_out(self, command: LandCommand) -> None:
+    def carry_out(self, command: events.LandCommand) -> None:
         """Carry out a command of the engine."""
         match command:
-            case AskPush(its=its):
+            case events.AskPush(its=its):
                 given = self._given[its.grant] = _OpenGrant(command, self._clock.now_ns())
                 self._tasks.run(self._ask(given))
-            case RevokePush(grant=grant) if grant in self._given:
+            case events.RevokePush(grant=grant) if grant in self._given:
                 given = self._given[grant]
                 given.is_revoked = True
                 if given.session is not None:
                     self._tasks.run(self._revoke(given.session, grant))
-            case Land():
+            case events.Land():
                 self._tasks.run(self._land(command))
-            case Staged(stage, node, took_ns, size_bytes):
+            case events.Staged(stage, node, took_ns, size_bytes):
                 self.stages.took(stage, took_ns, size_bytes, node=node)
-            case RecycleTransferWorker(reason=reason):
+            case events.RecycleTransferWorker(reason=reason):
                 _log.warning("the transfer worker is restarted: %s", reason)
                 self._transfer_worker.recycle(reason)
 
@@ -386,7 +372,7 @@ class Lander:
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _land(self, command: Land) -> None:
+    async def _land(self, command: events.Land) -> None:
         loop = asyncio.get_running_loop()
         landed = await loop.run_in_executor(self._threads, lambda: self._copy(command))
         if bad := landed.good.count(0):
@@ -396,11 +382,11 @@ class Lander:
             )
         self._post(landed)
 
-    def _copy(self, command: Land) -> Landed:
+    def _copy(self, command: events.Land) -> events.Landed:
         """Copy blocks out of the landing slab into their slots and verify the copies. Runs on a
         thread."""
         count, size = len(command.keys) // KEY_BYTES, sum(command.block_bytes)
-        nothing = Landed(
+        nothing = events.Landed(
             command.job, bytes(count), bytes(count * len(command.shards) * CHECKSUM_BYTES)
         )
         space = command.tenant, command.space
@@ -429,4 +415,4 @@ class Lander:
         size_bytes, verify_ns = count * size, now_ns() - begun_ns - copy_ns
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)
-        return Landed(command.job, bytes(good), bytes(sums))
+        return events.Landed(command.job, bytes(good), bytes(sums))

@@ -29,7 +29,7 @@ from kvstore.peers.transfer_worker import (
 )
 from kvstore.testing.process import Lab
 from kvstore.transport import guests, watch
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.tcp import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Begin, decode_descriptor

@@ -25,7 +25,7 @@ from kvstore.client.tls import TlsFiles
 from kvstore.index.index import Member
 from kvstore.testing.process import Lab, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
+from kvstore.transport.tcp import ANSWER, HEADER, REQUEST, Address
 from kvstore.types import PAGE_BYTES, Incarnation
 from kvstore.wire.identity import Identity
 from kvstore.wire.peers import Ask, PeerHello, PeerWelcome, ServeAnswer, ServeAsk

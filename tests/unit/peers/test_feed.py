@@ -212,7 +212,7 @@ def test_what_the_engine_could_not_judge_is_asked_for(world: World) -> None:
 
 def test_long_changes_are_told_in_pieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "ROW_KEYS_MAX", 7)
-    monkeypatch.setattr(feed, "DELTA_KEYS_MAX", 7)
+    monkeypatch.setattr(changes, "DELTA_KEYS_MAX", 7)
     world.feeder.start(world.ask)
     world.store(KEYS[:40])
     world.drop(KEYS[3:30])
@@ -364,7 +364,7 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
 
     world.feeder.start(world.ask)
     assert world.is_known()
-    monkeypatch.setattr(feed, "joined", broken)
+    monkeypatch.setattr(changes, "joined", broken)
     for bugs in (1, 2, 3):
         world.store(KEYS[bugs : bugs + 1])
         assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
@@ -472,7 +472,7 @@ def test_nodes_and_replicas_of_two_versions_say_so_in_one_sentence(
         with pytest.raises(grpc.RpcError) as refused:
             list(older(iter([b"\x0a\x06\x0a\x02n1\x11\x01"]), timeout=CONVERGES_S))
     assert "this index is of a later version of kvstore: run one" in str(refused.value)
-    monkeypatch.setattr(feed, "FEEDS", "kvstore.feed.v3.Feeds")
+    monkeypatch.setattr("kvstore.wire.feed.FEEDS", "kvstore.feed.v3.Feeds")
     world.feeder.start(world.ask)
     trouble = "is not reached (it is of another version of kvstore: run one on nodes and indexes)"
     assert eventually(lambda: trouble in world.feeder.trouble, timeout_s=CONVERGES_S)

@@ -15,7 +15,7 @@ from kvstore.engine.events import (
     PeerGone,
 )
 from kvstore.peers.peer_session import ASKS_MAX
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.tcp import Address
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.assembly import Assembly

@@ -9,7 +9,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.ports import TransportMemory
 from kvstore.transport.backends import is_at, open_transport
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.tcp import Address
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 
 HERE = "10.0.0.7"

@@ -20,11 +20,10 @@ from kvstore.client.tls import TlsFiles
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Landing, Outcome, TransportMemory
 from kvstore.testing.process import Lab
-from kvstore.transport import guests, tcp, tcp_ends
+from kvstore.transport import guests, tcp
 from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces
-from kvstore.transport.tcp import Tcp
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.tcp import Address, Tcp
 from kvstore.wire.identity import Identity
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 
@@ -219,9 +218,9 @@ def test_a_port_that_the_transfer_worker_before_still_has_is_waited_for(
 def test_who_is_open_is_not_asked_whether_he_is_late(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked: list[tcp_ends.TcpOwner] = []
+    looked: list[tcp.TcpOwner] = []
 
-    class Seen(tcp_ends.TcpOwner):
+    class Seen(tcp.TcpOwner):
         def __getattribute__(self, name: str) -> object:
             looked.append(self)
             return super().__getattribute__(name)
@@ -240,7 +239,7 @@ def test_who_is_open_is_not_asked_whether_he_is_late(
 def test_who_does_not_answer_is_given_up(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_ends, "HELLO_NS", -1)
+    monkeypatch.setattr(tcp, "HELLO_NS", -1)
     lab = Lab(tmp_path)
     silent = opened("b.node.kvstore", options_of(lab.files("node", "b")))
     reader = opened("a", options_of(lab.files("node", "a")))
