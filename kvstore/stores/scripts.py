@@ -46,9 +46,7 @@ def _script(body: str) -> Script:
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-_SAME_EPOCH: Final = f"""
-if redis.call('GET', P .. 'epoch') ~= epoch then return {OTHER_EPOCH} end
-"""
+_SAME_EPOCH: Final = f"if redis.call('GET', P .. 'epoch') ~= epoch then return {OTHER_EPOCH} end\n"
 _SAME_RECORD: Final = f"""
 local record = P .. 'n:' .. ARGV[3]
 if (redis.call('HGET', record, 'v') or '') ~= ARGV[4] then return {LOST} end
@@ -161,17 +159,12 @@ the scope were lost, else 0; then for each slot with the first block four number
 record, blocks in hbm, in dram or faster, in any tier) and the record."""
 
 WRITE: Final = _script(
-    _SAME_EPOCH
-    + _SAME_RECORD
-    + """
+    f"""{_SAME_EPOCH}{_SAME_RECORD}
 redis.call('HSET', record, 'v', ARGV[5], 'body', ARGV[6])
 if ARGV[7] ~= '' then redis.call('HSET', record, 'places', ARGV[7]) end
 redis.call('SADD', P .. 'nodes', ARGV[3])
 local most, slots_most, refused = tonumber(ARGV[8]), tonumber(ARGV[9]), 0
-"""
-    + _COUNTS
-    + _VOID
-    + f"""
+{_COUNTS}{_VOID}
 local function find(value, slot)
   local at = 1
   while true do
@@ -308,10 +301,7 @@ GONE: Final = _script(
 another version."""
 
 FORGET: Final = _script(
-    _SAME_EPOCH
-    + _SAME_RECORD
-    + _VOID
-    + """
+    f"""{_SAME_EPOCH}{_SAME_RECORD}{_VOID}
 for at = 5, #ARGV do void(ARGV[at]) end
 redis.call('SREM', P .. 'nodes', ARGV[3])
 return redis.call('DEL', record)
