@@ -128,7 +128,7 @@ class Feeder:
             )
             for replica in replicas
         ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = aio.Tasks("a bug in the feeds")
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
@@ -175,28 +175,21 @@ class Feeder:
     def _begin(
         self, ask: Callable[[int], Slice], load: Callable[[], Load], engines: Serves
     ) -> None:
-        loop = asyncio.get_running_loop()
-        works = [
-            persist(f"the feed of {link.replica}", partial(link.run, ask), pause_s=RETRY_MAX_S)
-            for link in self.links
-        ]
+        for link in self.links:
+            run = partial(link.run, ask)
+            self._tasks.run(persist(f"the feed of {link.replica}", run, pause_s=RETRY_MAX_S))
         asking = partial(self._follow_node, load, engines)
-        works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))
-        self._tasks = [loop.create_task(work) for work in works]
+        self._tasks.run(persist("asking the node what it does", asking, pause_s=LOAD_S))
 
     async def _follow_node(self, load: Callable[[], Load], engines: Serves) -> None:
-        """Read the node's load and engines regularly. Beats repeat the last load, so they do not
-        wait for a node that is busy."""
-        while True:
-            with contextlib.suppress(NodeBusy):
-                self._load = await asyncio.to_thread(load)
-                self._engines = await asyncio.to_thread(engines)
-            await asyncio.sleep(LOAD_S)
+        """Read the node's load and engines. Beats repeat the last load, so they do not wait for a
+        node that is busy."""
+        with contextlib.suppress(NodeBusy):
+            self._load = await asyncio.to_thread(load)
+            self._engines = await asyncio.to_thread(engines)
 
     async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
 
 
 class FeedLink:
