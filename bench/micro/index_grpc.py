@@ -107,7 +107,8 @@ def told(lab: Lab, index: IndexProcess, client: IndexClient, keys_per_change: in
             pause.wait(0.005)
         begin_s = time.perf_counter()
         for change in changes:
-            while node.feeder.waiting_keys > QUEUED_KEYS:  # no node stores faster than it is told
+            # No node stores faster than it is told.
+            while max(link.changes.waiting_keys for link in node.feeder.links) > QUEUED_KEYS:
                 pause.wait(0.0005)
             node.feeder.log.append(change)
         wait_for(client, keys)

@@ -149,11 +149,6 @@ class Feeder:
             self._loop.call(self._end(), timeout_s=WRITE_TIMEOUT_S)
 
     @property
-    def waiting_keys(self) -> int:
-        """Number of keys that still have to be sent to the replica that lacks most."""
-        return max((link.changes.waiting_keys for link in self.links), default=0)
-
-    @property
     def connected_count(self) -> int:
         """Replicas that are connected."""
         return sum(link.is_connected for link in self.links)

@@ -200,10 +200,6 @@ class _PeerReads:
         """Transfers that have more to post."""
         self.under_way_bytes = 0
 
-    def reads(self) -> bool:
-        """Whether an engine waits for something from this peer."""
-        return any(its.direction is Direction.READ for its in self.waiting)
-
     def next(self) -> _Transfer:
         """The transfer whose turn it is: reads before pushes."""
         reads = (its for its in self.waiting if its.direction is Direction.READ)
@@ -252,7 +248,8 @@ class Reads:
                 name = self._turns[0]
                 self._turns.rotate(-1)
                 peer = self._peers[name]
-                if peer.reads() >= is_first and (size := self._size(peer, now_ns)):
+                is_awaited = peer.next().direction is Direction.READ
+                if is_awaited >= is_first and (size := self._size(peer, now_ns)):
                     return self._post(name, peer, size, now_ns)
         return None
 
