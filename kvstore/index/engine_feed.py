@@ -76,20 +76,10 @@ Name = int | bytes
 class EngineBlocks:
     """Blocks held by one data-parallel rank of one engine, by name and key."""
 
-    def __init__(
-        self,
-        *,
-        seed: str,
-        block_tokens: int = 0,
-        names_are_keys: bool = False,
-        block_count_max: int = BLOCK_COUNT_MAX,
-    ) -> None:
-        """`seed`: hash seed of the space, as its engines report it. `block_tokens`: tokens per
-        block of the space; blocks of another size are left out; 0: any size. `names_are_keys`:
-        names of full length are keys already."""
-        self._root = root_key(seed)
-        self._block_tokens = block_tokens
-        self._names_are_keys = names_are_keys
+    def __init__(self, source: EngineSource, *, block_count_max: int = BLOCK_COUNT_MAX) -> None:
+        """`source`: the engine; blocks of another size than it says are left out."""
+        self._root = root_key(source.hash_seed)
+        self._source = source
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
         self._held: Counter[BlockKey] = Counter()
@@ -125,9 +115,9 @@ class EngineBlocks:
         is_plain = is_plain and block_tokens * count == len(tokens)
         # Before any key is made: a full memory costs nothing.
         names = names[: max(0, self._block_count_max - len(self._keys))]
-        if not names or block_tokens <= 0 or self._block_tokens not in (0, block_tokens):
+        if not names or block_tokens <= 0 or self._source.block_tokens not in (0, block_tokens):
             keys = []
-        elif self._names_are_keys and all(isinstance(name, bytes) for name in names):
+        elif self._source.names_are_keys and all(isinstance(name, bytes) for name in names):
             keys = [BlockKey(name) for name in names if isinstance(name, bytes)]
         else:
             above = self._root if parent is None else self._keys.get(parent)
@@ -188,21 +178,14 @@ class Phase(enum.Enum):
 class EngineFeed:
     """Feed of KV events of one data-parallel rank of one engine."""
 
-    def __init__(
-        self,
-        source: EngineSource,
-        blocks: EngineBlocks,
-        *,
-        can_replay: bool,
-        counters: EngineCounters | None = None,
-    ) -> None:
+    def __init__(self, source: EngineSource, counters: EngineCounters | None = None) -> None:
         self.source = source
-        self.blocks = blocks
+        self.blocks = EngineBlocks(source)
         self.counters = counters or EngineCounters()
         self.phase = Phase.UNREACHABLE
         self.lookahead_tokens = 0
         """Tokens behind a block that its hash covers: hits may be a block shorter than is held."""
-        self._can_replay = can_replay
+        self._can_replay = bool(source.replay_endpoint)
         self._asked: int | None = None
         """Number from which on a replay is to be requested; None: no request is due."""
         self._next: int | None = None

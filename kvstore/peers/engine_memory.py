@@ -37,7 +37,7 @@ from kvstore.config.cluster import ENGINE_COUNT_MAX, check_endpoint
 from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Unfollow
 from kvstore.errors import ConfigError
-from kvstore.index.engine_feed import EngineBlocks, EngineCounters, EngineFeed, Phase
+from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase
 from kvstore.mailbox import Mailbox
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock
@@ -86,14 +86,7 @@ class _Follower:
         one; connect again at that time."""
         self.source = source
         self.serial = serial
-        blocks = EngineBlocks(
-            seed=source.hash_seed,
-            block_tokens=source.block_tokens,
-            names_are_keys=source.names_are_keys,
-        )
-        self.feed = EngineFeed(
-            source, blocks, can_replay=bool(source.replay_endpoint), counters=counters
-        )
+        self.feed = EngineFeed(source, counters)
         self._context = context
         self._counters = counters
         self._live: zmq.Socket[bytes] | None = None

@@ -29,8 +29,11 @@ KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 LOW = [int.from_bytes(key[-8:], "big") for key in KEYS]
 
 
+PLACE = EngineSource(engine="e", rank=0, tenant="t", space=SpaceId(b"s" * 32), hash_seed=SEED)
+
+
 def blocks(**changes: Any) -> EngineBlocks:
-    return EngineBlocks(seed=SEED, **changes)
+    return EngineBlocks(PLACE, **changes)
 
 
 def store(
@@ -105,8 +108,7 @@ def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of()
     assert isinstance(event, EngineStored)
     assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
     assert event.block_hashes != LOW[:3], "its own names"
-    place = EngineSource(engine="e", rank=0, tenant="t", space=SpaceId(b"s" * 32))
-    feed = EngineFeed(place, blocks(), can_replay=False)
+    feed = EngineFeed(PLACE)
     feed.begin(0)
     assert feed.lookahead_tokens == 0
     feed.heard(0, first, 0)

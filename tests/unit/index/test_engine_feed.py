@@ -16,7 +16,6 @@ from kvstore.index.engine_feed import (
     KEYS_MAX,
     REPLAY_MS,
     WAITING_BATCHES_MAX,
-    EngineBlocks,
     EngineFeed,
     Phase,
 )
@@ -27,7 +26,7 @@ SIZE, SEED = 4, "vllm-none-hash"
 TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]
 KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 SPACE = SpaceId(b"s" * 32)
-PLACE = EngineSource(engine="e", rank=2, tenant="t", space=SPACE)
+PLACE = EngineSource(engine="e", rank=2, tenant="t", space=SPACE, hash_seed=SEED)
 LEFT = Left("e", 2)
 
 
@@ -89,7 +88,8 @@ class Told:
 
 
 def feed(*, can_replay: bool = False, **changes: Any) -> EngineFeed:
-    return EngineFeed(PLACE, EngineBlocks(seed=SEED, **changes), can_replay=can_replay)
+    changes["replay_endpoint"] = "tcp://replays:1" if can_replay else ""
+    return EngineFeed(msgspec.structs.replace(PLACE, **changes))
 
 
 def live() -> tuple[EngineFeed, Told]:
