@@ -126,7 +126,7 @@ class Replica:
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(
-            interceptors=[Shares(self._service.call_refused)],
+            interceptors=[Shares(self._service.counters)],
             options=[*_OPTIONS, *connection_limits()],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )

@@ -145,10 +145,6 @@ class IndexService(IndexServicer):
         """Trust in the index itself: that in its answer about an empty prompt."""
         return (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
 
-    def call_refused(self) -> None:
-        """Count a call of a caller with too many (`shares`)."""
-        self.counters.calls_refused += 1
-
     async def tick(self) -> None:
         """Run the store's timed work until cancelled."""
         while True:

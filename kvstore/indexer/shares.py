@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import grpc
 
+from kvstore.indexer.service import IndexCounters
 from kvstore.net.server import (
     READ_TIMEOUT_S,
     Context,
@@ -111,9 +112,9 @@ class _Written:
 class Shares(Guard):
     """Interceptor that applies the limits to all calls of one server. Runs on the server's loop."""
 
-    def __init__(self, refused: Callable[[], None]) -> None:
-        """`refused`: called for each call that is refused, to count it."""
-        self._refused = refused
+    def __init__(self, counters: IndexCounters) -> None:
+        """`counters`: of the service, for calls that are refused."""
+        self._counters = counters
         self._shares: dict[str, _Share] = {}
         super().__init__(self._guarded)
 
@@ -186,7 +187,7 @@ class Shares(Guard):
                 del self._shares[who]
 
     async def _refuse(self, context: Context, share: _Share, why: str) -> None:
-        self._refused()
+        self._counters.calls_refused += 1
         if not share.is_told:
             share.is_told = True
             _log.warning("%s: more of its calls are refused", why)

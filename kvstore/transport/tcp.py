@@ -146,7 +146,11 @@ class Stream:
                 except ssl.SSLWantWriteError:
                     self.events = selectors.EVENT_WRITE
                     return False
-                self.node = _node_of(self._socket.getpeercert() or {})
+                # Clients and indexes have certificates of the same authority.
+                shown: dict[str, Any] = self._socket.getpeercert() or {}
+                names = identities_of(shown.get("subjectAltName", ()))
+                nodes = (each.name for each in names if each.role == "node")
+                self.node = min(nodes, default="")
                 if not self.node:
                     raise ConnectionClosed("its certificate names no node")
             self.deadline_ns = 0
@@ -179,14 +183,6 @@ class Stream:
         return self.events
 
 
-def _node_of(certificate: dict[str, Any]) -> str:
-    """Node name in a certificate; empty: it has none. Clients and indexes have certificates of the
-    same authority, but must not connect here.
-    """
-    names = identities_of(certificate.get("subjectAltName", ()))
-    return min((each.name for each in names if each.role == "node"), default="")
-
-
 class _Places:
     """Bytes to receive or to send, one place after the other, without copies of them."""
 
@@ -216,17 +212,32 @@ class _Places:
         return moved
 
 
-class TcpReader:
+class _TcpEnd:
+    """Either end: what it has to send, and the message that it receives next."""
+
+    def __init__(self) -> None:
+        self._out = _Places()
+        self._expect_header()
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._out)
+
+    def _expect_header(self) -> None:
+        self._header, self._pieces, self._is_body = bytearray(HEADER.size), bytearray(), False
+        self._in = _Places(memoryview(self._header))
+
+
+class TcpReader(_TcpEnd):
     """A peer that reads from and writes to this node, over a stream that is open at its turns."""
 
     def __init__(self, stream: Stream, source: NDArray[np.uint8], landing: Landing | None) -> None:
         self.stream, self._view = stream, memoryview(source.data)
+        super().__init__()
         self._landing = landing or Landing(0, np.empty(0, np.uint8))
-        self._out = _Places()
         self._unanswered: deque[int] = deque()
         """For each answer that is not sent: total of bytes sent once it is."""
         self._put = self._given = 0
-        self._expect_header()
 
     def turn(self) -> bool:
         """Receive requests and send answers. Returns whether there may be more to do at once.
@@ -241,14 +252,6 @@ class TcpReader:
         while self._unanswered and self._unanswered[0] <= self._given:
             self._unanswered.popleft()
         return given >= TURN_BYTES or moved >= TURN_BYTES
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._out)
-
-    def _expect_header(self) -> None:
-        self._header, self._pieces, self._is_body = bytearray(HEADER.size), bytearray(), False
-        self._in = _Places(memoryview(self._header))
 
     def _heard(self) -> None:
         magic, count, number, size_bytes = HEADER.unpack(self._header)
@@ -288,10 +291,11 @@ class TcpReader:
         self._expect_header()
 
 
-class TcpOwner:
+class TcpOwner(_TcpEnd):
     """A peer that this node reads from and writes to; its requests are answered in order."""
 
     def __init__(self, name: str, found: Descriptor, address: Address) -> None:
+        super().__init__()
         self.name, self.found, self.address = name, found, address
         self.stream: Stream | None = None
         """Connection; None until the first transfer, and after a failure until the next."""
@@ -300,8 +304,6 @@ class TcpOwner:
         """(number, bytes that will come, their places) of each request without a whole answer, in
         order.
         """
-        self._out = _Places()
-        self._expect_header()
 
     def turn(self) -> tuple[list[int], bool]:
         """Send requests and receive answers. Returns (transfers that are done, whether there may be
@@ -320,10 +322,6 @@ class TcpOwner:
                 return done, moved >= TURN_BYTES
             done += self._heard()
         return done, True
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._out)
 
     def lose(self) -> list[int]:
         """Return the numbers of all transfers that have not ended, and forget them."""
@@ -347,10 +345,6 @@ class TcpOwner:
             else:
                 self._out.put(*places)
                 self.asked.append((number, 0, []))
-
-    def _expect_header(self) -> None:
-        self._header, self._is_body = bytearray(HEADER.size), False
-        self._in = _Places(memoryview(self._header))
 
     def _heard(self) -> list[int]:
         if self._is_body:
