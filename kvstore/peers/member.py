@@ -459,11 +459,8 @@ class ClusterMember:
 
     def with_peers(self, load: Load) -> Load:
         """The node's load, completed with that of feeds and peers."""
-        load = msgspec.structs.replace(
-            load,
-            replicas=len(self.feeder.links),
-            replicas_reached=self.feeder.connected_count,
-        )
+        links, reached = len(self.feeder.links), self.feeder.connected_count
+        load = msgspec.structs.replace(load, replicas=links, replicas_reached=reached)
         return load if self.peering is None else self.peering.with_fetches(load)
 
     def transfers(self) -> list[TransferReport]:

@@ -311,13 +311,12 @@ class BlockServer:
         the peer."""
         try:
             first = await asyncio.wait_for(anext(asks), HELLO_TIMEOUT_S)
+            node = self._caller(wire.decode_ask(first), context)
         except StopAsyncIteration:
             return
         except TimeoutError:
             sentence = f"a session begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence)
-        try:
-            node = self._caller(wire.decode_ask(first), context)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except RefusedCall as error:
