@@ -156,8 +156,8 @@ class Engine(Snapshots):
             case events.Ready(ready_bytes=ready_bytes):
                 state.slots.ready(ready_bytes)
                 state.credits_due = True
-            case events.Tick(file_used_bytes=used_bytes, file_breakers=breakers):
-                state.file_used_bytes, state.file_breakers = used_bytes, breakers
+            case events.Tick():
+                state.tick = event
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True

@@ -176,11 +176,7 @@ class State:
     def __init__(self, config: EngineConfig, journal: Journal | None) -> None:
         """`journal`: None makes one that does not outlive this process."""
         self.config = config
-        self.journal = journal or Journal.fresh(
-            arena_bytes=config.arena_bytes,
-            slab_bytes=config.slab_bytes,
-            quotas=[name for name, _ in config.quotas],
-        )
+        self.journal = journal or _fresh_journal(config)
         self.counters = Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
@@ -204,16 +200,14 @@ class State:
         self.ledger, self.ages = Ledger(), {tier: Ages() for tier in (Tier.DRAM, Tier.FILE)}
         self.residency = Residency(
             block_count_max=config.block_count_max,
-            word_count=len(self.slots.state),
             tell_changes=config.tell_changes or config.tell_offers,
             journal=self.journal,
             seed=config.seed,
             hbm_word_count=len(self.hbm.state) if self.hbm is not None else 0,
             tombstones=self.trail.tombstones,
         )
-        self.leases = Leases(
-            self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
-        )
+        ttl_ns = config.lease_ttl_ms * NS_PER_MS
+        self.leases = Leases(self.slots, ttl_ns=ttl_ns, count_max=config.lease_count_max)
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
@@ -228,10 +222,8 @@ class State:
         self.room_for = (Reason.EVICTED_FOR_STORES, 0)
         """(reason, number of an engine's name) that blocks evicted from now on are marked with."""
         self.now_ns = 0
-        self.file_used_bytes = 0
-        """Used bytes of the disk tier at the last Tick."""
-        self.file_breakers = ("closed", "closed")
-        """Circuit breakers of disk reads and writes at the last Tick."""
+        self.tick = events.Tick()
+        """The last one, for what it said of the disk tier."""
         self.cause = 0
         """Number of the event that is being handled, for the history of slots."""
         self.commands: list[events.Command] = []
@@ -386,6 +378,12 @@ class State:
         self.counters.evictions += len(words)
         self.ages[Tier.DRAM].evicted(np.abs(self.slots.stamps[words]), self.now_ns)
         self.empty(words, self.stamp(*self.room_for))
+
+
+def _fresh_journal(config: EngineConfig) -> Journal:
+    """An empty journal in private memory."""
+    names = [name for name, _ in config.quotas]
+    return Journal.fresh(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, quotas=names)
 
 
 # ── adoption ──────────────────────────────────────────────────────────────────────────────────────

@@ -73,13 +73,13 @@ class Residency:
         self,
         *,
         block_count_max: int,
-        word_count: int,
         journal: Journal,
         tell_changes: bool = False,
         seed: int = 0,
         hbm_word_count: int = 0,
         tombstones: Tombstones | None = None,
     ) -> None:
+        word_count = len(journal.stamps)
         assert block_count_max >= word_count, "a row for every slot"
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal

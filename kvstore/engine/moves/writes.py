@@ -56,7 +56,7 @@ class DiskAdmission:
     0.05 at n / 2, 0.55 at n (`RecentKeys`): a write that comes later, never a wrong byte. Without a
     budget a node that writes everything remembers no key.
 
-    The budget is a bucket of bytes with a daily rate and room for a day. It starts full, less the
+    The budget is a bucket of bytes with a daily rate and room for a day, full at first, less the
     bytes written by an earlier start of the node. Within any time, at most a day's budget and the
     refill during that time are written; an empty bucket allows none. All its values are integers,
     so rounding errors do not add up.

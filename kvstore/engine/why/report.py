@@ -167,7 +167,7 @@ class NamedBlocks(NamedTuple):
 
 
 class Snapshots:
-    """What an engine shows of itself. Nothing here changes it."""
+    """Views of an engine's state, for reports and pages. No view changes it."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -227,14 +227,14 @@ class Snapshots:
                 tier="file",
                 capacity_bytes=config.file_bytes,
                 ready_bytes=config.file_bytes,
-                used_bytes=state.file_used_bytes,
+                used_bytes=state.tick.file_used_bytes,
                 blocks=state.residency.count(Tier.FILE),
                 policy=config.file_admission.value,
                 not_admitted=counters.file_blocks_not_admitted,
                 over_budget=counters.file_blocks_over_budget,
                 budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
-                reads=state.file_breakers[0],
-                writes=state.file_breakers[1],
+                reads=state.tick.file_breakers[0],
+                writes=state.tick.file_breakers[1],
                 **_scrubbed(scrubs[Tier.FILE], state),
             ),
         ]
@@ -268,7 +268,7 @@ class Snapshots:
             dram_bytes=state.config.arena_bytes - state.config.landing_bytes,
             dram_used_bytes=slots.sealed_bytes,
             file_bytes=state.config.file_bytes,
-            file_used_bytes=state.file_used_bytes,
+            file_used_bytes=state.tick.file_used_bytes,
             blocks_hit=sum(ledger.hits.values()),
             blocks_missed=sum(ledger.misses.values()),
             saved_ms=total.saved_ns // NS_PER_MS,

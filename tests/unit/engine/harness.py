@@ -112,7 +112,7 @@ def residency_of(block_count_max: int, word_count: int) -> Residency:
     """An empty table over an arena of so many of the smallest slots."""
     size_bytes = word_count * SLOT_BYTES_MIN
     journal = Journal.fresh(arena_bytes=size_bytes, slab_bytes=SLOT_BYTES_MIN)
-    return Residency(block_count_max=block_count_max, word_count=word_count, journal=journal)
+    return Residency(block_count_max=block_count_max, journal=journal)
 
 
 def pairs(message: LeaseReply | LeaseMore | Grant | Seal) -> list[tuple[int, int]]:
