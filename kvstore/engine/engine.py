@@ -26,7 +26,7 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.engine.state import Counters, EngineConfig, State, adopt
+from kvstore.engine.state import EngineConfig, State, adopt
 from kvstore.engine.trust import Scrubs, Sealed, Switches
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason
@@ -58,7 +58,7 @@ class Engine(Snapshots):
     def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
         state = State(config, journal)
         super().__init__(state)
-        self.config = config
+        self.config, self.counters = config, state.counters
         self._sessions = Sessions(state)
         self._arrivals = Arrivals(state)
         writes = Writes(state)
@@ -113,11 +113,6 @@ class Engine(Snapshots):
             events.FileLate: self._files.late,
             events.FileReclaim: self._files.reclaim,
         }
-
-    @property
-    def counters(self) -> Counters:
-        """Counts since the start."""
-        return self._state.counters
 
     @property
     def is_behind(self) -> bool:

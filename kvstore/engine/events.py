@@ -330,10 +330,10 @@ class Locate(msgspec.Struct, frozen=True):
     keys: bytes
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """Bring these blocks from another node, and verify them. `slots` u32 [n][S], held for the peer
-    until Fetched: one column per shard; `block_bytes`: size of a block in each shard; `head_bytes`:
-    from the space."""
+class _Bring(msgspec.Struct, frozen=True):
+    """Write blocks to their slots, and verify them there. `slots` u32 [n][S], held until the end:
+    one column per shard; `block_bytes`: size of a block in each shard; `head_bytes`: from the
+    space."""
 
     job: int
     node: str
@@ -344,6 +344,10 @@ class Fetch(msgspec.Struct, frozen=True):
     head_bytes: tuple[int, ...]
     keys: bytes
     slots: Any
+
+
+class Fetch(_Bring, frozen=True):
+    """Bring blocks from another node. Fetched answers."""
 
 
 class AnswerPeer(msgspec.Struct, frozen=True):
@@ -370,19 +374,9 @@ class RevokePush(msgspec.Struct, frozen=True):
     node: str
 
 
-class Land(msgspec.Struct, frozen=True, kw_only=True):
-    """Copy blocks out of the landing slab into their slots, and verify them there. Landed answers.
-    `slots` u32 [n][T], `sources` [S] as in Pushed."""
+class Land(_Bring, frozen=True):
+    """Copy blocks out of the landing slab. Landed answers. `sources` [S] as in Pushed."""
 
-    job: int
-    node: str
-    tenant: str
-    space: SpaceId
-    keys: bytes
-    shards: tuple[Shard, ...]
-    block_bytes: tuple[int, ...]
-    head_bytes: tuple[int, ...]
-    slots: Any
     sources: tuple[Shard, ...]
     source_bytes: tuple[int, ...]
     checksums: bytes

@@ -311,19 +311,7 @@ class Fetches:
         state.trail.searches.fetching(question, number, places, state.now_ns)
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, fetching.size_bytes, state.now_ns)
-        state.say(
-            Fetch(
-                job=number,
-                node=node,
-                tenant=asker.tenant,
-                space=asker.space,
-                shards=asker.shards,
-                block_bytes=asker.block_bytes,
-                head_bytes=asker.head_bytes,
-                keys=keys.tobytes(),
-                slots=state.slots.slots_of(fetching.words),
-            )
-        )
+        state.say(Fetch(*fetching.order(number, node, state.slots)))
 
     def _peer(self, node: str) -> _PeerPace:
         peer = self._peers.get(node)

@@ -296,15 +296,7 @@ class Grants:
         job = self._landings.begin(landing)
         state.say(
             events.Land(
-                job=job,
-                node=granted.node,
-                tenant=asker.tenant,
-                space=asker.space,
-                keys=keys.tobytes(),
-                shards=asker.shards,
-                block_bytes=asker.block_bytes,
-                head_bytes=asker.head_bytes,
-                slots=state.slots.slots_of(landing.words),
+                *landing.order(job, granted.node, state.slots),
                 sources=event.shards,
                 source_bytes=event.block_bytes,
                 checksums=event.checksums,

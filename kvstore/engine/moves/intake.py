@@ -13,7 +13,7 @@ choice of blocks to move (`files`, `fetches`), leases that wait (`arrivals`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Origin, Reason
-from kvstore.types import Tier
+from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.messages import checksums_array
 
 # ── room ──────────────────────────────────────────────────────────────────────────────────────────
@@ -125,6 +125,10 @@ class Copies(NamedTuple):
     """Two 64-bit words per block, u64 [n][2]."""
 
 
+_Sizes = tuple[int, ...]
+_Order = tuple[int, str, str, SpaceId, tuple[Shard, ...], _Sizes, _Sizes, bytes, Any]
+
+
 class Incoming(msgspec.Struct, kw_only=True):
     """A job that brings blocks into dram, from a tier or a peer. Its slots stay its own until the
     transfer has truly ended, however late."""
@@ -141,6 +145,21 @@ class Incoming(msgspec.Struct, kw_only=True):
     def words(self) -> Words:
         """Slots of all columns, [n][S], flat."""
         return np.stack(self.columns, axis=1).reshape(-1)
+
+    def order(self, job: int, node: str, slots: Slots) -> _Order:
+        """The fields that Fetch and Land share."""
+        its, keys = self.asker, self.keys.tobytes()
+        sizes = its.block_bytes, its.head_bytes
+        return (
+            job,
+            node,
+            its.tenant,
+            its.space,
+            its.shards,
+            *sizes,
+            keys,
+            slots.slots_of(self.words),
+        )
 
     @property
     def size_bytes(self) -> int:

@@ -36,6 +36,7 @@ class Sessions:
         """Attach a process, or refuse it. If its engine is complete with it, a session is begun.
         `process`: as in `events.Received`."""
         reason, permanent, is_full = "", False, False
+        most = self._state.config.connection_count_max
         replaced = self._attached_as(hello)
         if hello.protocol != PROTOCOL_VERSION:
             permanent = True
@@ -50,9 +51,9 @@ class Sessions:
                 f"another process or connector is attached as this engine's {replaced.role}: name "
                 'KVStoreConnector once in "connectors" of --kv-transfer-config'
             )
-        elif self._count_beside(replaced) >= self._state.config.connection_count_max:
+        elif sum(each is not replaced for each in self._state.attached()) >= most:
             is_full = True
-            reason = f"{self._state.config.connection_count_max} connections are attached already"
+            reason = f"{most} connections are attached already"
         key = (hello.tenant, hello.engine_id, hello.nonce)
         if reason:
             self._state.refusals.add(key, reason, self._state.now_ns, is_full=is_full)
@@ -91,10 +92,6 @@ class Sessions:
         if owner is None or isinstance(hello, HelloScheduler):
             return None if owner is None else owner.scheduler
         return owner.ranks.get(hello.rank)
-
-    def _count_beside(self, replaced: Connection | None) -> int:
-        """Number of attached processes without `replaced`."""
-        return sum(each is not replaced for each in self._state.attached())
 
     def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
         self._state.counters.protocol_refusals += 1
@@ -275,7 +272,8 @@ class Sessions:
             self._state.counters.slots_quarantined += len(granted)
         if len(self._state.slots.of_writer(id)) == 0:
             self._forget(connection)
-        self._forget_if_empty(owner)
+        if owner.is_empty and self._state.owners.get(owner.key) is owner:
+            del self._state.owners[owner.key]
 
     def exited(self, id: ConnectionId) -> None:
         connection = self._state.connections.get(id)
@@ -293,10 +291,6 @@ class Sessions:
         del self._state.connections[connection.id]
         self._state.slots.pins.leave(connection.id)
         self._state.say(Release(connection.id))
-
-    def _forget_if_empty(self, owner: Owner) -> None:
-        if owner.is_empty and self._state.owners.get(owner.key) is owner:
-            del self._state.owners[owner.key]
 
     def _close_session(self, owner: Owner, reason: str) -> None:
         owner.forming = 0
