@@ -2,6 +2,13 @@
 
     client ─▶ front ─▶ keys ─▶ dispatch (kvstore.routing decides) ─▶ engines.connections ─▶ engine
 
+A plain request in the modules that it passes (`tests/unit/router/test_request_path.py`):
+
+    door ─▶ proxy ─▶ intake ─▶ prefixes ─▶ intake: its body, fields and keys
+         ─▶ proxy ─▶ dispatch ─▶ proxy: its worker
+         ─▶ connections ─▶ dispatch ─▶ connections: sent, first token, passed on
+         ─▶ proxy ─▶ dispatch ─▶ proxy ─▶ door: its end
+
 front         HTTP: connections of clients, requests
 engines       workers, their health and metrics, where they come from, HTTP to them
 keys          tokens and keys of prompts, the index, parity

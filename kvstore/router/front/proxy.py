@@ -249,7 +249,7 @@ class Origins:
         }
 
 
-# ── what engines count ────────────────────────────────────────────────────────────────────────────
+# ── tokens that engines report ────────────────────────────────────────────────────────────────────
 
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})\b')
