@@ -38,7 +38,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str
     kind: str = "vllm"
-    """Kind of engine: a row of `kinds.ENGINES`."""
+    """Kind of engine: a row of `probes.ENGINES`."""
     pool: str = "default"
     node: str = ""
     engine: str = ""

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.config.router import KINDS
-from kvstore.router.engines import kinds
-from kvstore.router.engines.kinds import ENGINES, LINE_BYTES_MAX, findings_of
-from kvstore.router.engines.probes import PAGE_BYTES_MAX
+from kvstore.router.engines import probes
+from kvstore.router.engines.probes import ENGINES, LINE_BYTES_MAX, PAGE_BYTES_MAX, findings_of
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import LoadSample, WorkerSpec
@@ -189,7 +188,7 @@ def test_a_hostile_line_holds_nobody_up(filler: str) -> None:
 
 
 def test_long_lines_are_passed_over_and_not_kept() -> None:
-    read_line = kinds._read_line
+    read_line = probes._read_line
     read_line.cache_clear()
     long = b'vllm:num_requests_waiting{a="%b"} 1\n' % (b"x" * LINE_BYTES_MAX)
     found = findings_of(ENGINES["vllm"], long + page_of("4", "5", "0.5"))
