@@ -36,7 +36,7 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import chained_keys, root_key
 from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
-from kvstore.wire import engine_events as wire
+from kvstore.wire import kv_events as wire
 from kvstore.wire.feed import Change, Left, Removed, Stored
 
 WAITING_BATCHES_MAX: Final = 1024
