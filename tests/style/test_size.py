@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import ast
 
+from tests.style.test_prices import counted
 from tests.style.tree import ROOT, python_files
 
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 60
+SMALL_LINES_MIN = 60
+"""Lines of code from which a module of the product needs no reason to be one."""
+SMALL_FILES = {
+    "kvstore/__main__.py": "a program",
+    "kvstore/client/tls.py": "loads no cryptography; settings and engines need it",
+    "kvstore/config/defaults.py": "imports nothing, so that `--help` comes at once",
+    "kvstore/engine/agenda.py": "timers of all parts of the engine",
+    "kvstore/errors.py": "vocabulary of all packages",
+    "kvstore/index/chain.py": "router and commands make keys without the index",
+    "kvstore/installation.py": "what is missing, asked before anything of it is imported",
+    "kvstore/node/process.py": "a program",
+    "kvstore/obs/logs.py": "the supervisor and engines load nothing else of obs",
+    "kvstore/peers/transfer_worker_process.py": "a program of few imports",
+    "kvstore/routing/requests.py": "what all parts of the decision pass on",
+    "kvstore/transport/backends.py": "the only module that knows all back ends",
+    "kvstore/transport/guests.py": "pure, beside sockets",
+    "kvstore/types.py": "vocabulary of all packages",
+    "kvstore/units.py": "vocabulary of all packages",
+    "kvstore/wire/bounds.py": "kinds of fields of all forms",
+    "kvstore/wire/identity.py": "certificates and servers share it, and neither loads the other",
+}
+"""Path → why it is a module of its own."""
 LONG_FILES: dict[str, str] = {}
 """Path → why it is one piece all the same."""
 LONG_FUNCTIONS: dict[str, str] = {}
@@ -28,6 +51,18 @@ def _long_functions() -> dict[str, int]:
                 if lines > FUNCTION_LINES_MAX:
                     long[f"{file} {node.name}"] = lines
     return long
+
+
+def _small_files() -> list[str]:
+    return [
+        path
+        for path, lines in counted().items()
+        if lines < SMALL_LINES_MIN and not path.endswith("__init__.py")
+    ]
+
+
+def test_a_small_module_has_a_reason() -> None:
+    assert sorted(_small_files()) == sorted(SMALL_FILES)
 
 
 def test_files_are_short() -> None:
