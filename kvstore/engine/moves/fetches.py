@@ -268,8 +268,9 @@ class Fetches:
             if peer and peer.avoid_until_ns > state.now_ns:
                 judged(Reason.NODE_AVOIDED, candidate, peer.failures)
                 continue
-            ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
-            cost_ns = ns_per_byte * sum(asker.block_bytes)
+            # The slowest of the last fetches is for waits: one alone would end all fetches.
+            mean = peer.pace.mean_ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
+            cost_ns = mean * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
                 judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
                 if peer and state.now_ns - peer.measured_ns >= FORGET_NS:

@@ -173,6 +173,11 @@ class ReadPace:
         """Pace of the slowest of the last reads and the oldest one under way."""
         return max(ns / size for size, ns in [*self._learned(), *self._so_far(now_ns)])
 
+    def mean_ns_per_byte(self, now_ns: int) -> float:
+        """Pace of the last reads and the oldest one under way, taken together."""
+        reads = [*self._learned(), *self._so_far(now_ns)]
+        return sum(ns for _, ns in reads) / sum(size for size, _ in reads)
+
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was requested."""
         self.begun_bytes += size_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
 )
-from kvstore.engine.moves.jobs import ReadPace
+from kvstore.engine.moves.jobs import READS, SMALL_READ_BYTES, ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -152,6 +154,40 @@ def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
             node.arrive()
         node.tick(1000)
     assert 2 <= asked <= 5, "about one fetch in as many seconds as a sample is remembered"
+
+
+def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does() -> None:
+    node, peer = attached()
+    size = peer.rank_hello(0).groups[0].block_bytes
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=size, load_ns_per_token=1))
+    pays_ns = 8 * SMALL_READ_BYTES  # for a fetch of a block of 16 tokens
+    numbers = itertools.count(1)
+
+    def is_fetched(took_ns: int) -> bool:
+        peer.hint(next(numbers))
+        node.locate(("far", 1))
+        was_fetched = bool(node.fetches)
+        if was_fetched:
+            node.now_ns += took_ns
+            node.arrive()
+        return was_fetched
+
+    quick, slow, hung = pays_ns // 4, pays_ns * 2, pays_ns * 100
+    taken = [quick, quick, quick, slow, quick, quick, quick, slow, quick, hung, quick]
+    assert [is_fetched(each) for each in taken] == [True] * 10 + [False]
+
+
+def test_a_peer_that_has_become_slow_is_asked_no_more() -> None:
+    node, peer = attached()
+    size = peer.rank_hello(0).groups[0].block_bytes
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=size, load_ns_per_token=1))
+    for number in range(2 * READS):
+        peer.hint(1 + number)
+        node.locate(("far", 1))
+        assert bool(node.fetches) == (number < 6), "quick ones, and two of the slow"
+        if node.fetches:
+            node.now_ns += 8 * SMALL_READ_BYTES // 4 if number < READS else 16 * SMALL_READ_BYTES
+            node.arrive()
 
 
 def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:
