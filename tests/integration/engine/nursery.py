@@ -7,7 +7,7 @@ engine costs. The nursery imports once and forks; the server's own processes are
 vLLM on CPUs would spawn them (on GPUs it forks unless told otherwise), and wait for each other
 without spinning. All else is the server's own code with its own command line. An engine with
 variables that are not vLLM's own is started by its command, as users do it; so are those of demos,
-benchmarks and vLLM's own tests.
+benchmarks and vLLM's own tests. In `make nightly` forked servers compile what vLLM compiles.
 
 A forked server is guarded as one by command is, and ends with the nursery, which ends with whoever
 made it.
@@ -29,7 +29,7 @@ from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import psutil
@@ -39,6 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not insta
 from kvstore.demo import guard
 from kvstore.demo.engine import EngineError, ServerConfig, launch
 from kvstore.testing.process import popen_tied
+from tests.amounts import IS_NIGHTLY
 from tests.kit.engines import EngineConfig, EngineServer
 
 ORDER_BYTES_MAX: Final = 64 << 10
@@ -161,15 +162,48 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _be_frugal() -> None:
+    """What spins or compiles in an engine costs others on two cores. What was imported is no
+    garbage, and its pages stay shared."""
+    _let_processes_wait()
+    if not IS_NIGHTLY:
+        _compile_nothing()
+    gc.collect()
+    gc.freeze()
+
+
+def _let_processes_wait() -> None:
     """Processes of one engine look for messages every half millisecond, where vLLM spins: its
-    scheduler while the worker computes, and a worker for a second after each request. On two cores
-    for all tests, that time is another engine's. What was imported is no garbage, and its pages
-    stay shared."""
+    scheduler while the worker computes, and a worker for a second after each request. Ranks add up
+    their sums over sockets of PyTorch's, where vLLM spins on shared memory: a rank whose neighbour
+    has no core would keep it from getting one."""
     queues = import_module("vllm.distributed.device_communicators.shm_broadcast")
     assert callable(queues.sched_yield)
     vars(queues)["sched_yield"] = partial(time.sleep, POLL_S)
-    gc.collect()
-    gc.freeze()
+    groups = import_module("vllm.distributed.device_communicators.cpu_communicator")
+    assert callable(groups.CpuCommunicator._all_group_ranks_share_shm_group_name)
+    groups.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
+
+
+def _compile_nothing() -> None:
+    """Functions that vLLM compiles even in an eager engine are called as they are: each rank would
+    compile them for 4 s and more. (By a setting, for by the variable of PyTorch vLLM would choose
+    another configuration.)
+
+    A later stage of a pipeline has the tensors that it receives into from a warm-up, which an eager
+    engine for CPUs skips. It makes them here, as vLLM's second model runner does."""
+    import_module("torch._dynamo.config").disable = True
+    runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+    stages = import_module("vllm.distributed.parallel_state")
+    load = runner.load_model
+
+    def load_model(self: Any, *arguments: Any, **options: Any) -> None:
+        load(self, *arguments, **options)
+        if not stages.get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    runner.load_model = load_model
 
 
 def _reap(*_: object) -> None:

@@ -18,7 +18,7 @@ import pytest
 from kvstore.demo.engine import EngineError
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from tests.amounts import amount
+from tests.amounts import IS_NIGHTLY, amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -40,12 +40,11 @@ CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node
 was seen to answer after a second. With more under way, that once would open the breaker."""
 TWO_HEADS = ("--tensor-parallel-size", "2")
-TWO_STAGES = (
-    *("--pipeline-parallel-size", "2", "--no-enforce-eager"),
-    *("--compilation-config", '{"mode": 3, "backend": "eager"}'),
-)
+COMPILED = ("--no-enforce-eager", "--compilation-config", '{"mode": 3, "backend": "eager"}')
 """Eager as the others, but by way of the compiler: an engine that compiles nothing skips the
-warm-up on CPUs, in which a later stage makes the tensors that it receives into."""
+warm-up on CPUs, in which a later stage makes the tensors that it receives into. In `make test` the
+nursery makes them, and the quarter of a minute for the compiler is saved."""
+TWO_STAGES = ("--pipeline-parallel-size", "2", *(COMPILED if IS_NIGHTLY else ()))
 
 
 @pytest.fixture
