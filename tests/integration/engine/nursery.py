@@ -16,20 +16,18 @@ made it.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import msgspec
 import psutil
@@ -39,12 +37,11 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not insta
 from kvstore.demo import guard
 from kvstore.demo.engine import EngineError, ServerConfig, launch
 from kvstore.testing.process import popen_tied
-from tests.amounts import IS_NIGHTLY
+from tests.integration.engine.frugal import be_frugal
 from tests.kit.engines import EngineConfig, EngineServer
 
 ORDER_BYTES_MAX: Final = 64 << 10
 READY_TIMEOUT_S: Final = 300.0
-POLL_S: Final = 0.0005
 IMPORTED: Final = [
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.launchers.api_server.entry",
@@ -139,7 +136,7 @@ def main(arguments: Sequence[str]) -> None:
     known["spawn"] = known["fork"]
     for name in IMPORTED:
         import_module(name)
-    _be_frugal()
+    be_frugal()
     # Where titles are written is looked for once, and is not found when the environment has moved.
     import_module("setproctitle").getproctitle()
     signal.signal(signal.SIGCHLD, _reap)
@@ -159,51 +156,6 @@ def main(arguments: Sequence[str]) -> None:
             door.send(pid.to_bytes(4, "little"))
             for descriptor in descriptors:
                 os.close(descriptor)
-
-
-def _be_frugal() -> None:
-    """What spins or compiles in an engine costs others on two cores. What was imported is no
-    garbage, and its pages stay shared."""
-    _let_processes_wait()
-    if not IS_NIGHTLY:
-        _compile_nothing()
-    gc.collect()
-    gc.freeze()
-
-
-def _let_processes_wait() -> None:
-    """Processes of one engine look for messages every half millisecond, where vLLM spins: its
-    scheduler while the worker computes, and a worker for a second after each request. Ranks add up
-    their sums over sockets of PyTorch's, where vLLM spins on shared memory: a rank whose neighbour
-    has no core would keep it from getting one."""
-    queues = import_module("vllm.distributed.device_communicators.shm_broadcast")
-    assert callable(queues.sched_yield)
-    vars(queues)["sched_yield"] = partial(time.sleep, POLL_S)
-    groups = import_module("vllm.distributed.device_communicators.cpu_communicator")
-    assert callable(groups.CpuCommunicator._all_group_ranks_share_shm_group_name)
-    groups.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
-
-
-def _compile_nothing() -> None:
-    """Functions that vLLM compiles even in an eager engine are called as they are: each rank would
-    compile them for 4 s and more. (By a setting, for by the variable of PyTorch vLLM would choose
-    another configuration.)
-
-    A later stage of a pipeline has the tensors that it receives into from a warm-up, which an eager
-    engine for CPUs skips. It makes them here, as vLLM's second model runner does."""
-    import_module("torch._dynamo.config").disable = True
-    runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
-    stages = import_module("vllm.distributed.parallel_state")
-    load = runner.load_model
-
-    def load_model(self: Any, *arguments: Any, **options: Any) -> None:
-        load(self, *arguments, **options)
-        if not stages.get_pp_group().is_first_rank:
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
-
-    runner.load_model = load_model
 
 
 def _reap(*_: object) -> None:
