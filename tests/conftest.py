@@ -28,7 +28,7 @@ from tests.integration.engine.fixtures import (
     vllm,
 )
 from tests.kit.logs import warnings_since
-from tests.kit.nursery import Nursery
+from tests.kit.nursery import Inherited, Nursery
 from tests.leaks import Baseline, prepare
 
 __all__ = [
@@ -124,6 +124,16 @@ def by_exec(
     marks = map(request.node.get_closest_marker, ("alone", "by_exec"))
     if forked_commands is not None and any(marks):
         monkeypatch.setattr("kvstore.testing.process.launch", popen_tied)
+
+
+@pytest.fixture(autouse=True)
+def same_process() -> Iterator[None]:
+    """What processes inherit from this one before their code runs is as it was: vLLM names
+    libraries to load first when it makes a configuration, and a node raises its limits. Nodes of
+    later tests would be started by exec."""
+    before = Inherited.now()
+    yield
+    before.restore()
 
 
 @pytest.fixture(autouse=True)

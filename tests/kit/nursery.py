@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import msgspec
 
@@ -40,6 +40,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 ORDER_BYTES_MAX: Final = 64 << 10
 EARLY: Final = ("PYTHON", "LD_PRELOAD", "NUMBA_", "OMP_", "OPENBLAS_", "OTEL_")
 """Variables that begin so are read when Python starts or a module is imported."""
+LIMITS: Final = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 COMMAND: Final = ["-m", "kvstore.cli.main"]
 IMPORTED: Final = (
     "kvstore.cli.main",
@@ -140,16 +141,38 @@ class Nursery:
         self._process.wait(60)
 
 
-def _place(environment: Mapping[str, str]) -> tuple[object, ...]:
+class Inherited(NamedTuple):
     """What a process has from the one that made it, or reads before its code runs: it is the
     nursery's in a forked command. All other variables are those of its order."""
-    early = {
-        name: text
-        for name, text in environment.items()
-        if name.startswith(EARLY) and name not in ("PYTHONUNBUFFERED", "PYTHONSAFEPATH")
-    }
-    limits = [resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
-    return early, limits, os.readlink("/proc/thread-self/ns/net")
+
+    early: dict[str, str]
+    """Variables, by name."""
+    limits: tuple[tuple[int, int], ...]
+    """Soft and hard, of LIMITS."""
+
+    @classmethod
+    def now(cls, environment: Mapping[str, str] = os.environ) -> Inherited:
+        """By a child of this process with this environment."""
+        early = {name: text for name, text in environment.items() if _is_early(name)}
+        return cls(early, tuple(map(resource.getrlimit, LIMITS)))
+
+    def restore(self) -> None:
+        """Make it so again in this process."""
+        for name in [name for name in os.environ if _is_early(name) and name not in self.early]:
+            del os.environ[name]
+        os.environ.update(self.early)
+        for limit, values in zip(LIMITS, self.limits, strict=True):
+            if resource.getrlimit(limit) != values:
+                resource.setrlimit(limit, values)
+
+
+def _is_early(name: str) -> bool:
+    return name.startswith(EARLY) and name not in ("PYTHONUNBUFFERED", "PYTHONSAFEPATH")
+
+
+def _place(environment: Mapping[str, str]) -> tuple[Inherited, str]:
+    """With the network, which belongs to a thread."""
+    return Inherited.now(environment), os.readlink("/proc/thread-self/ns/net")
 
 
 # ── in the nursery ────────────────────────────────────────────────────────────────────────────────

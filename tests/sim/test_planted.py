@@ -5,6 +5,7 @@ Those of the twelve that systems like this one shipped, and those that were foun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 import pytest
@@ -21,7 +22,7 @@ SOONER = {
     planted.lease_checked_before_the_copy_only: 28,
     planted.batch_path_without_check: 44,
     planted.size_only_validation: 7,
-    planted.pin_without_owner: 14,
+    planted.pin_without_owner: 4,
     planted.double_unpin: 5,
     planted.stale_index_after_same_address_restart: 58,
     planted.stale_sessions_after_same_address_restart: 55,
@@ -30,7 +31,7 @@ SOONER = {
     planted.ghost_endpoint_of_a_peer: 4,
     planted.identity_put_aside_too_early: 78,
     planted.serving_checked_before_the_read_only: 140,
-    planted.fetched_slots_freed_by_a_timer: 4,
+    planted.fetched_slots_freed_by_a_timer: 8,
     planted_pushes.late_write_into_an_extent_used_again: 4,
     planted_pushes.epoch_ignored: 4,
     planted_pushes.sealed_before_it_is_verified: 60,
@@ -70,6 +71,12 @@ def notices(seed: int, faults: Collection[str] = (), *, calm: bool = False) -> b
     return False
 
 
+@functools.cache
+def holds(seed: int, faults: Collection[str], *, calm: bool = False) -> bool:
+    """Without a bug. Several of them are noticed at the same seed."""
+    return not notices(seed, faults, calm=calm)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_each_is_noticed_within_200_seeds(
         tried = [SOONER.get(plant, 1), *fit]
         seed = next((seed for seed in tried if notices(seed, faults, calm=calm)), None)
     assert seed is not None, f"{len(SEEDS)} seeds held"
-    assert not notices(seed, faults, calm=calm), "and nothing else did it"
+    assert holds(seed, faults, calm=calm), "and nothing else did it"
 
 
 @pytest.mark.slow
@@ -118,7 +125,7 @@ def test_what_was_found_stays_found(
         tried = [SOONER.get(plant, 1), *SEEDS]
         seed = next((seed for seed in tried if notices(seed, faults)), None)
     assert seed is not None, f"{len(SEEDS)} seeds held"
-    assert not notices(seed, faults), "and nothing else did it"
+    assert holds(seed, faults), "and nothing else did it"
 
 
 def test_all_twelve_are_there() -> None:
