@@ -1,6 +1,6 @@
 """Fixtures of all tests that need a real engine; the conftest of all tests imports them.
 
-A start of an engine takes the processor for 5 s and more, so what needs no special one shares
+A start of an engine takes the processor for 1 s and more, so what needs no special one shares
 `plain`, which lives to the end of the run and through many nodes. Models and the truth that answers
 are compared with are made by the process of a run that needs them first, for all (`made_once`).
 """

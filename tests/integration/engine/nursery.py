@@ -1,13 +1,13 @@
-"""vLLM servers forked from one process that has imported vLLM: a start of 2 s of processor, not 29.
+"""vLLM servers forked from one process that has imported vLLM: a start of 1 s of processor, not 29.
 
     python nursery.py DOOR     forks a server for each order that comes through this descriptor
 
 Each of vLLM's three processes takes 8 s to import itself, which is most of what a test with an
 engine costs. The nursery imports once and forks; the server's own processes are forked too, where
-vLLM on CPUs would spawn them (on GPUs it forks unless told otherwise), and wait for each other
-without spinning. All else is the server's own code with its own command line. An engine with
-variables that are not vLLM's own is started by its command, as users do it; so are those of demos,
-benchmarks and vLLM's own tests. In `make nightly` forked servers compile what vLLM compiles.
+vLLM on CPUs would spawn them (on GPUs it forks unless told otherwise). But for what `frugal` leaves
+out, all else is the server's own code with its own command line. An engine with variables that are
+not vLLM's own is started by its command, as users do it; so are those of demos, benchmarks and
+vLLM's own tests.
 
 A forked server is guarded as one by command is, and ends with the nursery, which ends with whoever
 made it.
@@ -70,7 +70,7 @@ class Order(msgspec.Struct):
 
 
 class EngineNursery:
-    """Starts engines: what `Engine.start` does, in a fifth of the time."""
+    """Starts engines: what `Engine.start` does, in a thirtieth of the time."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
