@@ -9,7 +9,8 @@ its server, so that addresses need not be in certificates.
 
 Covers: contents of the files once checked, credentials of a channel. Does not cover: which names
 are such (`kvstore.wire.identity`), reading and judging the files (`kvstore.client.certificates`),
-servers (`kvstore.net.server`).
+servers, and whose certificate
+a caller has (`kvstore.net.server`).
 """
 
 from __future__ import annotations

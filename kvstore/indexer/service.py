@@ -35,7 +35,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.net.aio import Tasks
-from kvstore.net.server import Context, RefusedCall, peer_identities
+from kvstore.net.server import Context, RefusedCall, require_node
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
@@ -304,15 +304,12 @@ class IndexService(IndexServicer):
             self.counters.words_refused += 1
             raise RefusedCall(_INVALID, str(error)) from None
         if self._demands_names:
-            names = {
-                who.name for who in peer_identities(context.auth_context()) if who.role == "node"
-            }
-            if hello.node not in names:
+            try:
+                require_node(context, hello.node)
+            except RefusedCall as error:
                 self.counters.feeds_refused += 1
-                whose = f"node {min(names)}" if names else "no node"
-                _log.warning("the certificate of %s claims another node", whose)
-                text = f"this certificate is of {whose}: it may not publish for {hello.node}"
-                raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
+                _log.warning("a feed is refused: %s", error)
+                raise
         if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
             raise RefusedCall(_EXHAUSTED, f"{FEED_COUNT_MAX} nodes publish already")
         return hello

@@ -31,8 +31,8 @@ from kvstore.net.server import (
     Context,
     Guard,
     RefusedCall,
+    caller_name,
     only_message,
-    peer_identities,
 )
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES
@@ -168,7 +168,7 @@ class Shares(Guard):
 
     @contextlib.asynccontextmanager
     async def _place(self, context: Context, *, watches: int = 0) -> AsyncIterator[_Share]:
-        who = caller(context)
+        who = caller_name(context)
         share = self._shares.setdefault(who, _Share())
         if share.calls >= CALLS_MAX:
             await self._refuse(context, share, f"{who} has {CALLS_MAX} calls open here already")
@@ -200,12 +200,6 @@ class Shares(Guard):
                 share.refusals -= 1
         text = f"{why}: end some of them, or ask another replica"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-
-
-def caller(context: Context) -> str:
-    """Name of a call's peer: the identities in its certificate, or else its connection."""
-    names = sorted(map(str, peer_identities(context.auth_context())))
-    return "+".join(names) or context.peer()
 
 
 def _keys_of(request: Any) -> int:

@@ -1,8 +1,8 @@
 """Sockets, threads and system calls for all processes.
 
 aio       a thread with an asyncio loop
-server    a gRPC server: TLS and names of callers; limits of connections; calls of one message each,
-          where silent ones cost no thread
+server    a gRPC server: TLS; whose certificate a caller has (`require_node`); limits of
+          connections; calls of one message each, where silent ones cost no thread
 http      read-only pages: /metrics, /healthz, and those of `site`
 site      the page for people, and what its files are
 process   a child of our own code, which can be killed at any time; limits and protections; the

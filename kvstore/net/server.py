@@ -22,7 +22,7 @@ import datetime
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -73,10 +73,28 @@ def listen(server: grpc.aio.Server, address: str, tls: Tls | None, option: str) 
         raise ConfigError(cannot_listen(option, address)) from None
 
 
-def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity]:
+# Whose certificate the caller of a gRPC call has. Readers of memory over tcp are judged by the same
+# names (`transport.tcp`).
+
+
+def caller_identities(context: Any) -> frozenset[Identity]:
     """Names of the caller in the certificate that the handshake has verified."""
-    names = auth_context.get(_DNS_NAMES, ())
+    names = context.auth_context().get(_DNS_NAMES, ())
     return identities_of(("DNS", name.decode("ascii", "replace")) for name in names)
+
+
+def caller_name(context: Any) -> str:
+    """The caller's identities in one text, or else its connection."""
+    return "+".join(sorted(map(str, caller_identities(context)))) or str(context.peer())
+
+
+def require_node(context: Any, node: str) -> None:
+    """Raises RefusedCall if the caller's certificate is not that of this node."""
+    nodes = {each.name for each in caller_identities(context) if each.role == "node"}
+    if node not in nodes:
+        whose = f"node {min(nodes)}" if nodes else "no node"
+        text = f"this certificate is of {whose}, not of node {node}"
+        raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
 
 
 def certificate_ends(tls: Tls | None) -> Family:

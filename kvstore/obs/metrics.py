@@ -125,7 +125,7 @@ METRICS: Final = _rows(
         "engine_events_refused_total": "Malformed batches of KV events.",
         "certificate_expires_timestamp_seconds": "Unix time at which the certificate in use expires"
         " (of the node, or of a separate index); absent without TLS.",
-        "feeds": "Index replicas connected and receiving updates.",
+        "feeds": "Index replicas connected and receiving updates; 0: none is reached.",
         "feed_deltas_total": "Updates sent, to all replicas together.",
         "feed_snapshots_total": "Snapshots sent to replicas.",
         "feed_keys_lost_total": "Key changes not sent as updates; a snapshot carried them.",
@@ -274,7 +274,7 @@ ROUTER_METRICS: Final = _rows(
         " request, local tokenizer, engine, none in time.",
         "router_index_matches_total": "Match queries to the index.",
         "router_index_late_total": "Match queries without an answer in time.",
-        "router_index_used": "0 while the index fails and is left out.",
+        "router_index_used": "0 while the index is not reached or fails, and is left out.",
         "router_saturation{pool,cause}": "Saturation of a pool, 0 to 1, for autoscalers: the mean"
         " of its workers.",
         "router_desired_replicas{pool,role}": "Workers that the load of a pool needs.",

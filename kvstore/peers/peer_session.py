@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from kvstore.client.index import aio_channel, plain_reason
 from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import KVStoreError, ProtocolError
-from kvstore.net.server import RefusedCall, peer_identities
+from kvstore.net.server import RefusedCall, require_node
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
@@ -363,10 +363,8 @@ class BlockServer:
         Hello, or the certificate is another node's."""
         if not isinstance(first, wire.PeerHello):
             raise RefusedCall(_DENIED, "the first word of a session is Hello")
-        if self._demands_certificates and Identity("node", first.node) not in peer_identities(
-            context.auth_context()
-        ):
-            raise RefusedCall(_DENIED, f"this certificate is not of node {first.node}")
+        if self._demands_certificates:
+            require_node(context, first.node)
         return first.node
 
     async def _read(self, session: _Session, asks: AsyncIterator[bytes]) -> None:

@@ -35,7 +35,7 @@ import grpc
 from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
-from kvstore.net.server import Context, RefusedCall, only_message, peer_identities
+from kvstore.net.server import Context, RefusedCall, caller_identities, only_message
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire import peers as wire
@@ -124,7 +124,7 @@ class Preparer:
         nor a node."""
         if not self._demands_certificates:
             return str(context.peer())
-        found = sorted(peer_identities(context.auth_context()))
+        found = sorted(caller_identities(context))
         name = next((str(each) for each in found if each.role in {"client", "node"}), "")
         if not name:
             text = "only clients of the cluster, such as routers, and nodes prepare blocks"

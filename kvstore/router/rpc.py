@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
 from kvstore.errors import KVStoreError
-from kvstore.net.server import connection_limits, listen, peer_identities
+from kvstore.net.server import caller_name, connection_limits, listen
 from kvstore.proto import picker_pb2, router_pb2, router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvstore.router.dispatch import Dispatcher, RoutedLife
@@ -87,7 +87,7 @@ class RouteService(RouterServicer):
     async def Route(
         self, request_iterator: AsyncIterator[pb.RouteWord], context: Context
     ) -> AsyncIterator[pb.Decision]:
-        caller = ",".join(sorted(map(str, peer_identities(context.auth_context()))))
+        caller = caller_name(context)
         if self._streams[caller] >= STREAMS_PER_CALLER:
             text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)

@@ -16,7 +16,7 @@
 | `pressure`     | saturation and cause, degradation, desired replicas | columns → gauges          |
 | `features`     | numbers of one request at each worker               | fleet, prefixes → columns |
 | `costs`        | seconds to the first token, term by term            | features → terms          |
-| `placing`      | one attempt of a request: both legs, its receipt    | request → placement       |
+| `placing`      | one attempt: decode worker, then the prefiller      | request → placement       |
 | `legs`         | flights; races; whose fault a failure is            | placements → counts       |
 | `role_planner` | roles of workers that may change them               | load → roles              |
 | `decide`       | filter, score by a policy, choose; `replay`         | features → verdict        |

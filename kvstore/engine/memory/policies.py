@@ -18,7 +18,8 @@ Cost: arrays in and out, no object per block, and no look at all slots in `inser
 and `forget`. A new policy implements `Policy`, gets its name in POLICIES, and so runs the contract
 suite and the engine's state machine.
 
-Does not cover: slots, leases and states (`slots`), choice of blocks for the disk (`moves.writes`).
+Does not cover: how many slots leave (`moves.intake`), whose, by quota (`slots`), leases, choice of
+blocks for the disk (`moves.writes`).
 """
 
 from __future__ import annotations

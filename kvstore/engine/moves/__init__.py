@@ -4,7 +4,7 @@
 |------------|-------------------------------------------------|--------------------------|
 | `intake`   | every block that comes into dram, room for it   | copies → rows, seals     |
 | `jobs`     | transfers under way: how much, how long         | times → estimate         |
-| `stores`   | credits out, seals in                           | Seal, Drop → Grant       |
+| `stores`   | credits out, seals in; bad copies leave         | Seal, Drop, Distrust → Grant |
 | `files`    | promotions from disk, places on disk            | keys → ReadFile, LeaseMore |
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |

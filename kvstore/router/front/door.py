@@ -206,7 +206,8 @@ class FrontDoor(web.Server):
                 whole = content.read_nowait()
             return await self._answer(request, whole)
         except ConnectionError:
-            raise asyncio.CancelledError from None  # aiohttp would log a bug, and answer nobody
+            # The answer broke off: cuts the connection. aiohttp would log the error as a bug.
+            raise asyncio.CancelledError from None
         finally:
             if transport is not None and not transport.is_closing():
                 self._idle[handler] = transport, self._loop.time()

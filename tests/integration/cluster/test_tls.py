@@ -84,7 +84,7 @@ def test_a_node_speaks_for_itself_only(site: Site, index: IndexProcess) -> None:
         assert client.nodes().nodes == []
         assert published(index, files, "n1") is grpc.StatusCode.OK
         assert member(client, "n1") is not None
-    assert "claims another node" in index.log
+    assert "a feed is refused: this certificate is of node" in index.log
 
 
 def test_a_foreign_or_expired_certificate_is_refused(

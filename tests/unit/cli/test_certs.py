@@ -6,6 +6,7 @@ import datetime
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from kvstore.client import certificates
 from kvstore.client.certificates import load
 from kvstore.client.tls import ANY_INDEX, TlsFiles
 from kvstore.errors import ConfigError
-from kvstore.net.server import peer_identities
+from kvstore.net.server import caller_identities
 from kvstore.wire.identity import Identity, identities_of
 
 NODE = Identity("node", "n1")
@@ -97,9 +98,9 @@ def test_identities_are_exact() -> None:
     dns = ["a.b.node.kvstore", "x.peer.kvstore", "node.kvstore", "index.kvstore"]
     names = [*(("DNS", name) for name in (*dns, "C.CLIENT.KVSTORE")), ("URI", "d.node.kvstore")]
     assert identities_of(names) == {Identity("node", "a.b"), Identity("client", "c")}
-    context = {"peer_dns": [b"n1.node.kvstore", b"\xff"], "other": [b"x"]}
-    assert peer_identities(context) == {NODE}
-    assert peer_identities({}) == frozenset()
+    shown = {"peer_dns": [b"n1.node.kvstore", b"\xff"], "other": [b"x"]}
+    assert caller_identities(SimpleNamespace(auth_context=lambda: shown)) == {NODE}
+    assert caller_identities(SimpleNamespace(auth_context=dict)) == frozenset()
 
 
 def test_files_that_are_wrong_say_what_to_do(pki: Path, tmp_path: Path) -> None:

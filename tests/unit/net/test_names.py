@@ -15,7 +15,7 @@ from kvstore.cli import certs
 from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Tls, TlsFiles
-from kvstore.net.server import peer_identities, server_credentials
+from kvstore.net.server import caller_identities, server_credentials
 from kvstore.ports import End, TransportMemory
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
@@ -55,7 +55,7 @@ async def _seen(server_tls: Tls, caller: Tls) -> frozenset[Identity]:
     seen = []
 
     async def behavior(request: bytes, context: Any) -> bytes:
-        seen.append(peer_identities(context.auth_context()))
+        seen.append(caller_identities(context))
         return b""
 
     handler: Any = grpc.unary_unary_rpc_method_handler(behavior)
