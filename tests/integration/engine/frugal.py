@@ -80,7 +80,8 @@ def _compile_nothing() -> None:
 
     A later stage of a pipeline has the tensors that it receives into from a warm-up, which an eager
     engine for CPUs skips. It makes them here, as vLLM's second model runner does."""
-    import_module("torch._dynamo.config").disable = True
+    compiler: Any = import_module("torch._dynamo.config")
+    compiler.disable = True
     runner = import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
     stages = import_module("vllm.distributed.parallel_state")
     load = runner.load_model
