@@ -1,13 +1,15 @@
 """A thread with an asyncio loop for all gRPC between processes.
 
 One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
-that no task awaits, work without an end, jitter. Does not cover: the work itself (`index`, `feed`).
+that no task awaits, work without an end, jitter, addresses in DNS. Does not cover: the work itself
+(`index`, `feed`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
 import socket
@@ -19,6 +21,8 @@ from kvstore.config.values import joined
 
 CLOSE_TIMEOUT_S: Final = 5.0
 DNS_TIMEOUT_S: Final = 3.0
+DNS_S: Final = 0.5
+"""Longest time to wait for DNS about a host whose address is known from before."""
 _MILLI: Final = 1000
 
 _T = TypeVar("_T")
@@ -105,6 +109,33 @@ async def resolved(host: str, port: int) -> list[str]:
     except TimeoutError:
         raise TimeoutError("no answer from DNS in time") from None
     return sorted({joined(str(row[4][0]), port) for row in rows})
+
+
+class HostAddresses:
+    """Addresses of a host: the one that it is, or those that DNS gave last."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._known: list[str] = []
+        """Those that DNS gave last."""
+        self._fixed: list[str] = []
+        """The host, if it is no name."""
+        with contextlib.suppress(ValueError):
+            self._fixed.append(str(ipaddress.ip_address(host)))
+
+    async def now(self) -> list[str]:
+        """The addresses; those found last, where DNS fails or is late. Raises OSError."""
+        if self._fixed:
+            return self._fixed
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(DNS_S if self._known else None):
+                found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            self._known = [str(each[4][0]) for each in found]
+        except OSError:
+            if not self._known:
+                raise
+        return self._known
 
 
 def jitter() -> float:

@@ -35,6 +35,7 @@ from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict, istr
 from yarl import URL
 
+from kvstore.net.aio import HostAddresses
 from kvstore.router.engines.failures import (
     NO_ENTRY,
     READ,
@@ -303,6 +304,7 @@ class _Place:
         self._engines, self._url, self._context = engines, url, context
         self.host = url.host_port_subcomponent or ""
         """Value of the `Host` header."""
+        self._addresses = HostAddresses(url.host or "")
         self._idle: list[EngineConnection] = []
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -314,17 +316,22 @@ class _Place:
                 return connection
         return None
 
-    async def connected(self) -> EngineConnection:
-        """A new connection. Raises NoConnection."""
+    async def connected(self, limit: asyncio.Timeout | None = None) -> EngineConnection:
+        """A new connection. `limit`: of the caller, lifted before a TLS handshake: an engine whose
+        machine answers is slow, not gone. Raises NoConnection.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
-                _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self),
-                    self._url.host or "",
-                    self._url.port or 0,
-                    ssl=self._context,
-                )
+                transport, connection = await self._reached()
+                if self._context is not None:
+                    if limit is not None:
+                        limit.reschedule(None)
+                    tls = await loop.start_tls(
+                        transport, connection, self._context, server_hostname=self._url.host
+                    )
+                    assert tls is not None
+                    connection.connection_made(tls)
             except OSError as error:
                 why = why_no_connection(error)
                 if error.errno not in _OWN_ERRORS:
@@ -336,6 +343,18 @@ class _Place:
             else:
                 self._engines.trouble = ""
                 return connection
+
+    async def _reached(self) -> tuple[asyncio.Transport, EngineConnection]:
+        """A connection without TLS, to the first address that takes one. Raises OSError."""
+        loop, refused = asyncio.get_running_loop(), OSError("its name has no address")
+        for address in await self._addresses.now():
+            try:
+                return await loop.create_connection(
+                    lambda: EngineConnection(self), address, self._url.port or 0
+                )
+            except OSError as error:
+                refused = error
+        raise refused
 
     def keep(self, connection: EngineConnection) -> None:
         """Keep a connection that is idle now."""
@@ -475,7 +494,7 @@ def _comes_back(name: bytes) -> bool:
 # by which the engine aborts the request.
 #
 # No time limit ends an attempt: an engine that answers its probes is slow, not broken. `give_up`
-# does, where the core finds its engine silent. A connection that is not there within
+# does, where the core finds its engine silent. A TCP connection that is not there within
 # CONNECT_TIMEOUT_S is looked for at another engine.
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -598,7 +617,7 @@ class Attempt(msgspec.Struct, eq=False):
         """
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._connecting:
-                return await place.connected()
+                return await place.connected(self._connecting)
         except TimeoutError:
             raise self._error or LegFailure(Failure.SILENT, "no connection in time") from None
         finally:

@@ -383,7 +383,7 @@ def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
         async with asyncio.timeout(10), scripted() as engine:
             attempt = engine.attempt(Client())
             place = engine.engines.place(attempt.worker.url)
-            place.connected = asyncio.Event().wait  # type: ignore[assignment]
+            place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
             running = run(attempt)
             await turns_until(lambda: bool(attempt.worker.attempts))
             for give_up in list(attempt.worker.attempts):
