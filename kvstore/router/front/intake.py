@@ -348,6 +348,7 @@ class Peek(msgspec.Struct):
     vllm_xargs: msgspec.Raw = _EMPTY
     prompt_logprobs: msgspec.Raw = _EMPTY
     echo: msgspec.Raw = _EMPTY
+    use_beam_search: msgspec.Raw = _EMPTY
     store: msgspec.Raw = _EMPTY
     n: msgspec.Raw = _EMPTY
     best_of: msgspec.Raw = _EMPTY
@@ -571,9 +572,10 @@ def can_race(path: str, read: Peek) -> bool:
 
 def can_split(path: str, read: Peek) -> bool:
     """Whether a remote prefill is of use for a request: for log probabilities of a prompt an engine
-    computes it itself.
+    computes it itself, and of a beam search vLLM says no parameters.
     """
-    return path in TWO_ENGINES and {bytes(read.prompt_logprobs), bytes(read.echo)} <= _NOTHING
+    alone = (read.prompt_logprobs, read.echo, read.use_beam_search)
+    return path in TWO_ENGINES and set(map(bytes, alone)) <= _NOTHING
 
 
 class RequestIntake:

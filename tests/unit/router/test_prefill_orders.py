@@ -58,11 +58,12 @@ def test_a_decoder_gets_the_body_as_it_came_and_the_parameters() -> None:
         ("/v1/chat/completions", ', "echo": false, "prompt_logprobs": null', True),
         ("/v1/completions", ', "echo": true', False),
         ("/v1/completions", ', "prompt_logprobs": 0', False),
+        ("/v1/completions", ', "use_beam_search": true', False),
         ("/v1/responses", "", False),
         ("/v1/embeddings", "", False),
     ],
 )
-def test_a_request_about_its_own_prompt_is_not_prefilled_elsewhere(
+def test_what_a_remote_prefill_is_of_no_use_for_is_not_prefilled_elsewhere(
     path: str, more: str, can: bool
 ) -> None:
     assert can_split(path, peek(b'{"prompt": "x"%b}' % more.encode())) == can
