@@ -86,7 +86,8 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
         return Dropped.DRAINING
     if subset is not None and spec.worker not in subset and spec.address not in subset:
         return Dropped.SUBSET
-    if spec.models and model not in spec.models:
+    takes_it = spec.takes_any_model and not opened.side.is_listed
+    if spec.models and model not in spec.models and not takes_it:
         return Dropped.MODEL
     if adapter and adapter not in state.adapters and adapter not in spec.adapters:
         return Dropped.ADAPTER  # neither runs, nor is listed

@@ -30,6 +30,8 @@ class ModelSide(msgspec.Struct, frozen=True):
     body_model: str
     """Name to write into the body: the adapter, or the base model."""
     adapter: str = ""
+    is_listed: bool = True
+    """A worker, or the policy, names the model."""
 
 
 class ModelUnknown(Exception):
@@ -53,7 +55,8 @@ class ModelMap:
         """Name → (base, adapter, pools)."""
         pools_of: dict[tuple[str, str], dict[str, None]] = {}
         """(model, adapter) → pools that serve them."""
-        for spec in workers:
+        specs = list(workers)
+        for spec in specs:
             models = spec.models or ("",)
             for names in (*((m, "") for m in models), *((models[0], a) for a in spec.adapters)):
                 pools_of.setdefault(names, {})[spec.pool] = None
@@ -64,15 +67,19 @@ class ModelMap:
             for adapter in rule.adapters:
                 self._rules[adapter] = (base, adapter, pools)
         self._any: tuple[ModelPool, ...] = ()
-        """Pools whose workers take every model."""
+        """Pools of workers that take names of models that nobody lists."""
         if not policy.models:
-            self._any = _pools(pools_of.pop(("", ""), ()))
+            pools_of.pop(("", ""), None)
+            self._any = _pools(
+                dict.fromkeys(s.pool for s in specs if s.takes_any_model or not s.models)
+            )
             for (model, adapter), found in pools_of.items():
                 self._rules[adapter or model] = (model, adapter, _pools(found))
         bases = {base for base, _, _ in self._rules.values()}
-        self.sole = bases.pop() if len(bases) == 1 else ""
-        """The only base model, for requests that name none; empty: there are several, or none is
-        known.
+        is_alike = not policy.models and len({spec.models for spec in specs}) == 1
+        self.sole = min(bases) if bases and (is_alike or len(bases) == 1) else ""
+        """The base model for requests that name none: the only one, or the first where all workers
+        list the same, so that any engine has the word; empty: there are several, or none is known.
         """
 
     @property
@@ -106,7 +113,7 @@ class ModelMap:
             subject = f"{base}\0{session or request_id}"
             pool = pools[0] if len(pools) == 1 else _by_weight(pools, subject)
         served = pool.served or base
-        return ModelSide(pool.pool, served, adapter or served, adapter)
+        return ModelSide(pool.pool, served, adapter or served, adapter, name in self._rules)
 
 
 def _pools(names: Iterable[str]) -> tuple[ModelPool, ...]:

@@ -182,6 +182,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     models: tuple[str, ...] = ()
     """Base models that it serves; empty: any."""
+    takes_any_model: bool = False
+    """Its engine serves its model by names that no worker lists, too."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves."""
     role: WorkerRole = WorkerRole.BOTH

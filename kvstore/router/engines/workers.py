@@ -26,6 +26,8 @@ from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
 
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"
+STRICT_KINDS: Final = frozenset({"vllm", "triton", "ollama"})
+"""Kinds of engines that refuse names of models that they do not list."""
 SERVING: Final = (WorkerWord.UP, WorkerWord.LATE, WorkerWord.HALF_OPEN, WorkerWord.OPEN)
 """States of workers whose engine has answered, and that get requests."""
 
@@ -138,6 +140,7 @@ class Worker:
             address=self.url.authority,
             pool=a.pool,
             models=self.models,
+            takes_any_model=a.kind not in STRICT_KINDS,
             adapters=tuple(self.adapters),
             role=WorkerRole(a.role),
             node=a.node,

@@ -133,10 +133,13 @@ def test_every_error_has_an_id_of_its_own(
     assert not log.exists(), "no decision was made"
 
 
-def test_a_body_without_a_model_is_400_where_there_are_several(worker: ScriptedWorker) -> None:
-    worker.script("ok", models=["b", "a"])
-    with RouterThread([worker.flag], core=core_of({})) as router:
-        until(lambda: router.router.workers["a"].models == ("a", "b"))
+def test_a_body_without_a_model_is_400_where_there_are_several(
+    workers: list[ScriptedWorker],
+) -> None:
+    workers[1].script("ok", models=["b", "a"])
+    with RouterThread([each.flag for each in workers], core=core_of({})) as router:
+        until(lambda: router.router.workers["a"].models == ("m",))
+        until(lambda: router.router.workers["b"].models == ("a", "b"))
         status, headers, body = router.ask({"prompt": "hello"})
-    assert (status, message(body)) == (400, "the body names no model; there are a, b")
+    assert (status, message(body)) == (400, "the body names no model; there are a, b, m")
     assert headers["x-kvstore-dropped-reason"] == "rejected-model-missing"

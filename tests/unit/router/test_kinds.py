@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from kvstore.config.router import KINDS
 from kvstore.router.engines import probes
 from kvstore.router.engines.probes import ENGINES, LINE_BYTES_MAX, PAGE_BYTES_MAX, findings_of
+from kvstore.router.engines.workers import STRICT_KINDS
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import LoadSample, WorkerSpec
@@ -84,6 +85,7 @@ def test_a_renamed_metric_is_missing_and_not_0(page: str) -> None:
 
 def test_every_kind_of_the_flag_has_a_row_and_every_row_with_metrics_a_page() -> None:
     assert set(KINDS) == ENGINES.keys()
+    assert set(KINDS) >= STRICT_KINDS
     assert {kind for kind, row in ENGINES.items() if row.metrics} == set(map(kind_of, PAGES))
 
 

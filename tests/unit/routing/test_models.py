@@ -106,7 +106,7 @@ def test_an_adapter_goes_where_it_runs_or_is_listed() -> None:
     ("policy", "models", "sole"),
     [
         ({}, ("a",), "a"),
-        ({}, ("a", "b"), ""),
+        ({}, ("a", "b"), "a"),
         ({}, (), ""),
         ({"models": {"a": {"aliases": ["x"], "adapters": ["y"]}}}, ("a", "b"), "a"),
         ({"models": {"a": {}, "b": {}}}, ("a",), ""),
@@ -121,8 +121,25 @@ def test_a_request_without_a_model_is_for_the_only_one(
         assert found.resolve("", session="", request_id="").body_model == "a"
 
 
+def test_a_request_without_a_model_goes_to_any_engine_where_all_list_the_same() -> None:
+    """Names of one model: each engine would take the request, if it were alone."""
+    core = core_of(*(spec(n, models=("a", "b"), adapters=("lora",)) for n in range(2)))
+    assert routed(arrive(core, request("r", model=""))).worker in ("w0", "w1")
+
+
+def test_names_that_nobody_lists_go_to_engines_that_take_any() -> None:
+    core = core_of(
+        spec(0, models=("a",)),
+        spec(1, pool="other", models=("b",), takes_any_model=True),
+        spec(2, pool="other", models=("c",)),
+    )
+    for name, worker in (("a", "w0"), ("b", "w1"), ("c", "w2"), ("b:adapter", "w1"), ("", "w1")):
+        sent = routed(arrive(core, request(f"for {name}", model=name)))
+        assert (sent.worker, sent.model) == (worker, name)
+
+
 def test_a_request_without_a_model_is_400_where_there_are_several() -> None:
-    core = core_of(spec(0, models=("a", "b")))
+    core = core_of(spec(0, models=("a",)), spec(1, models=("a", "b")))
     answer = rejected(arrive(core, request("r", model="")))
     assert (answer.status, answer.reason) == (400, "rejected-model-missing")
     assert answer.known_models == ("a", "b")
