@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -111,7 +112,7 @@ def bearer(headers: CIMultiDictProxy[str]) -> str:
 
 # ── bytes of bodies ───────────────────────────────────────────────────────────────────────────────
 # Bodies have a budget for all requests together: once it is used up, those that are stalled give
-# way. Compressed bodies are refused: their size would be known too late. A client that expects
+# way. Compressed bodies are refused: nothing in them could be read. A client that expects
 # 100-continue gets it after all checks that need no body.
 
 CONTENT_ENCODING: Final = istr("Content-Encoding")
@@ -131,6 +132,8 @@ this in all.
 """
 STEP_BYTES: Final = 16 << 10
 _CONTINUE: Final = "100-continue"
+_COMPRESSION: Final = re.compile(r"zip|deflate|compress|br|zst|dc[bz]|exi", re.IGNORECASE)
+"""In a Content-Encoding; clients also name `identity` there, or a character set."""
 NO_MEMORY: Final = "the bodies under way use up their memory"
 
 
@@ -270,7 +273,7 @@ def _refuse_framing(request: web.BaseRequest) -> None:
     expected = headers.get(EXPECT, _CONTINUE)
     if expected.lower() != _CONTINUE:
         raise BodyRefused(417, f"only {_CONTINUE} can be expected")
-    if headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
+    if _COMPRESSION.search(",".join(headers.getall(CONTENT_ENCODING, ()))):
         raise BodyRefused(415, "compressed bodies are refused: send it without Content-Encoding")
 
 
@@ -279,6 +282,7 @@ def _refuse_framing(request: web.BaseRequest) -> None:
 #
 #     {"model": "m", "prompt": "…", …} ─▶ peek ─▶ Peek (values stay raw bytes)
 #                                       ─▶ edited: fields dropped or set, all other bytes kept
+#     JSON as Python reads it ─▶ plain ─▶ peek; the body goes on as it came
 #     multipart/form-data ─▶ peek_form ─▶ Peek (the model), refused if it has fields of STRIPPED
 #
 # Ways to be wrong, each a BadBody of one sentence: no JSON, no object, nested too deeply, a model
@@ -304,6 +308,8 @@ COLONS_MAX: Final = 1 << 18
 """Bodies with more colons are not taken apart, since they may have as many fields: that takes
 seconds.
 """
+ODD_BYTES_MAX: Final = 4 << 20
+"""Larger bodies are read as JSON of the standard only."""
 PARTS_MAX: Final = 1000
 """Most parts of a form in which fields are looked for."""
 _EMPTY: Final = msgspec.Raw()
@@ -432,6 +438,20 @@ def peek(body: bytes) -> Peek:
     return read
 
 
+def plain(body: bytes) -> bytes | None:
+    """A body as JSON of the standard, for one that `peek` refuses and engines read: with a byte
+    order mark, in UTF-16, with half a surrogate pair or NaN, which are lost. None: they do not read
+    it either, or it is large.
+    """
+    if len(body) > ODD_BYTES_MAX:
+        return None
+    try:
+        found = json.loads(body, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
+
+
 _BOUNDARY: Final = re.compile(r'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 _FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
 _NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
@@ -541,7 +561,8 @@ class RequestJob(NamedTuple):
     body: bytes
     read: Peek
     prefix: Prefix
-    is_form: bool
+    is_fixed: bool
+    """The body goes on as it came."""
     came_ns: int
     """Unix time at which its body was there, in ns."""
     size: int
@@ -555,7 +576,7 @@ class RequestJob(NamedTuple):
         fields = dict(put or {})
         if model != self.read.model:
             fields["model"] = model
-        return edited(self.body, put=fields) if fields and not self.is_form else self.body
+        return edited(self.body, put=fields) if fields and not self.is_fixed else self.body
 
 
 def can_race(path: str, read: Peek) -> bool:
@@ -642,8 +663,15 @@ class RequestIntake:
         """
         came_ns, size = time.time_ns(), len(body)
         content_type = headers.get(CONTENT_TYPE, "")
-        is_form = content_type.lower().startswith(FORM)
-        read = peek_form(body, content_type) if is_form else peek(body)
+        is_fixed, shown = content_type.lower().startswith(FORM), body
+        try:
+            read = peek_form(body, content_type) if is_fixed else peek(body)
+        except BadBody:
+            found = None if is_fixed or tenant else plain(body)
+            if found is None:
+                raise
+            read, shown, is_fixed = peek(found), found, True
+        drives_legs = drives_legs and not is_fixed
         read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
         if tenant:
@@ -652,9 +680,11 @@ class RequestIntake:
         drop = read.given(never)
         if (kept := read.vllm_xargs_without(never)) is not None:
             put["vllm_xargs"] = kept
-        if (put or drop) and not is_form:
-            body = edited(body, drop=drop, put=put)
-        prefix = await self.prefixes.of(path, body, read, salted, tenant)
+        if is_fixed and (drop or kept is not None):
+            raise BadBody("the body is not JSON, and has a field that no client may set")
+        if (put or drop) and not is_fixed:
+            body = shown = edited(body, drop=drop, put=put)
+        prefix = await self.prefixes.of(path, shown, read, salted, tenant)
         before = read.previous_response
         if before and not is_of(before, tenant, self._workers):
             raise BadBody(f"there is no response {before}")
@@ -683,7 +713,7 @@ class RequestIntake:
             must_be_local=not (drives_legs and can_split(path, read)),
         )
         asked = Arrived(request, prefix.answer)
-        return RequestJob(asked, path, body, read, prefix, is_form, came_ns, size, request_id)
+        return RequestJob(asked, path, body, read, prefix, is_fixed, came_ns, size, request_id)
 
 
 def output_tokens(given: int | None) -> int | None:

@@ -356,6 +356,9 @@ class Proxy:
         except Unauthorized as error:
             self.counts["unauthorized"] += 1
             return error_response(401, str(error), "invalid_api_key")
+        if (bare := path.rstrip("/")) != path and (takes_prompts(bare) or bare == MODELS):
+            to = str(request.rel_url.with_path(bare, keep_query=True))  # as engines do
+            return web.Response(status=307, headers={"Location": to})
         stored = STORED.fullmatch(path)
         kept = stored[1] if stored else None
         if (path == MODELS or path.startswith(MODELS + "/")) and request.method == "GET":

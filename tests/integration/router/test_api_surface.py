@@ -68,6 +68,45 @@ def test_requests_reach_an_engine_as_they_came(
         assert (seen["target"], seen["body"]) == (path, content.decode())
 
 
+ODD = [
+    b'\xef\xbb\xbf{"model": "m", "prompt": "x"}',
+    b'{"model": "m", "prompt": "x", "user": "\\ud83d"}',
+    b'{"model": "m", "prompt": "x", "logit_bias": {"5": -Infinity}}',
+]
+
+
+def test_json_that_only_engines_read_reaches_one_as_it_came(
+    router: RouterThread, workers: list[ScriptedWorker]
+) -> None:
+    """A byte order mark, half a surrogate pair, an infinite number: vLLM reads them."""
+    for content in ODD:
+        status, headers, answer = router.ask(content)
+        assert status == 200, answer
+        assert served_by(headers, workers)["body"].encode() == content
+        steering = content[:-1] + b', "kv_transfer_params": {"remote_host": "10.0.0.1"}}'
+        status, _, answer = router.ask(steering)
+        assert (status, b"a field that no client may set" in answer) == (400, True)
+
+
+def test_a_path_with_a_slash_behind_it_is_said_without_it(router: RouterThread) -> None:
+    status, headers, _ = router.ask(path="/v1/completions/?a=%20b")
+    assert (status, headers["location"]) == (307, "/v1/completions?a=%20b")
+    status, headers, _ = router.ask(path="/v1/models/", method="GET")
+    assert (status, headers["location"]) == (307, "/v1/models")
+    assert router.ask(path="/v1/none/")[0] == router.ask(path="//v1/completions/")[0] == 404
+
+
+def test_a_character_set_in_content_encoding_is_no_compression(router: RouterThread) -> None:
+    for value, status in (
+        ("utf-8", 200),
+        ("", 200),
+        ("identity", 200),
+        ("x-gzip", 415),
+        ("br", 415),
+    ):
+        assert router.ask(headers={"Content-Encoding": value})[0] == status
+
+
 def form(*fields: bytes) -> tuple[bytes, dict[str, str]]:
     """A form with a file of all bytes; its boundary is one that the file nearly has."""
     audio = bytes(range(256)) * 1024 + b"\r\n--boun\r\n"

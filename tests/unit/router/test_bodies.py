@@ -15,6 +15,7 @@ from kvstore.router.front.intake import (
     edited,
     peek,
     peek_form,
+    plain,
 )
 from kvstore.router.keys.prefixes import (
     KEY_BYTES,
@@ -53,6 +54,31 @@ def test_of_a_repeated_field_the_last_counts_and_one_is_left() -> None:
     assert peek(body).model == "b"
     assert peek(body).given(STRIPPED)
     assert json.loads(edited(body, drop=STRIPPED)) == {"model": "b"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'\xef\xbb\xbf{"model":"m","x":1}',
+        '{"model":"m","x":1}'.encode("utf-16"),
+        b'{"model":"m","user":"\\ud83d"}',
+        b'{"model":"m","logit_bias":{"5":-Infinity},"x":NaN}',
+    ],
+)
+def test_what_engines_read_all_the_same_is_made_plain(body: bytes) -> None:
+    json.loads(body)
+    with pytest.raises(BadBody):
+        peek(body)
+    made = plain(body)
+    assert made is not None
+    assert peek(made).model == "m"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"\xff\xfe", b'{"a":' * 9000, b'{"a":1} x', b'{"a":"\n"}']
+)
+def test_what_no_engine_reads_stays_refused(body: bytes) -> None:
+    assert plain(body) is None
 
 
 def test_fields_are_read_whatever_else_is_there() -> None:
