@@ -356,9 +356,8 @@ class Proxy:
         except Unauthorized as error:
             self.counts["unauthorized"] += 1
             return error_response(401, str(error), "invalid_api_key")
-        if (bare := path.rstrip("/")) != path and (takes_prompts(bare) or bare == MODELS):
-            to = str(request.rel_url.with_path(bare, keep_query=True))  # as engines do
-            return web.Response(status=307, headers={"Location": to})
+        if (moved := _without_slash(request)) is not None:
+            return moved
         stored = STORED.fullmatch(path)
         kept = stored[1] if stored else None
         if (path == MODELS or path.startswith(MODELS + "/")) and request.method == "GET":
@@ -742,6 +741,18 @@ def _cut(request: web.BaseRequest, why: str) -> NoReturn:
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError(why)
+
+
+def _without_slash(request: web.BaseRequest) -> web.Response | None:
+    """Redirect to a path without the slashes behind it, as engines answer; None: no such path takes
+    the method, or none is behind it.
+    """
+    bare = request.path.rstrip("/")
+    is_there = takes_prompts(bare) if request.method == "POST" else bare == MODELS
+    if bare == request.path or not is_there:
+        return None
+    to = str(request.rel_url.with_path(bare, keep_query=True))
+    return web.Response(status=307, headers={"Location": to})
 
 
 def _is_here(request: web.BaseRequest) -> bool:
