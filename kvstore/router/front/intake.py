@@ -662,15 +662,7 @@ class RequestIntake:
         Raises BadBody.
         """
         came_ns, size = time.time_ns(), len(body)
-        content_type = headers.get(CONTENT_TYPE, "")
-        is_fixed, shown = content_type.lower().startswith(FORM), body
-        try:
-            read = peek_form(body, content_type) if is_fixed else peek(body)
-        except BadBody:
-            found = None if is_fixed or tenant else plain(body)
-            if found is None:
-                raise
-            read, shown, is_fixed = peek(found), found, True
+        read, shown, is_fixed = _read(body, headers.get(CONTENT_TYPE, ""), tenant)
         drives_legs = drives_legs and not is_fixed
         read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
@@ -714,6 +706,21 @@ class RequestIntake:
         )
         asked = Arrived(request, prefix.answer)
         return RequestJob(asked, path, body, read, prefix, is_fixed, came_ns, size, request_id)
+
+
+def _read(body: bytes, content_type: str, tenant: str) -> tuple[Peek, bytes, bool]:
+    """(fields, body by which the prompt is known, whether the body goes on as it came). Raises
+    BadBody.
+    """
+    if content_type.lower().startswith(FORM):
+        return peek_form(body, content_type), body, True
+    try:
+        return peek(body), body, False
+    except BadBody:
+        found = None if tenant else plain(body)
+        if found is None:
+            raise
+        return peek(found), found, True
 
 
 def output_tokens(given: int | None) -> int | None:
