@@ -117,25 +117,38 @@ class HostAddresses:
     def __init__(self, host: str) -> None:
         self._host = host
         self._known: list[str] = []
-        """Those that DNS gave last."""
-        self._fixed: list[str] = []
-        """The host, if it is no name."""
         with contextlib.suppress(ValueError):
-            self._fixed.append(str(ipaddress.ip_address(host)))
+            self._known.append(str(ipaddress.ip_address(host)))
+        self._is_name = not self._known
+        self.unknown = OSError("its name has no address")
+        """Why DNS gave none."""
+        self._lookup: asyncio.Future[None] | None = None
+        """The last call of DNS, which goes on when nobody waits for it any more."""
 
     async def now(self) -> list[str]:
         """The addresses; those found last, where DNS fails or is late. Raises OSError."""
-        if self._fixed:
-            return self._fixed
+        if not self._is_name:
+            return self._known
+        if self._lookup is None or self._lookup.done():
+            self._lookup = asyncio.ensure_future(self._look_up())
+        await asyncio.wait([self._lookup], timeout=DNS_S if self._known else None)
+        if not self._known:
+            raise self.unknown
+        return self._known
+
+    async def _look_up(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(DNS_S if self._known else None):
-                found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            self.unknown = error
+        else:
             self._known = [str(each[4][0]) for each in found]
-        except OSError:
-            if not self._known:
-                raise
-        return self._known
+
+    def close(self) -> None:
+        """End the call of DNS that is under way, if there is one."""
+        if self._lookup is not None:
+            self._lookup.cancel()
 
 
 def jitter() -> float:

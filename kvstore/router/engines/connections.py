@@ -346,7 +346,7 @@ class _Place:
 
     async def _reached(self) -> tuple[asyncio.Transport, EngineConnection]:
         """A connection without TLS, to the first address that takes one. Raises OSError."""
-        loop, refused = asyncio.get_running_loop(), OSError("its name has no address")
+        loop, refused = asyncio.get_running_loop(), self._addresses.unknown
         for address in await self._addresses.now():
             try:
                 return await loop.create_connection(
@@ -388,6 +388,7 @@ class _Place:
             self._idle.pop().abort()
         if self._sweep is not None:
             self._sweep.cancel()
+        self._addresses.close()
 
 
 # ── heads of answers ──────────────────────────────────────────────────────────────────────────────

@@ -61,11 +61,13 @@ def test_a_name_that_dns_knows_no_more_is_found_where_it_was(
     async def away(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_AGAIN, "temporary failure in name resolution")
 
-    async def silent(*_: Any, **__: Any) -> Any:
-        await asyncio.Event().wait()
-
     async def played() -> None:
-        loop = asyncio.get_running_loop()
+        loop, answers = asyncio.get_running_loop(), asyncio.Event()
+
+        async def late(*_: Any, **__: Any) -> Any:
+            await answers.wait()
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.9", 0))]
+
         known = loop.getaddrinfo
         with listening() as (port, _):
             engines = EnginePlaces(None)
@@ -75,11 +77,14 @@ def test_a_name_that_dns_knows_no_more_is_found_where_it_was(
                 await place.connected()
             monkeypatch.setattr(loop, "getaddrinfo", known)
             opened = [await place.connected()]
-            for broken in (away, silent):
+            for broken in (away, late):
                 monkeypatch.setattr(loop, "getaddrinfo", broken)
                 opened.append(await place.connected())
-            monkeypatch.setattr(loop, "getaddrinfo", known)
             assert not any(each.is_closing for each in opened)
+            answers.set()
+            with pytest.raises(NoConnection):  # it has moved, as DNS says by now
+                await place.connected()
+            engines.close()
             for each in opened:
                 each.abort()
 
