@@ -24,6 +24,7 @@ from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.wire.load import is_base_url
+from kvstore.wording import did_you_mean
 
 # ── policy file ───────────────────────────────────────────────────────────────────────────────────
 # The policy file: YAML to the policy of the decision core, checked.
@@ -208,9 +209,10 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     """
     written, (address, *pairs) = f"{option} {text!r}", text.split(",")
     name, equals, url = ("dns", "=", address) if is_name else address.partition("=")
+    url = url.rstrip("/").removesuffix("/v1")  # clients of OpenAI's API have it in their base URL
     if not equals or not name or not name.isprintable() or not is_base_url(url):
         form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
-        raise ConfigError(f"{written} must be {form}:8000")
+        raise ConfigError(f"{written} must be {form}:8000: scheme, host and port, without a path")
     options = _options(written, pairs, KEYS)
     for key, (pattern, sentence) in _PATTERNS.items():
         if key in options and not re.fullmatch(pattern, options[key]):
@@ -220,7 +222,7 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
             f"{option} {url} is beyond this machine, and everybody on the way can read prompts: use"
             " https://, or --insecure where the network is trusted"
         )
-    return WorkerText(name=name, url=url.rstrip("/"), options=options, written=written)
+    return WorkerText(name=name, url=url, options=options, written=written)
 
 
 def _options(written: str, pairs: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
@@ -228,7 +230,9 @@ def _options(written: str, pairs: Sequence[str], keys: Sequence[str]) -> dict[st
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in keys or not value:
-            raise ConfigError(f"{written}: after the URL come KEY=VALUE of {', '.join(keys)}")
+            what = f"{key} has no value" if key in keys else f"unknown key {key!r}"
+            near = did_you_mean(key, keys) if key not in keys else ""
+            raise ConfigError(f"{written}: {what}{near or '; keys are ' + ', '.join(keys)}")
         found[key] = value
     return found
 

@@ -348,10 +348,11 @@ class RouterSettings(TracedSettings):
         "Append a receipt of each decision to FILE; at half of SIZE the file moves to FILE.1."
     )
     worker: list[str] | None = _workers("NAME=URL[,KEY=VALUE…]")(
-        "An engine; repeatable. kind: vllm, sglang, tgi, trtllm, triton, llamacpp, ollama, openai;"
-        " pool: its pool in the policy; role: both, prefill, decode, any (as the policy's planner"
-        " decides); node, engine: its names in the index; block, seed: block size and hash seed of"
-        " its prefix cache."
+        "An engine; repeatable; a /v1 behind the URL is left out. kind: vllm, sglang, tgi, trtllm,"
+        " triton, llamacpp, ollama, openai; pool: its pool in the policy; role: both, prefill,"
+        " decode, any (as the policy's planner decides); node, engine, tenant, space: its names in"
+        " the index; rank: its data-parallel rank, a worker each; block, seed: block size and hash"
+        " seed of its prefix cache."
     )
     worker_dns: list[str] | None = _workers("http://HOST:PORT[,KEY=VALUE…]")(
         "An engine at each address of a DNS name, resolved every 5 s; repeatable."

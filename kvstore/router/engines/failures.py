@@ -53,6 +53,8 @@ def why_no_connection(error: OSError) -> str:
     """Reason for a failed connection, in one clause."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message or error}"[:200]
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS: give it an http:// URL, or a certificate"
     is_system = error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)
     return os.strerror(error.errno or 0).lower() if is_system else str(error)[:200]
 

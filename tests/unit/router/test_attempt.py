@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -16,7 +17,7 @@ from yarl import URL
 
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.connections import Attempt, EngineConnection
-from kvstore.router.engines.failures import Fault, LegFailure, fault_of
+from kvstore.router.engines.failures import Fault, LegFailure, NoConnection, fault_of
 from kvstore.router.engines.workers import Worker, WorkerAddress
 from kvstore.router.front.proxy import cached_tokens_of, output_tokens_of, prompt_tokens_of
 from kvstore.routing.events import Failure, Lack
@@ -435,3 +436,18 @@ def test_numbers_of_usage_are_those_of_a_request_or_none(
 ) -> None:
     found = cached_tokens_of(tail), prompt_tokens_of(tail), output_tokens_of(tail)
     assert found == numbers
+
+
+def test_https_to_an_engine_without_tls_says_how_to_mend_it() -> None:
+    async def connect() -> None:
+        async def plain(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
+            url = URL(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            engines = EngineHttp(ssl.create_default_context())
+            with pytest.raises(NoConnection, match="does not speak TLS: give it an http:// URL"):
+                await engines.place(url).connected()
+
+    asyncio.run(connect())

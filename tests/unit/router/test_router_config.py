@@ -42,12 +42,14 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=ftp://127.0.0.1"]}, "must be NAME=URL"),
         ({"worker": ["a=http://user:word@127.0.0.1:1"]}, "must be NAME=URL"),
         ({"worker": ["a\nb=http://127.0.0.1:1"]}, "must be NAME=URL"),
-        ({"worker": ["a=http://127.0.0.1:1/v1"]}, "must be NAME=URL"),
+        ({"worker": ["a=http://127.0.0.1:1/v2"]}, "must be NAME=URL.*: scheme, host and port, wi"),
         ({"worker": [*HERE, *HERE]}, "twice"),
         ({"worker": ["a=http://127.0.0.1:1,role=prefill"]}, "role=decode or both"),
         ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
         ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
-        ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),
+        ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "unknown key 'blok': did you mean 'block'"),
+        ({"worker": ["a=http://127.0.0.1:1,x=1"]}, "unknown key 'x'; keys are kind, pool, node"),
+        ({"worker": ["a=http://127.0.0.1:1,block="]}, "block has no value; keys are kind, pool"),
         ({"worker": ["a=http://127.0.0.1:1,space=3f9a"], **INDEX}, "64 hex digits"),
         ({"worker": ["a=http://10.0.0.1:8000"]}, "--insecure"),
         ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
@@ -96,6 +98,12 @@ def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
 
 def test_an_empty_file_of_clients_cas_counts_as_not_given() -> None:
     assert load_router_config(None, {"worker": HERE, "listen_ca": ""}).front is None
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
+def test_the_base_url_of_clients_of_an_engine_is_its_address(end: str) -> None:
+    (worker,) = load_router_config(None, {"worker": [HERE[0] + end]}).workers
+    assert worker.url == "http://127.0.0.1:8000"
 
 
 @pytest.mark.parametrize(
