@@ -96,7 +96,8 @@ def parts_of(directory: Path) -> list[Path]:
 
 
 def refuse_other_mode(directory: Path, *, shared: bool) -> None:
-    """Refuse a directory of the other mode: it belongs to one node or is shared, never both.
+    """Refuse a directory of the other mode: it belongs to one node or is shared, never both. One
+    that contains a store may be shared, or only the parent of what --file should have named.
 
     Raises:
         ConfigError: it was made for the other.
@@ -108,8 +109,8 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
         )
     if not shared and (parts := parts_of(directory)):
         raise ConfigError(
-            f"{directory} is shared by several nodes, such as {parts[0].name}: "
-            "add ',shared' to --file, or give it another directory"
+            f"{directory} contains the store {parts[0].name}: give --file an empty directory,"
+            " or add ',shared' if several nodes share this one"
         )
 
 

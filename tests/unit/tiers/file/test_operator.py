@@ -124,8 +124,11 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
         Driver(tmp_path / "own", shared=True, node="a")
     shared: dict[str, Any] = {"shared": True, "node": "a", "poll_interval_ms": 1 << 30}
     Driver(tmp_path / "parent", **shared).recovered().close()
-    with pytest.raises(ConfigError, match=r"parent is shared by several nodes, such as a: add"):
-        Driver(tmp_path / "parent")
+    # Nothing tells a shared directory from one that a store of a single node lies in.
+    for outer, inner in (("parent", "a"), ("", "own")):
+        says = f"contains the store {inner}: give --file an empty directory, or add ',shared' if"
+        with pytest.raises(ConfigError, match=says):
+            Driver(tmp_path / outer)
     first = Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered()
     with pytest.raises(ConfigError, match=r"b is in use by another node of that name: give each"):
         Driver(tmp_path / "parent", **shared | {"node": "b"})
