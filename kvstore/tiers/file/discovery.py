@@ -88,7 +88,7 @@ class Restart:
     def _shrink(self, bytes_max: int) -> None:
         """Delete the oldest until the rest fits a capacity that may have become smaller."""
         self._catalog.expect(self._sizes)
-        removed_bytes = 0
+        removed_bytes, there_bytes = 0, sum(self._sizes.values())
         for number in sorted(self._sizes):
             if self._catalog.taken_bytes <= bytes_max:
                 break
@@ -97,9 +97,10 @@ class Restart:
             self._forget(number)
         if removed_bytes:
             _log.warning(
-                "%s held more than --file allows now: its oldest blocks are deleted, %s",
+                "%s held more than --file allows now: its oldest blocks are deleted, %s %s",
                 self._directory.path,
                 format_size(removed_bytes),
+                f"of {format_size(there_bytes)}" if self._sizes else "and nothing is left",
             )
         if self._catalog.aside_bytes:
             _log.warning(

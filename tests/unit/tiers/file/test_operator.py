@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.tier_events import Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.parts import Health
-from kvstore.units import MIB
+from kvstore.units import KIB, MIB
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key, reopen
 
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
@@ -97,10 +98,13 @@ def test_a_smaller_capacity_says_what_goes(
     driver.close()
     assert caplog.messages == []
     Driver(tmp_path / "store", capacity_bytes=3 * MIB).recovered().close()
-    (line,) = caplog.messages
-    assert "held more than --file allows now: its oldest blocks are deleted, " in line
-    assert str(tmp_path / "store") in line
-    assert line.endswith("MiB")
+    # No segment fits beside a larger one that is written and one that stays free.
+    smaller: dict[str, Any] = {"capacity_bytes": 2 * MIB, "segment_bytes": 896 * KIB}
+    Driver(tmp_path / "store", **smaller).recovered().close()
+    some, everything = caplog.messages
+    says = f"{tmp_path / 'store'} held more than --file allows now: its oldest blocks are deleted, "
+    assert re.fullmatch(re.escape(says) + r"[\d.]+ MiB of [\d.]+ MiB", some)
+    assert re.fullmatch(re.escape(says) + r"[\d.]+ MiB and nothing is left", everything)
 
 
 def test_files_that_were_put_aside_are_mentioned_at_every_start(
