@@ -38,6 +38,7 @@ from kvstore.net.server import (
     certificate_ends,
     connection_limits,
     listen,
+    refuse_taken,
     warn_of_its_end,
 )
 from kvstore.net.site import ROWS_MAX, make_site
@@ -100,6 +101,7 @@ class Replica:
             ConfigError: the address cannot be listened on.
         """
         self._loop = loop
+        refuse_taken(config.option, config.host, config.port)  # before the loops are compiled
         self._store = _store_of(config, loop)
         self._service = IndexService(self._store, demands_names=tls is not None)
         self._health = health.aio.HealthServicer()
@@ -206,7 +208,7 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
     if config.store is None:
         if is_compiled(config):
             # Before the clock is read: it is young for its first seconds of listening.
-            _log.info("compiling the index's loops: half a minute at most; --plain starts at once")
+            _log.info("compiling the index's loops: up to a minute; --plain starts at once")
             holdings.compiled()
         elif not config.is_plain:
             _log.warning("the index is slower: %s", lacking("compiling it", "numba", "index"))
@@ -253,6 +255,8 @@ def run_index(config: IndexConfig) -> None:
     """
     warn_of_its_end(config.tls, renewal="the index reads it at its next start")
     with contextlib.ExitStack() as stack:
+        if config.metrics is not None:
+            refuse_taken("--metrics", *config.metrics)
         loop = LoopThread("index")
         stack.callback(loop.close)
         replica = Replica(config.replica, config.tls, loop)

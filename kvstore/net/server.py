@@ -21,6 +21,7 @@ import asyncio
 import datetime
 import logging
 import resource
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from typing import Any, Final
 import grpc
 
 from kvstore.client.tls import Tls
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.obs.metrics import Family, family
 from kvstore.wire.identity import Identity, identities_of
@@ -57,6 +59,19 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials(
         [(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True
     )
+
+
+def refuse_taken(option: str, host: str, port: int) -> None:
+    """Raises ConfigError if HOST:PORT cannot be listened on now. For starts that take long before
+    they listen.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise ConfigError(cannot_listen(option, joined(host, port), error)) from None
 
 
 def listen(server: grpc.aio.Server, address: str, tls: Tls | None, option: str) -> int:

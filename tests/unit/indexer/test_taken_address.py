@@ -1,0 +1,39 @@
+"""A replica's start with an address that is taken: refused before its loops are compiled."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, cast
+
+import pytest
+
+from kvstore.config.cluster import IndexConfig, ReplicaConfig
+from kvstore.config.values import HostPort
+from kvstore.errors import ConfigError
+from kvstore.index import holdings
+from kvstore.indexer.replica import run_index
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("option", ["--listen", "--metrics"])
+def test_an_address_that_is_taken_is_refused_before_the_loops_are_compiled(
+    host: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled() -> None:
+        raise AssertionError("it compiles first")
+
+    monkeypatch.setattr(holdings, "compiled", compiled)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        ports = {"--listen": 0, "--metrics": 0, option: taken.getsockname()[1]}
+        config = cast("Any", object.__new__(IndexConfig))
+        config.tls, config.metrics = None, HostPort(host, ports["--metrics"])
+        config.replica = ReplicaConfig(
+            host=host,
+            port=ports["--listen"],
+            entry_count_max=1000,
+            option="--listen",
+            is_plain=False,
+        )
+        with pytest.raises(ConfigError, match=f"^{option} cannot listen on .*: the address is in"):
+            run_index(config)
