@@ -70,7 +70,7 @@ ALERTS: Final = (
         "KVStoreNodeRestarting",
         "0m",
         "warning",
-        "The node process of {{ $labels.instance }} has restarted three times in an hour",
+        "The node process of {{ $labels.instance }} ended or was upgraded three times in an hour",
         "increase(kvstore_restarts_total[1h]) > 2.5",  # increase() extrapolates
     ),
     Alert(
