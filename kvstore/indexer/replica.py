@@ -165,8 +165,8 @@ class Replica:
     async def _families(self) -> list[Family]:
         service, sizes = self._service, self._store.statistics()
         trusts = [member.trust for member in self._store.members(now_ms())]
-        states = [("out" if trust is None else trust.name.lower()) for trust in trusts]
-        names = ("exact", "catching_up", "stale", "out")
+        states = [("out" if trust is None else trust.word) for trust in trusts]
+        names = ("exact", "catching-up", "stale", "out")
         return [
             family("kvstore_index_entries", [((), sizes.entry_count)]),
             family("kvstore_index_blocks", [((), sizes.block_count)]),

@@ -33,7 +33,7 @@ class Store:
             )
             for n in range(4)
         )
-        trusts = (Trust.STALE, *[Trust.EXACT] * 8, None)
+        trusts = (Trust.STALE, *[Trust.EXACT] * 7, Trust.CATCHING_UP, None)
         self._members = [
             Member(
                 f"node-{n:04}" + "x" * 50,
@@ -76,7 +76,7 @@ def test_a_thousand_nodes_fit_and_those_in_doubt_come_first() -> None:
     shown = [row["trust"] for row in found["nodes"]]
     assert found["totals"] == {"nodes": NODE_COUNT}
     assert 25 <= len(shown) <= ROWS_MAX
-    assert set(shown) == {"stale", "out"}
+    assert set(shown) == {"catching-up", "stale", "out"}
     assert [row["node"] for row in found["nodes"]] == sorted(row["node"] for row in found["nodes"])
     assert (found["role"], found["name"]) == ("index", "127.0.0.1:9470")
     assert found["facts"]["memory, MiB"] == 5
@@ -87,3 +87,15 @@ def test_a_row_has_the_load_of_its_node_or_none() -> None:
     rows = {row["node"][:9]: row for row in state()["nodes"]}
     assert (rows["node-0009"]["dram_used_bytes"], rows["node-0009"]["engines"]) == (1 << 39, None)
     assert rows["node-0000"]["dram_bytes"] is None
+
+
+def test_the_metric_has_the_words_for_trust_that_the_pages_have() -> None:
+    service = IndexService(cast("IndexStore", Store()), demands_names=False)
+    found = asyncio.run(
+        Replica._families(cast("Any", SimpleNamespace(_service=service, _store=service.store)))
+    )
+    service.close()
+    (nodes,) = [each for each in found if each.name == "kvstore_index_nodes"]
+    shares = {"exact": 7, "catching-up": 1, "stale": 1, "out": 1}
+    counts = {each.labels["trust"]: each.value for each in nodes.samples}
+    assert counts == {word: NODE_COUNT // 10 * share for word, share in shares.items()}
