@@ -38,6 +38,7 @@ from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.obs.reasons import TEXTS, word
 from kvstore.routing.costs import TERM_NAMES
 from kvstore.routing.decide import Dropped
+from kvstore.routing.learning import LEAST, MOST
 from kvstore.routing.policy import (
     ModelPool,
     ModelRule,
@@ -102,9 +103,13 @@ _ON_RECEIPTS: Final = """
 One JSON line per decision in `--receipts FILE`, shown by `kvstore route explain`. Columns have one
 entry for each of `workers`.
 """
+_ON_COSTS: Final = (
+    "Policy `cost` predicts with these values. A worker's achieved times scale each term of its"
+    f" TTFT, by {LEAST:g} to {MOST:g}: correct a value that is further off."
+)
 _SECTIONS_OF_A_POLICY: Final[tuple[tuple[str, type[msgspec.Struct], str], ...]] = (
     ("Policy file", RoutingPolicy, ""),
-    ("costs", PolicyCosts, "Policy `cost`: initial values, replaced by measured ones."),
+    ("costs", PolicyCosts, _ON_COSTS),
     ("choice", PolicyChoice, ""),
     ("limits", PolicyLimits, ""),
     ("probes", PolicyProbes, ""),

@@ -27,7 +27,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Start values of what is measured, for policy `cost`."""
+    """Values with which policy `cost` predicts; learned weights (`learning`) correct the terms."""
 
     prefill_tokens_per_s: _Positive = 8000.0
     """Prefill speed of an engine on an empty context."""
