@@ -11,8 +11,9 @@ one is moved to `quarantine/`.
 
 A segment that is not closed is no damage: a process or machine stopped before it was, and the
 records in it are whole. If the next segment records that this one was closed, it was cut short
-later. The id in a lost store file is taken from the segments, if they agree. Records are verified
-by the code of the background scrub (`tiers.file.contents`). For the parent of a shared
+later. The newest one has no next: cut short from outside, it looks as a killed node leaves it, and
+the report says so. The id in a lost store file is taken from the segments, if they agree. Records
+are verified by the code of the background scrub (`tiers.file.contents`). For the parent of a shared
 store, `stores_in` lists the directories of its nodes, each a store of its own.
 """
 
@@ -117,6 +118,10 @@ class Report:
             said.append(
                 "a segment that is not closed is no damage: a node was killed, or its disk failed,"
                 " while it wrote there; the records in it are whole"
+            )
+        if self.torn:
+            said.append(
+                "records that somebody else cut off the end of such a segment would leave no trace"
             )
         if self.moved:
             said.append(f"{_counted(self.moved, 'segments')} moved to quarantine")

@@ -257,7 +257,8 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     The node may be running, except with --quarantine. In a shared directory the parts of all nodes
     are read. Exit status 0: no damage. 1: damage found (with --quarantine: moved aside, so that a
     second run returns 0). 2: the directory is no disk tier, or --quarantine failed. An open
-    segment is what a killed node leaves; it is not damage.
+    segment is what a killed node leaves; it is not damage. One that was cut short from outside
+    looks the same, unless a later segment records that it was closed.
 
     \b
     Examples:

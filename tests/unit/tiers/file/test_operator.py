@@ -297,9 +297,11 @@ def test_fsck_explains_a_segment_that_is_not_closed(tmp_path: Path) -> None:
     assert "1 segment, 1 record, " in said
     assert "0 not closed; no damage" in said
     assert "not closed is" not in said
+    assert "no trace" not in said
     segment.write_bytes(copy)
     said = fsck(tmp_path / "store").text()
     assert "is not closed is no damage: a node was killed" in said
+    assert "cut off the end of such a segment would leave no trace" in said
 
 
 def test_fsck_of_a_shared_directory_is_that_of_its_parts(tmp_path: Path) -> None:
