@@ -47,7 +47,8 @@ _OF_WORKERS: Final = {
 _REJECTED: Final = ("rejected-", "evicted-")
 """Beginnings of outcomes that are reasons of a rejection."""
 NAMED_MAX: Final = 3
-UNREACHED: Final = "never reached yet"
+_PLAIN_REASONS: Final = {"new": "never reached yet", "draining": "in the policy file"}
+"""State → its reason where the core gives none."""
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
 STATES: Final = ("up", *reversed(_WORST_FIRST))
 _DECIDED: Final = ("number", "model", "tenant", "chosen", "prompt_tokens", "held_s", "predicted_s")
@@ -140,8 +141,7 @@ def health_of(router: Router) -> Page:
     notes = [*filter(None, [router.refused_policy]), *router.pools.notes]
     states = [(worker, worker.state) for worker in workers]
     notes += [
-        f"worker {w.name} is {state}"
-        + _because(w.why or w.parity or (UNREACHED if state == "new" else ""))
+        f"worker {w.name} is {state}" + _because(_why(w))
         for state in _WORST_FIRST
         for w, its in states
         if its == state
@@ -194,6 +194,13 @@ def _adapters(workers: Iterable[Worker]) -> Iterator[str]:
                 yield f"adapter {name} of worker {worker.name} is load-only ({why})"
 
 
+def _why(worker: Worker) -> str:
+    """Reason for a worker's state; empty: none is needed."""
+    if worker.state == "load-only":
+        return worker.parity
+    return worker.why or _PLAIN_REASONS.get(worker.state, "")
+
+
 def _because(why: str) -> str:
     return f" ({why})" if why else ""
 
@@ -224,8 +231,7 @@ def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
     its = picked(worker, ("name", "state", *_OF_WORKERS.values()))
     its |= picked(worker.address, ("pool", "role"))
     its |= picked(fleet.state(worker.name), ("request_count", "failure_count"))
-    why = worker.why or worker.parity
-    return {**its, "in_flight": fleet.in_flight(worker.name), "why": why}
+    return {**its, "in_flight": fleet.in_flight(worker.name), "why": _why(worker)}
 
 
 def _decision(draft: ReceiptDraft, now_ns: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore.config.router import load_policy
 from kvstore.net.http import Page
 from kvstore.router.engines import probes
-from kvstore.router.pages import _families, health_of
+from kvstore.router.pages import _families, _state, health_of
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
 from kvstore.routing.values import WorkerRole, WorkerWord
@@ -80,6 +80,27 @@ def test_the_worst_worker_is_named_first(dead: str) -> None:
             return [note[:9] for note in notes if note[0] in "abc"]
 
         assert router.on_loop(change) == ["c is down", "a is load"]
+
+
+def test_the_reason_of_a_state_is_that_of_this_state(dead: str) -> None:
+    port = dead.rpartition(":")[2]
+    flags = [f"{name}=http://127.0.0.{n}:{port}" for n, name in enumerate("abcd", start=1)]
+    with RouterThread(flags) as router:
+
+        def change() -> str:
+            for worker in router.router.workers:
+                worker.parity, worker.why = "keys differ", ""
+            words = (WorkerWord.UP, WorkerWord.DRAINING, WorkerWord.DRAINING, WorkerWord.NEW)
+            for worker, word in zip(router.router.workers, words, strict=True):
+                worker.word = word
+            router.router.workers["c"].why = "its pod terminates"
+            rows = {row["name"]: row["why"] for row in _state(router.router)["workers"]}
+            page = health_of(router.router).body.decode()
+            assert all(f"({why})" in page for why in rows.values())
+            return " | ".join(rows[name] for name in "abcd")
+
+        said = "keys differ | in the policy file | its pod terminates | never reached yet"
+        assert router.on_loop(change) == said
 
 
 def test_roles_that_the_planner_gave_are_on_the_pages(dead: str) -> None:
