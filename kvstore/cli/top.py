@@ -410,6 +410,8 @@ def _table(fields: str, rows: Rows, total: int, width: int) -> Table:
 def _cell(field: str, row: dict[str, Any]) -> Text | str | None:
     part, _, whole = field.partition("/")
     value = row.get(part)
+    if part == "prompt_tokens" and row.get("prompt_is_estimated") and not whole:
+        return f"≈ {cell(part, row)}"
     if whole:
         sums = [1 if name == "1" else row[name] or 0 for name in whole.split("+")]
         return f"{short(100 * value / sum(sums))} %" if value is not None and any(sums) else None

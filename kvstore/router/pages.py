@@ -51,7 +51,10 @@ _PLAIN_REASONS: Final = {"new": "never reached yet", "draining": "in the policy 
 """State → its reason where the core gives none."""
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
 STATES: Final = ("up", *reversed(_WORST_FIRST))
-_DECIDED: Final = ("number", "model", "tenant", "chosen", "prompt_tokens", "held_s", "predicted_s")
+_DECIDED: Final = (
+    *("number", "model", "tenant", "chosen", "prompt_tokens", "prompt_is_estimated", "held_s"),
+    "predicted_s",
+)
 """Fields of a receipt that the page's list shows."""
 _FOLLOWED: Final = ("ttft_s", "cached_tokens", "end", "rejected")
 

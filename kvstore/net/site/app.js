@@ -183,7 +183,7 @@ const COLUMNS = {
   decisions: [
     ["decided", (r) => opener(r.number, ago(r.ms_ago))],
     ["model", (r) => r.model || "–", "name"], ["tenant", "tenant", "name far"], ["worker", (r) => r.chosen || "none", "name"],
-    ["prompt", (r) => count(r.prompt_tokens), "num far"],
+    ["prompt", (r) => (r.prompt_is_estimated ? "≈ " : "") + count(r.prompt_tokens), "num far"],
     ["cached, predicted", (r) => count(r.expected_tokens), "num far"],
     ["cached", (r) => (r.cached_tokens === null ? null : count(r.cached_tokens)), "num far"],
     ["held", (r) => ms(r.held_s * 1000), "num far"],

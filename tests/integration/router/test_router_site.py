@@ -79,6 +79,7 @@ def test_decisions_are_listed_with_what_followed_and_one_with_its_candidates(
     assert numbers == sorted(numbers, reverse=True)
     assert (newest["chosen"], newest["model"], newest["end"]) == ("a", "m", "done")
     assert newest["ttft_s"] > 0
+    assert newest["prompt_is_estimated"] is True
     assert its["outcome"]["ttft_s"] == newest["ttft_s"]
     (candidate,) = its["candidates"]
     assert (candidate["worker"], candidate["filtered"]) == ("a", "")

@@ -176,6 +176,14 @@ def test_nodes_of_an_index_have_sums_and_its_trust() -> None:
     assert nodes(Trust.CATCHING_UP)["health"]["text"].startswith("ok, but catching-up")
 
 
+def test_an_estimate_of_prompt_tokens_is_marked() -> None:
+    estimated = DECISION | {"prompt_tokens": 619, "cached_tokens": 2176}
+    rows = [estimated | {"prompt_is_estimated": is_so} for is_so in (True, False)]
+    text = " ".join(drawn(Seen("here", ROUTER | {"decisions": rows}, {}, ""), width=160))
+    assert "a ≈ 619 2176" in text
+    assert "a 619 2176" in text
+
+
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────
 
 Serve = Callable[[Page], str]
