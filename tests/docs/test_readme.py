@@ -234,6 +234,7 @@ def test_log_lines_and_reasons_of_the_troubleshooting_page_are_in_the_code() -> 
     missing = [text for text in quoted if text not in code]
     missing += {*reasons} - {*map(word, TEXTS)}
     assert not missing
+    assert not [text for text in quoted if "%" in text], "it is searched for as it is printed"
 
 
 def test_no_page_installs_by_a_name_that_nobody_owns() -> None:
