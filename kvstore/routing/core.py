@@ -495,13 +495,14 @@ class RouterCore:
         """Dry run: the receipt of the decision that `Arrived` would get now. Changes nothing.
 
         Raises:
-            LookupError: it would wait, or no model has its name; the message has the reason.
+            LookupError: it would wait, or no model has its name. Its argument is the reason as a
+                text, or the `Rejected` that the request would get.
         """
         number = self.arrivals.count
         opened = self.arrivals.opened(request, prefix, now_ns)
         self.arrivals.count = number
         if isinstance(opened, Rejected):
-            raise LookupError(opened.reason)  # noqa: TRY004
+            raise LookupError(opened)  # noqa: TRY004
         found = self._admit(opened, now_ns)
         if isinstance(found, its.Unplaced):
             return self.placer.rejection(opened, found, now_ns).receipt()

@@ -86,6 +86,7 @@ from kvstore.routing.events import (
     PrefillDone,
     Probed,
     RaceOver,
+    Rejected,
     Routed,
 )
 from kvstore.routing.learning import TokenEstimates
@@ -421,6 +422,8 @@ class Proxy:
         try:
             receipt = core.explain(job.asked.request, job.asked.prefix, now_ns)
         except LookupError as error:
+            if isinstance(rejected := error.args[0], Rejected):
+                return rejection(rejected)
             why = f"no worker would get this request: {error}"
             return error_response(503, why, "no_worker")
         return web.Response(body=msgspec.json.encode(receipt), content_type="application/json")

@@ -101,6 +101,19 @@ def test_an_error_of_an_engine_that_is_passed_on_names_it_and_the_request(
     assert receipt["outcome"]["rejected"] == "rejected-attempts"
 
 
+def test_a_dry_run_of_an_unknown_model_gets_the_answer_of_the_request(
+    worker: ScriptedWorker,
+) -> None:
+    body = ASK | {"model": "other"}
+    with RouterThread([worker.flag], core=core_of({"models": {"m": {}}})) as router:
+        (status, _, answer), dry = (
+            router.ask(body),
+            router.ask(body, "/kvstore/explain/v1/completions"),
+        )
+    assert (dry[0], dry[2]) == (status, answer)
+    assert (status, b"no such model; there are m" in answer) == (404, True)
+
+
 @pytest.mark.parametrize(
     ("expected", "asked"),
     [
