@@ -332,7 +332,8 @@ def make_pages(
             return text_page(503, str(error))
         if not door.is_in_place:
             return text_page(503, f"{door.path} is no longer this node's socket: restart it")
-        return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
+        trouble = ", and ".join(filter(None, troubles))
+        return text_page(200, f"ok, but {trouble}" if trouble else "ok")
 
     site = make_site(health, partial(_state, driver, member), partial(_story, driver))
     return {"/metrics": metrics_page(collector.collect), "/healthz": health, **site}

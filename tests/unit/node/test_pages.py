@@ -74,8 +74,8 @@ def test_a_node_without_its_disk_is_healthy_and_says_what_it_lacks(trouble: str)
     assert pages["/healthz"]() == Page(200, "text/plain; charset=utf-8", expected.encode())
     publisher = SimpleNamespace(trouble="/e is gone")
     pages = make_pages(*cast("Any", (collector, driver, listener, files, publisher)))
-    both = [f"ok, but {trouble}"] if trouble else ["ok"]
-    assert pages["/healthz"]().body.decode() == ", but ".join([*both, "/e is gone\n"])
+    both = f"ok, but {trouble}, and /e is gone\n" if trouble else "ok, but /e is gone\n"
+    assert pages["/healthz"]().body.decode() == both
     driver.busy = True
     assert pages["/healthz"]().status == 503
     assert make_pages(*cast("Any", (collector, ScriptedDriver(), listener)))["/healthz"]().body == (
