@@ -380,9 +380,11 @@ def hits(machine: Machine) -> Diagnosis:
     count = hit + missed
     if not count:
         return _skip("no node answers, or none of its blocks was asked for yet")
+    from kvstore.engine import Reason
     from kvstore.obs import reasons
 
-    misses = [reasons.word(row.outcome) for row in machine.node["requests"] if row.outcome]
+    requests, fine = machine.node["requests"], Reason.OWN_CACHE
+    misses = [reasons.word(r.outcome) for r in requests if r.outcome and r.outcome != fine]
     text = f"{100 * hit / count:.0f} % of {count} blocks were hits"
     if often := Counter(misses).most_common(3):
         text += "; latest misses: " + ", ".join(f"{n} × {why}" for why, n in often)

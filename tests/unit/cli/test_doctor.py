@@ -112,6 +112,13 @@ OPEN = TierReport(tier="file", capacity_bytes=GIB, ready_bytes=GIB, reads="open"
 UNREADY = TierReport(tier="dram", capacity_bytes=8 * GIB, ready_bytes=GIB)
 UNSERVED = UnservedReport(engine="e", tenant="", reason="its user is not allowed")
 MISS = SimpleNamespace(outcome=Reason.EVICTED_FOR_STORES)
+OWN = SimpleNamespace(outcome=Reason.OWN_CACHE)
+
+
+def test_a_request_that_needed_no_block_is_no_miss(tmp_path: Path) -> None:
+    state = {"hits": {"dram": 3}, "misses": {"evicted": 1}}
+    found = _judge("hits", _machine(tmp_path, {}, **_answers(state=[state], requests=[OWN, MISS])))
+    assert found.finding.endswith("% of 4 blocks were hits; latest misses: 1 × evicted")
 
 
 @pytest.mark.parametrize(
