@@ -284,7 +284,7 @@ def engine_flags(machine: Machine) -> Iterator[Diagnosis]:
     yield from _allocator("this shell", machine.environment("self"))
     seeds = set()
     for pid, line in machine.engines.items():
-        yield from _flags(f"engine {pid}", line, machine)
+        yield from _flags(pid, line, machine)
         if _CONNECTOR in line:
             variables = machine.environment(pid)
             seeds.add(variables.get("PYTHONHASHSEED"))
@@ -302,7 +302,8 @@ def _has(line: str, pattern: str) -> bool:
     return bool(re.search(pattern.replace("-", "[-_]"), line))
 
 
-def _flags(who: str, line: str, machine: Machine) -> Iterator[Diagnosis]:
+def _flags(pid: str, line: str, machine: Machine) -> Iterator[Diagnosis]:
+    who = f"engine {pid}"
     if _has(line, r"--config[=\0]"):
         yield _warning(f"{who}: its --config is not read", "kvstore inspect nodes")
         return
@@ -316,14 +317,16 @@ def _flags(who: str, line: str, machine: Machine) -> Iterator[Diagnosis]:
         yield _error(f"{who} fails requests with a failed load", _RECOMPUTE)
     if _has(line, r"--enable-sleep-mode\0"):
         yield _error(f"{who} may unmap its KV cache", "drop --enable-sleep-mode")
-    if machine.node and not _names_the_socket(line, machine):
+    if machine.node and not _names_the_socket(pid, line, machine):
         text = f"{who} names another socket than {machine.socket}"
         yield _warning(text, f'"socket":"{machine.socket}"')
 
 
-def _names_the_socket(line: str, machine: Machine) -> bool:
+def _names_the_socket(pid: str, line: str, machine: Machine) -> bool:
+    """Whether an engine means this node's socket; a relative path begins where it runs."""
     sockets = re.findall(r'"socket"\s*:\s*"([^"]+)', line) or [DEFAULT_SOCKET]
-    return str(machine.socket) in sockets
+    place, wanted = machine.working_directory(pid), Path(machine.socket).resolve()
+    return any((place / each).resolve() == wanted for each in sockets)
 
 
 def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
@@ -363,10 +366,10 @@ def _without_a_node(machine: Machine) -> Diagnosis:
     """
     text, _, mend = machine.no_node.partition(": ")
     mend = mend or f"kvstore node --socket {machine.socket}"
-    lines = [line for line in machine.engines.values() if _CONNECTOR in line]
-    if any(_names_the_socket(line, machine) for line in lines):
+    ours = {pid: line for pid, line in machine.engines.items() if _CONNECTOR in line}
+    if any(_names_the_socket(pid, line, machine) for pid, line in ours.items()):
         return _warning(f"{text}, and engines compute without it", mend)
-    if lines:
+    if ours:
         return _warning(
             f"{text}, and engines name another", "--socket PATH, as the engines have it"
         )
@@ -497,6 +500,12 @@ class Machine:
                 if _SERVER.match(line) and folder.stat().st_uid == os.geteuid():
                     found[folder.name] = line
         return found
+
+    def working_directory(self, pid: str) -> Path:
+        """Where a process runs; that of this one: not visible."""
+        with contextlib.suppress(OSError):
+            return (self.root / "proc" / pid / "cwd").readlink()
+        return Path()
 
     def environment(self, pid: str) -> dict[str, str]:
         """Environment variables of a process. Raises PermissionError."""

@@ -270,6 +270,22 @@ def test_each_thing_that_is_wrong_is_said_with_its_mend(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("named", ["b.sock", "../run/b.sock", "{}/run/b.sock", "{}/link/b.sock"])
+def test_a_socket_is_the_file_that_an_engine_means_not_its_text(named: str, tmp_path: Path) -> None:
+    extra = {"socket": named.format(tmp_path)}
+    transfer = json.dumps(json.loads(TRANSFER) | {"kv_connector_extra_config": extra})
+    argv = (*SERVE, *HASHES, "--kv-transfer-config", transfer)
+    machine = _machine(tmp_path, _engine(*argv), **_answers(), socket=tmp_path / "run" / "b.sock")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "proc/7/cwd").symlink_to(tmp_path / "run")
+    assert _judge("engine-flags", machine).verdict == OK
+    (tmp_path / "proc/7/cwd").unlink()
+    (tmp_path / "proc/7/cwd").symlink_to(tmp_path / "proc")
+    is_relative = named == "b.sock"
+    assert _judge("engine-flags", machine).verdict == (WARNING if is_relative else OK)
+
+
 def test_locked_memory_is_no_matter_for_a_process_with_the_capability(tmp_path: Path) -> None:
     files = {f"{IB}/node_type": "", "/proc/self/limits": LIMITS.format(65536)}
     for capabilities, verdict in {"0000000000004000": OK, "000000000000bfff": ERROR}.items():
