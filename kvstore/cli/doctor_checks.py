@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 from kvstore.config import machine
 from kvstore.config.cluster import resolve_cluster, resolve_tls
 from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.config.node import file_of
+from kvstore.config.node import ARENA_BYTES_MIN, file_of
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
 from kvstore.errors import ConfigError, KVStoreError
@@ -101,19 +101,22 @@ def kernel(machine: Machine) -> Diagnosis:
 
 
 def memory(machine: Machine) -> Diagnosis:
-    """Whether dram and the node itself fit the machine and the memory cgroups."""
-    limits = {"the machine": machine.meminfo("MemTotal") * KIB} | machine.memory_limits()
-    source, limit = min(limits.items(), key=lambda each: each[1])
+    """Whether dram and the node itself fit what is available, as a node reads it at its start."""
     blocks = machine.file.capacity_bytes // (256 * KIB) if machine.file else 0
     dram, more = machine.dram_bytes, OVERHEAD_BYTES + BYTES_PER_FILE_BLOCK * blocks
     text = f"dram of {format_size(dram)} and {format_size(more)} for the node itself"
-    text += f"; {source} has {format_size(limit)}"
-    if dram + more <= limit:
+    available, source = machine.available_memory()
+    if _fits_the_pool(machine):
+        return _ok(f"{text}: dram lies in the pool of huge pages")
+    text += f"; {source} has {format_size(available)} available"
+    if dram + more <= available:
         return _ok(text)
-    mend = f"--dram {(limit - more) // MIB}MiB" if limit > more else "a larger machine"
+    fits, mend = available - more, "free some of it, or take a larger machine"
+    if fits >= ARENA_BYTES_MIN:
+        mend = f"--dram {fits // MIB}MiB"
     if source != "the machine":
-        mend += f", or a memory limit of {(dram + more) // MIB + 1}Mi"
-    return _error(text, mend) if dram >= limit else _warning(text, mend)
+        mend += f", or a memory limit that is {(dram + more - available) // MIB + 1}Mi higher"
+    return _error(text, mend) if dram > available else _warning(text, mend)
 
 
 def memlock(machine: Machine) -> Iterator[Diagnosis]:
@@ -484,11 +487,10 @@ class Machine:
         """Figure of /proc/meminfo, as it stands there (KiB or pages); 0: not there."""
         return int(self.field("/proc/meminfo", name) or 0)
 
-    def memory_limits(self) -> dict[str, int]:
-        """(path → bytes) of every memory cgroup above the node that has a limit."""
-        levels = machine.memory_cgroups(self.root, self.process)
-        paths = {f"/{(folder / limit).relative_to(self.root)}" for folder, limit, _ in levels}
-        return {path: int(self.text(path)) for path in paths if self.text(path).isdigit()}
+    def available_memory(self) -> tuple[int, str]:
+        """(bytes, name of who has least) by a node's own rule, with what a running node has."""
+        available, source = machine.available_memory(self.root, self.process)
+        return available + (self.node["tiers"][0].ready_bytes if self.node else 0), source
 
     @cached_property
     def engines(self) -> dict[str, str]:

@@ -4,6 +4,7 @@
     SIZE is more than the file system has         refused
     free + files of the tier < the least          refused: not one segment could be written
     free + files of the tier < SIZE               a warning with the numbers, in the log
+    dram is more than the memory available        refused, unless it lies in a pool of huge pages
 
 Only at the first start of a node; a later process has memory to serve without its disk. Memory is
 the least of the machine's and its memory cgroups'. Does not cover: sizes chosen by it (`node`).
@@ -90,22 +91,22 @@ def _existing(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
-def available_memory() -> tuple[int, str]:
-    """(free bytes, name) of the machine or the memory cgroup above this process that has least
-    left.
+def available_memory(root: Path = Path("/"), process: int | str = "self") -> tuple[int, str]:
+    """(free bytes, name) of the machine or the memory cgroup above a process that has least left.
+    `root`: of the file system.
 
     Page cache that can be dropped counts as available, as it does for the kernel's own limits.
     """
-    candidates = [(_machine_available(), "the machine")]
-    for directory, limit, usage in memory_cgroups():
+    candidates = [(_machine_available(root), "the machine")]
+    for directory, limit, usage in memory_cgroups(root, process):
         left = _cgroup_left(directory, limit_file=limit, usage_file=usage)
         if left is not None:
-            candidates.append((left, "the memory cgroup"))
+            candidates.append((left, f"the memory cgroup /{directory.relative_to(root)}"))
     return min(candidates)
 
 
-def _machine_available() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+def _machine_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigError("/proc/meminfo has no MemAvailable: give --dram a size")

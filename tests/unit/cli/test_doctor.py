@@ -18,17 +18,22 @@ from kvstore.cli import doctor_checks, look_commands as shell
 from kvstore.cli.doctor_checks import CHECKS, RANGES, Diagnosis, Machine, judge
 from kvstore.cli.main import cli
 from kvstore.config.machine import memory_cgroups
+from kvstore.config.node import load_config
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
+from kvstore.config.values import size_of
 from kvstore.engine import Reason, SpaceReport, TierReport, UnservedReport
+from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, MIB
 from tests.style.tree import ROOT
 
 OK, WARNING, ERROR, NOT_APPLICABLE = "ok", "warning", "error", "not applicable"
 MEMINFO, RELEASE = "/proc/meminfo", "/proc/sys/kernel/osrelease"
-NO_POOL = "MemTotal: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: 0\n"
-POOL = "MemTotal: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: {0}\nHugePages_Free: {0}\n"
+NO_POOL = "MemAvailable: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: 0\n"
+POOL = (
+    "MemAvailable: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: {0}\nHugePages_Free: {0}\n"
+)
 USED = POOL.format(4096).replace("Free: 4096", "Free: 0")
 LIMITS = "Max locked memory         {0}              {0}              bytes     \n"
 NODES = {f"/sys/devices/system/node/node{n}/cpulist": str(n) for n in (0, 1)}
@@ -38,8 +43,6 @@ PORT = {f"{IB}/ports/1/state": "4: ACTIVE", f"{IB}/ports/1/gids/0": "fe80:0000::
 DOWN = {f"{IB}/ports/2/state": "1: DOWN", f"{IB}/ports/2/gids/0": "fe80:0000::1"}
 UVERBS = {"/dev/infiniband/uverbs0": ""}
 SHMEM = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-V2, V1 = "/sys/fs/cgroup/a/memory.max", "/sys/fs/cgroup/memory/b/memory.limit_in_bytes"
-CGROUPS = {"/proc/self/cgroup": "4:memory:/b\n0::/a\n"}
 NO_LIMIT = "9223372036854771712\n"
 TRANSFER = json.dumps({"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"})
 SERVE = ("/opt/bin/python3", "/opt/bin/vllm", "serve", "m")
@@ -56,6 +59,14 @@ ANSWERS: dict[str, list[Any]] = {
     "state": [{"hits": {}, "misses": {}}],
 }
 FILE = FileConfig(directory=Path("/x"), capacity_bytes=GIB)
+
+
+def _limits(v2: str, v1: str = NO_LIMIT, used: int = 0) -> dict[str, str]:
+    """Files of a process in a memory cgroup of each version."""
+    one, two = "/sys/fs/cgroup/memory/b/memory.", "/sys/fs/cgroup/a/memory."
+    files = {"/proc/self/cgroup": "4:memory:/b\n0::/a\n", f"{one}stat": "", f"{two}stat": ""}
+    files |= {f"{one}limit_in_bytes": v1, f"{one}usage_in_bytes": str(used)}
+    return files | {f"{two}max": v2, f"{two}current": str(used)}
 
 
 def _engine(*argv: str, pid: int = 7, environ: str = "") -> dict[str, str]:
@@ -128,12 +139,17 @@ def test_a_request_that_needed_no_block_is_no_miss(tmp_path: Path) -> None:
         (WARNING, "kernel", {RELEASE: "5.10.0\n"}, {}),
         (ERROR, "kernel", {RELEASE: "4.18.0-553.el8\n"}, {}),
         (OK, "memory", {}, {}),
-        (OK, "memory", CGROUPS | {V2: "max\n", V1: NO_LIMIT}, {}),
-        (OK, "memory", CGROUPS | {V2: str(10 * GIB)}, {}),
-        (WARNING, "memory", CGROUPS | {V2: str(10 * GIB - 1)}, {}),
-        (WARNING, "memory", CGROUPS | {V2: str(10 * GIB)}, {"file": FILE}),
-        (ERROR, "memory", CGROUPS | {V2: "max", V1: str(8 * GIB)}, {}),
-        (ERROR, "memory", {}, {"dram_bytes": 16 * GIB}),
+        (OK, "memory", _limits(v2="max\n", v1=NO_LIMIT), {}),
+        (OK, "memory", _limits(v2=str(10 * GIB)), {}),
+        (WARNING, "memory", _limits(v2=str(10 * GIB - 1)), {}),
+        (WARNING, "memory", _limits(v2=str(10 * GIB)), {"file": FILE}),
+        (ERROR, "memory", _limits(v2="max", v1=str(8 * GIB - 1)), {}),
+        (ERROR, "memory", _limits(v2=str(16 * GIB), used=9 * GIB), {}),
+        (WARNING, "memory", _limits(v2=str(16 * GIB), used=9 * GIB), _answers(tiers=[UNREADY])),
+        (OK, "memory", _limits(v2=str(16 * GIB), used=9 * GIB), _answers()),
+        (ERROR, "memory", {}, {"dram_bytes": 17 * GIB}),
+        (WARNING, "memory", {}, {"dram_bytes": 16 * GIB}),
+        (OK, "memory", {MEMINFO: POOL.format(4096).replace("16777216", "1")}, {}),
         (NOT_APPLICABLE, "memlock", {"/proc/self/limits": LIMITS.format(65536)}, {}),
         (
             *(OK, "memlock"),
@@ -335,13 +351,31 @@ def test_the_memory_beyond_dram_is_that_of_the_chart() -> None:
 def test_limits_of_every_cgroup_above_are_read(
     tmp_path: Path, cgroup: str, at: str, limits: dict[str, str]
 ) -> None:
-    files = {f"/sys/fs/cgroup/{at}{name}": text for name, text in limits.items()}
-    machine = _machine(tmp_path, files | {"/proc/self/cgroup": cgroup})
-    figures = {path: int(text) for path, text in files.items() if text != "max"}
-    assert machine.memory_limits() == figures
-    found = _judge("memory", machine)
-    assert f"/sys/fs/cgroup/{at}" in found.finding
-    assert "has 7 B" in found.finding
+    files = {"/proc/self/cgroup": cgroup}
+    for name, text in limits.items():
+        limit = f"/sys/fs/cgroup/{at}{name}"
+        files |= {limit: text, f"{limit.rpartition('/')[0]}/memory.stat": ""}
+        files |= {re.sub("max$", "current", limit.replace("limit_in", "usage_in")): "2"}
+    least = min(int(text) for text in limits.values() if text != "max") - 2
+    found = _judge("memory", _machine(tmp_path, files))
+    assert "; the memory cgroup /sys/fs/cgroup" in found.finding
+    assert f"has {least} B available" in found.finding
+
+
+@pytest.mark.parametrize("dram", ["15GiB", "64GiB"])
+def test_the_size_that_doctor_names_is_one_that_a_node_takes(
+    dram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = _machine(tmp_path, {}, dram_bytes=size_of("dram", dram))
+    mend = _judge("memory", machine).mend
+    available = machine.available_memory()
+    monkeypatch.setattr("kvstore.config.node.available_memory", lambda: available)
+    if dram == "64GiB":
+        with pytest.raises(ConfigError, match="the machine has available"):
+            load_config(None, {"dram": dram})
+    size = mend.removeprefix("--dram ")
+    assert load_config(None, {"dram": size}).dram_bytes == size_of("dram", size)
+    assert _judge("memory", _machine(tmp_path, {}, dram_bytes=size_of("dram", size))).verdict == OK
 
 
 def test_a_container_without_cgroups_is_judged_by_the_machine(tmp_path: Path) -> None:
