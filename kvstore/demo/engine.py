@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo import guard
 from kvstore.errors import KVStoreError
+from kvstore.supervisor.child import told
 from kvstore.testing.process import on_lasting_thread
 
 SERVED_NAME: Final = "model"
@@ -35,6 +36,8 @@ REQUEST_TIMEOUT_S: Final = 120.0
 JSON: Final = {"Content-Type": "application/json"}
 STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
+SIGNALLED: Final = 128
+"""Exit status of a guard whose server a signal ended, less the signal's number."""
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Prompt of `VllmServer.warm_up`: shorter than a block, so never stored."""
 
@@ -357,7 +360,11 @@ class VllmServer(CompletionClient):
                 return
 
     def last_error(self) -> str:
-        """The last line of the log that names an error, and the path of the log."""
+        """The signal that ended the server, else the last line of its log that names an error;
+        and the path of the log."""
+        with contextlib.suppress(psutil.TimeoutExpired):
+            if (code := self._guard.wait(0) or 0) > SIGNALLED:
+                return f"ended by {told(SIGNALLED - code)} (log: {self.log})"
         lines = self.log.read_text(errors="replace").splitlines()
         # vLLM's server ends with one that only points at the error of its child.
         wrong = [x for x in lines if _ERROR_LINE.search(x) and "root cause" not in x]

@@ -105,6 +105,15 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
+def test_a_server_that_a_signal_ended_is_not_explained_by_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; print('ValueError: of a request', flush=True); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    with pytest.raises(EngineError, match=r"ended while starting: ended by SIGKILL \(log: /.*\)"):
+        VllmServer.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
+
+
 def test_what_its_ranks_leave_in_shared_memory_is_removed_and_nothing_else(
     engine: EngineServer, tmp_path: Path
 ) -> None:
