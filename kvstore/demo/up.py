@@ -5,27 +5,31 @@
 
 Commands to try are printed when it serves; all of it goes on until Ctrl-C or SIGTERM, and then
 ends. An engine that ends by itself is named, and the router goes on with the others. Each engine
-has its own share of the machine's GPUs, if there are as many.
+has its own share of the machine's GPUs, if there are as many. Logs and sockets are in a directory
+that is removed at Ctrl-C, but kept once something has gone wrong: what is said then names its logs.
 
 Everything listens on loopback only, without TLS.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import shlex
+import shutil
 import signal
 import socket
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Final
 
 import msgspec
@@ -37,10 +41,13 @@ from kvstore.demo.engine import SERVED_NAME, ServerConfig, VllmServer, launch
 from kvstore.demo.flags import default_cache, read_up_flags
 from kvstore.demo.models import MEDIUM, build_model
 from kvstore.demo.stage import DRAM
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.supervisor.child import told
 from kvstore.testing.process import NodeFailed, NodeProcess, RouterProcess
 
 WATCH_S: Final = 0.5
+WRONG_SETTING: Final = 2
+"""Exit status of a command that refuses a flag or setting, in one sentence."""
 NODE: Final = "up"
 """Name of the node in its index."""
 _RENDERS: Final = "--enable-scale-out"
@@ -130,6 +137,21 @@ def refuse_taken_port(port: int) -> None:
             ) from error
 
 
+def start_node(chosen: argparse.Namespace, work: Path) -> NodeProcess:
+    """Start the node by the flags of `kvstore up`. Raises ConfigError: it refuses one of them;
+    NodeFailed: it does not start.
+    """
+    flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
+    flags += ["--file", chosen.file] if chosen.file else []
+    dram = chosen.dram or ("auto" if chosen.model else DRAM)
+    try:  # no limits: large memory takes minutes to pin, and Ctrl-C ends every wait
+        return NodeProcess.start(work, dram=dram, flags=flags, timeout_s=math.inf)
+    except NodeFailed as error:
+        if error.code != WRONG_SETTING:
+            raise
+        raise ConfigError(error.stderr.rpartition("kvstore: ")[2].strip()) from None
+
+
 def start_engines(
     console: Console, stack: ExitStack, configs: Sequence[ServerConfig], logs: Path
 ) -> dict[str, VllmServer]:
@@ -149,46 +171,63 @@ def _show_start(status: Status, name: str, engine: VllmServer) -> None:
     status.update(escape(f"engine {name}: {engine.last_line()[:100]}"))
 
 
+@contextlib.contextmanager
+def work_directory(wrong: Sequence[str]) -> Iterator[Path]:
+    """Directory for logs and sockets. It is removed if a setting is refused, and at Ctrl-C before
+    anything is `wrong`.
+    """
+    work = Path(mkdtemp(prefix="kvstore-up-"))
+    try:
+        yield work
+    except (KeyboardInterrupt, ConfigError):
+        if not wrong:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
 def watch(
-    console: Console, engines: dict[str, VllmServer], router: RouterProcess, node: NodeProcess
+    complain: Callable[[str], object],
+    engines: dict[str, VllmServer],
+    router: RouterProcess,
+    node: NodeProcess,
 ) -> None:
-    """Print a line when the node or an engine ends; returns when all engines or the router have
+    """Complain when the node or an engine ends; returns when all engines or the router have
     ended.
     """
     left, has_node = dict(engines), True
     while left:
         if (code := router.process.poll()) is not None:
-            console.print(f"✗ the router has ended with {code}: {router.log[-400:]}", markup=False)
+            complain(f"the router has ended with {told(code)}: {router.log[-400:].rstrip()}")
             return
         if has_node and (code := node.process.poll()) is not None:
             has_node = False
             log = node.directory / "node.log"
-            text = f"✗ the node has ended with {code}, engines go on without it (log: {log})"
-            console.print(text, markup=False, highlight=False)
+            complain(f"the node has ended with {told(code)}, engines go on without it (log: {log})")
         for name, engine in list(left.items()):
             if engine.wait(WATCH_S / len(left)):
                 del left[name]
                 rest = "the others go on" if left else "there is no other"
-                text = f"✗ engine {name} has ended, {rest}: {engine.last_error()}"
-                console.print(text, markup=False, highlight=False)
+                complain(f"engine {name} has ended, {rest}: {engine.last_error()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something
-    does not start, or when the router or the last engine has ended.
+    """Run the command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 2 when the node
+    refuses a setting, 1 when something does not start, or when the router or the last engine has
+    ended.
     """
     chosen = read_up_flags(sys.argv[1:] if arguments is None else arguments)
-    console = Console(soft_wrap=True)
+    console, wrong = Console(soft_wrap=True), list[str]()
+
+    def complain(text: str) -> None:
+        wrong.append(text)
+        console.print(f"✗ {text}", markup=False, highlight=False)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:
             refuse_taken_port(chosen.port)
-            work = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-up-")))
-            flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
-            flags += ["--file", chosen.file] if chosen.file else []
-            dram = chosen.dram or ("auto" if chosen.model else DRAM)
-            # No limits: large memory takes minutes to pin, and Ctrl-C ends every wait.
-            node = NodeProcess.start(work, dram=dram, flags=flags, timeout_s=math.inf)
+            work = stack.enter_context(work_directory(wrong))
+            node = start_node(chosen, work)
             stack.enter_context(node)
             console.print(f"node: ready; logs are in {work}", highlight=False)
             configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
@@ -205,14 +244,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             router = RouterProcess.start(work, flags, timeout_s=math.inf)
             stack.enter_context(router).await_worker(math.inf)
             _name_commands(console, router, engines, node, configs[0].served_name)
-            watch(console, engines, router, node)
-            return 1
+            watch(complain, engines, router, node)
     except KeyboardInterrupt:
         console.print("All of it was stopped.")
         return 0
+    except ConfigError as error:
+        sys.stderr.write(f"kvstore: {error}\n")
+        return WRONG_SETTING
     except (KVStoreError, NodeFailed, OSError, TimeoutError, ImportError, ValueError) as error:
-        console.print(f"✗ {error}", markup=False, highlight=False)
-        return 1
+        complain(str(error))
+    return 1
 
 
 def _name_commands(

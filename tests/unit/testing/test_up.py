@@ -5,11 +5,11 @@ With real engines: `tests/integration/engine/test_up.py`.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import shlex
 import socket
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -17,14 +17,13 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from kvstore.cli.main import cli
 from kvstore.demo import up
 from kvstore.demo.engine import EngineError, VllmServer
 from kvstore.demo.flags import read_up_flags
-from kvstore.testing.process import reap, start_ready
+from kvstore.testing.process import NodeFailed, NodeProcess, reap, start_ready
 
 NODE: Any = SimpleNamespace(
     directory=Path("/kept"),
@@ -138,31 +137,31 @@ class Ending:
 
 
 def test_each_engine_that_ends_is_named_and_the_last_one_ends_all() -> None:
-    text = io.StringIO()
+    said = list[str]()
     engines: Any = {"a": Ending(5), "b": Ending(2)}
-    up.watch(Console(file=text, width=200), engines, RUNNING, RUNNING)
-    assert text.getvalue().splitlines() == [
-        "✗ engine b has ended, the others go on: [/core.py:7] MemoryError: no room",
-        "✗ engine a has ended, there is no other: [/core.py:7] MemoryError: no room",
+    up.watch(said.append, engines, RUNNING, RUNNING)
+    assert said == [
+        "engine b has ended, the others go on: [/core.py:7] MemoryError: no room",
+        "engine a has ended, there is no other: [/core.py:7] MemoryError: no room",
     ]
 
 
 def test_the_end_of_the_node_is_said_once() -> None:
-    text = io.StringIO()
+    complaints = list[str]()
     node: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: -9), directory=Path("/kept"))
     engines: Any = {"a": Ending(5)}
-    up.watch(Console(file=text, width=200), engines, RUNNING, node)
-    first, second = text.getvalue().splitlines()
-    said = "✗ the node has ended with -9, engines go on without it (log: /kept/node.log)"
-    assert (first, second[:14]) == (said, "✗ engine a has")
+    up.watch(complaints.append, engines, RUNNING, node)
+    first, second = complaints
+    said = "the node has ended with SIGKILL, engines go on without it (log: /kept/node.log)"
+    assert (first, second[:12]) == (said, "engine a has")
 
 
 def test_the_end_of_the_router_ends_all() -> None:
-    text = io.StringIO()
+    said = list[str]()
     router: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: 1), log="why [/it] ended")
     engines: Any = {"a": Ending(1000)}
-    up.watch(Console(file=text, width=200), engines, router, RUNNING)
-    assert text.getvalue() == "✗ the router has ended with 1: why [/it] ended\n"
+    up.watch(said.append, engines, router, RUNNING)
+    assert said == ["the router has ended with exit status 1: why [/it] ended"]
 
 
 def test_engines_that_have_started_end_with_one_that_does_not(
@@ -199,7 +198,9 @@ def test_engines_that_have_started_end_with_one_that_does_not(
     assert sorted(stopped) == ["engine-a.log", "engine-b.log", "engine-c.log"]
 
 
-def test_no_wait_for_what_starts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wait_for_what_starts_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory takes minutes to pin, models to download and to compile; Ctrl-C ends it."""
     limits: list[float | None] = []
 
@@ -211,6 +212,7 @@ def test_no_wait_for_what_starts_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
             limits.append(timeout_s)
             return cls(SimpleNamespace(await_worker=limits.append))
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(up, "NodeProcess", Started)
     monkeypatch.setattr(up, "RouterProcess", Started)
     monkeypatch.setattr(up, "engine_configs", lambda *_: [SimpleNamespace(served_name="m")])
@@ -225,6 +227,52 @@ def test_no_wait_for_what_starts_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "complete", lambda *_, timeout_s, **__: limits.append(timeout_s))
     engine.await_ready()
     assert limits.pop() is None
+
+
+@pytest.fixture
+def directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where `up` makes its directory, of a node that is there and engines that start at once."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(up, "refuse_taken_port", lambda _: None)
+    node: Any = nullcontext()
+    node.socket = tmp_path / "node.sock"
+    monkeypatch.setattr(up, "start_node", lambda *_: node)
+    monkeypatch.setattr(up, "engine_configs", lambda *_: [SimpleNamespace(served_name="m")])
+    return tmp_path
+
+
+def test_a_log_that_is_named_is_still_there(
+    directories: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_console: object, _stack: object, _configs: object, work: Path) -> None:
+        (work / "engine-a.log").touch()
+        raise EngineError(f"vLLM ended while starting: why (log: {work / 'engine-a.log'})")
+
+    monkeypatch.setattr(up, "start_engines", fail)
+    assert up.main([]) == 1
+    (log,) = directories.glob("kvstore-up-*/engine-a.log")
+    assert f"(log: {log})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_ctrl_c_removes_the_logs_unless_one_was_named(directories: Path, has_ended: bool) -> None:
+    with pytest.raises(KeyboardInterrupt), up.work_directory(["engine a has"][: int(has_ended)]):
+        raise KeyboardInterrupt
+    assert bool(list(directories.iterdir())) == has_ended
+
+
+def test_a_setting_that_the_node_refuses_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NodeFailed(2, "warning a.b text\nkvstore: file 'x' must be PATH:SIZE\n")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(NodeProcess, "start", refuse)
+    assert up.main(["--port", "0", "--file", "x"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "kvstore: file 'x' must be PATH:SIZE\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_is_ready_late_is_waited_for(tmp_path: Path) -> None:
