@@ -82,9 +82,12 @@ def engine_configs(
     """Settings of the engines on the node with this attach socket. `model` None: the demo's, which
     is built if missing.
     """
+    places = {"VLLM_RPC_BASE_PATH": str(attach.parent)}  # vLLM leaves sockets there
     if model is None:
         small = ServerConfig(model=build_model(default_cache() / "models" / MEDIUM.size))
-        config = dataclasses.replace(small, socket=attach, flags=(*small.flags, _RENDERS, *flags))
+        config = dataclasses.replace(
+            small, socket=attach, flags=(*small.flags, _RENDERS, *flags), environment=places
+        )
         return [config] * count
     path = Path(model).resolve()
     return [
@@ -95,18 +98,23 @@ def engine_configs(
             max_model_len=None,
             flags=(_RENDERS, *flags),
             # What the operator has set wins over the demo's.
-            environment={**os.environ, **({"CUDA_VISIBLE_DEVICES": own} if own else {})},
+            environment={**places, **os.environ, **({"CUDA_VISIBLE_DEVICES": own} if own else {})},
         )
         for own in gpus_of_engines(count, gpus_here())
     ]
 
 
 def commands_to_try(
-    router: RouterProcess, ports: Sequence[int], node: NodeProcess, request: Path
+    router: RouterProcess,
+    ports: Sequence[int],
+    node: NodeProcess,
+    request: Path,
+    file: str | None,
 ) -> list[tuple[str, str]]:
-    """(purpose, command) for another terminal, with engines at these ports."""
+    """(purpose, command) for another terminal, with engines at these ports. `file`: --file."""
     program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
     at = f"--socket {shlex.quote(str(node.socket))}"
+    disk = f" --file {shlex.quote(file)}" if file else ""
     post = f"{router.url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
     pages = [each.metrics_url.removesuffix("metrics") for each in (node, router)]
     reset = " ".join(f"http://127.0.0.1:{port}/reset_prefix_cache" for port in ports)
@@ -116,8 +124,9 @@ def commands_to_try(
         ("why the latest requests hit or missed", f"{program} explain {at} --last 5"),
         ("what the node holds", f"{program} inspect {at}"),
         ("live", f"{program} top {at}"),
-        ("the same in a browser, for node and router", f"{pages[0]}  {pages[1]}"),
-        ("what is wrong with this machine, if anything", f"{program} doctor {at}"),
+        ("the same in a browser, for the node", pages[0]),
+        ("the same in a browser, for the router", pages[1]),
+        ("what is wrong with this machine, if anything", f"{program} doctor {at}{disk}"),
         ("metrics of node and router", f"curl -s {node.metrics_url} {router.metrics_url}"),
         ("the node forgets too", f"{program} clear {at}"),
         ("kill the node's process: another goes on with its memory", f"kill -9 {node.pid}"),
@@ -168,7 +177,7 @@ def start_engines(
 
 
 def _show_start(status: Status, name: str, engine: VllmServer) -> None:
-    status.update(escape(f"engine {name}: {engine.last_line()[:100]}"))
+    status.update(escape(f"engine {name}: {engine.last_line()[:100] or 'no output yet'}"))
 
 
 @contextlib.contextmanager
@@ -231,9 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.enter_context(node)
             console.print(f"node: ready; logs are in {work}", highlight=False)
             configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
-            console.print(
-                f"{len(configs)} engines: starting, for a minute or more", highlight=False
-            )
+            count = f"{len(configs)} engine{'s' if len(configs) > 1 else ''}"
+            console.print(f"{count}: starting, for a minute or more", highlight=False)
             engines = start_engines(console, stack, configs, work)
             workers = [
                 f"--worker={name}=http://127.0.0.1:{engine.port},node={NODE}"
@@ -243,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags += workers
             router = RouterProcess.start(work, flags, timeout_s=math.inf)
             stack.enter_context(router).await_worker(math.inf)
-            _name_commands(console, router, engines, node, configs[0].served_name)
+            _name_commands(console, router, engines, node, configs[0].served_name, chosen.file)
             watch(complain, engines, router, node)
     except KeyboardInterrupt:
         console.print("All of it was stopped.")
@@ -262,6 +270,7 @@ def _name_commands(
     engines: dict[str, VllmServer],
     node: NodeProcess,
     model: str = SERVED_NAME,
+    file: str | None = None,
 ) -> None:
     request = node.directory / "request.json"
     prompt = " ".join(map(str, range(600)))
@@ -270,7 +279,7 @@ def _name_commands(
     said = f"{router.url}/v1 serves {model} until Ctrl-C; in another terminal:"
     console.print(said, style="bold", markup=False, highlight=False)
     ports = [engine.port for engine in engines.values()]
-    for what, command in commands_to_try(router, ports, node, request):
+    for what, command in commands_to_try(router, ports, node, request, file):
         console.print(f"[dim]# {what}[/]")
         console.print(command, highlight=False, markup=False)
 

@@ -95,17 +95,19 @@ def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
     assert words[words.index("--model") + 1] == words[words.index("--served-model-name") + 1]
     assert words[words.index("--dtype") + 1] == "auto"
     assert "--enable-scale-out" in words, "or the router does not see a prompt's tokens"
+    assert one.full_environment()["VLLM_RPC_BASE_PATH"] == str(tmp_path), "its sockets stay there"
     assert not {"--enforce-eager", "--max-model-len", "--max-num-seqs"} & set(words)
 
 
 def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
     mine = [
         shlex.split(command)[1:]
-        for _, command in up.commands_to_try(ROUTER, [8, 9], NODE, tmp_path / "r.json")
+        for _, command in up.commands_to_try(ROUTER, [8, 9], NODE, tmp_path / "r.json", "/x y:1GiB")
         if "kvstore " in command and not command.startswith("curl")
     ]
-    shown = [c for _, c in up.commands_to_try(ROUTER, [8], NODE, tmp_path / "r.json")]
-    assert "http://127.0.0.1:9/  http://127.0.0.1:7/" in shown
+    shown = [c for _, c in up.commands_to_try(ROUTER, [8], NODE, tmp_path / "r.json", None)]
+    assert {"http://127.0.0.1:9/", "http://127.0.0.1:7/"} < {*shown}
+    assert next(words for words in mine if words[0] == "doctor")[-2:] == ["--file", "/x y:1GiB"]
     assert {words[0] for words in mine} <= set(cli.commands)
     for words in mine:
         cli.commands[words[0]].make_context(words[0], words[1:]).close()
@@ -171,12 +173,14 @@ def test_engines_that_have_started_end_with_one_that_does_not(
     status = SimpleNamespace(update=shown.append)
     console: Any = SimpleNamespace(status=lambda _: nullcontext(status))
 
+    lines = {"engine-b.log": ""}
+
     class Server:
         def __init__(self, _config: object, guard: str, _log: Path) -> None:
             self._guard = guard
 
         def last_line(self) -> str:
-            return f"Loading [/weights] of {self._guard}"
+            return lines.get(self._guard, f"Loading [/weights] of {self._guard}")
 
         def await_ready(self, *, waiting: Callable[[], object]) -> None:
             waiting()
@@ -194,7 +198,10 @@ def test_engines_that_have_started_end_with_one_that_does_not(
     with pytest.raises(EngineError, match="b has no memory"), ExitStack() as stack:
         up.start_engines(console, stack, ["config"] * 3, tmp_path)  # type: ignore[list-item]
     shown = [Text.from_markup(text).plain for text in shown]
-    assert shown == [f"engine {name}: Loading [/weights] of engine-{name}.log" for name in "ab"]
+    assert shown == [
+        "engine a: Loading [/weights] of engine-a.log",
+        "engine b: no output yet",
+    ]
     assert sorted(stopped) == ["engine-a.log", "engine-b.log", "engine-c.log"]
 
 
@@ -251,7 +258,9 @@ def test_a_log_that_is_named_is_still_there(
     monkeypatch.setattr(up, "start_engines", fail)
     assert up.main([]) == 1
     (log,) = directories.glob("kvstore-up-*/engine-a.log")
-    assert f"(log: {log})" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"(log: {log})" in said
+    assert "\n1 engine: starting" in said
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
