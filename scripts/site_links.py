@@ -27,7 +27,7 @@ _CODE: Final = re.compile(r"`[^`\n]+`")
 _CELL: Final = re.compile(r"<td.*?</td>", re.DOTALL)
 _CELL_CODE: Final = re.compile(r"<code>([^<]*)</code>")
 _BREAK: Final = re.compile(r"(?<= )|(?=\[,)")
-_LINK: Final = re.compile(r"(!?)(\[[^\]]*\]\()(\.\./[^)#\s]+)(#[^)\s]*)?\)")
+_LINK: Final = re.compile(r"(!?)(\[[^\]]*\]\()([^)#\s:]+)(#[^)\s]*)?\)")
 
 
 def rewrite(markdown: str, page: Path) -> tuple[str, set[Path]]:

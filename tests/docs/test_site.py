@@ -29,6 +29,12 @@ def test_the_page_about_kubernetes_is_a_page_of_the_site() -> None:
     assert out == ("a (`SECURITY.md`)", set())
 
 
+def test_a_file_beside_a_page_that_lies_elsewhere_is_outside_too() -> None:
+    text, pictures = rewrite("[a](results/demo.json), ![b](results/demo.png)", Path("report.md"))
+    assert text == "a (`bench/results/demo.json`), ![b](pictures/demo.png)"
+    assert pictures == {ROOT / "bench/results/demo.png"}
+
+
 def test_names_in_table_cells_break_between_words_only() -> None:
     cell = "<td><code>--file PATH:SIZE[,shared]</code> x</td><p><code>a b</code></p>"
     whole = "<td><code>--file <wbr>PATH:SIZE<wbr>[,shared]</code> x</td><p><code>a b</code></p>"
@@ -53,6 +59,8 @@ def test_other_links_stay() -> None:
         "[a](../install.md)",
         "[a](../../../missing.md)",
         "[a](../../../../x)",
+        "[a](https://example.org/x)",
+        "[a](#x)",
     ):
         assert rewrite(link, PAGE) == (link, set())
 
