@@ -33,6 +33,7 @@ from kvstore.config.defaults import DEFAULT_SOCKET
 from kvstore.config.node import ARENA_BYTES_MIN, file_of
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
+from kvstore.engine import TierReport
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.net.process import peer_of
 from kvstore.tiers.file.config import FileConfig
@@ -351,8 +352,7 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
         yield _error(f"engine {row.engine} is not served: {row.reason}", "see the reason")
     for row in others:
         if {row.reads, row.writes} != {"closed"}:
-            state = f"reads {row.reads}, writes {row.writes}"
-            yield _error(f"breaker of the {row.tier} tier: {state}", "kvstore fsck; dmesg")
+            yield _disk_off(row, machine.node["state"][0].get("health", {}).get("text", ""))
     for row in machine.node["spaces"]:
         if row.off:
             name = row.space[:8]
@@ -361,6 +361,18 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
     if dram.ready_bytes < dram.capacity_bytes:
         yield _warning(text, "wait, and look at the check memory")
     yield _ok(f"{text}, {format_size(dram.pinned_bytes)} pinned; all engines are served")
+
+
+def _disk_off(row: TierReport, health: str) -> Diagnosis:
+    """Finding about a disk that is not used for a while, as the node's health explains it."""
+    if said := re.search(r"the disk tier in .* takes no .*?(?=; |, but |$)", health):
+        finding, _, mend = said[0].rpartition(": ")
+        return _error(finding, mend)
+    from kvstore.cli.tables import BREAKERS
+
+    reads, writes = (BREAKERS.get(word, word) for word in (row.reads, row.writes))
+    finding = f"circuit breakers of the {row.tier} tier: reads {reads}, writes {writes}"
+    return _error(finding, "kvstore fsck; dmesg")
 
 
 def _without_a_node(machine: Machine) -> Diagnosis:

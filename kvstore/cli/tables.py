@@ -76,12 +76,12 @@ def console() -> Console:
 
 # ── rows of a node ───────────────────────────────────────────────────────────────────────────────
 
-_NOT_OF: Final = {
+NOT_OF: Final = {
     "dram": ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes"),
     "file": ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
 }
 """Tier → fields that do not apply to it."""
-_BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
+BREAKERS: Final = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
 _DURATION: Final = re.compile(r"(?:^|_)(us|ms|s)(_ago|)$")
 """Unit of a duration at the end of a field's name."""
@@ -142,7 +142,7 @@ def _columns(topic: str, rows: Sequence[TierReport]) -> Table:
 
 
 def _cell_of_tier(row: TierReport, name: str) -> Text | str | None:
-    return None if name in _NOT_OF.get(row.tier, _NOT_OF["file"]) else cell(name, row)
+    return None if name in NOT_OF.get(row.tier, NOT_OF["file"]) else cell(name, row)
 
 
 def title_of(name: str) -> str:
@@ -163,7 +163,7 @@ def cell(name: str, row: Row | Mapping[str, Any]) -> Text | str | None:
     if name == "space" and isinstance(value, str):
         return value[:SPACE_DIGITS]
     if name in ("reads", "writes") and isinstance(value, str):
-        return f"breaker {_BREAKERS.get(value, value)}"
+        return f"breaker {BREAKERS.get(value, value)}"
     if name == "quota" and not value:
         return "(all others)"
     if "bytes" in name and isinstance(value, (int, float)):

@@ -52,7 +52,16 @@ from kvstore.cli.ask import (
     tls_context,
 )
 from kvstore.cli.commands import as_json
-from kvstore.cli.tables import WIDE_COLUMNS, TableColumn, cell, console, number, table, title_of
+from kvstore.cli.tables import (
+    NOT_OF,
+    WIDE_COLUMNS,
+    TableColumn,
+    cell,
+    console,
+    number,
+    table,
+    title_of,
+)
 from kvstore.config.defaults import DEFAULT_ROUTER_METRICS
 from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ConfigError, KVStoreError
@@ -363,7 +372,11 @@ def _head(seen: Seen) -> list[tuple[str, str]]:
 def _sections(seen: Seen) -> dict[str, Rows]:
     """Section → rows, for each section that has some."""
     made = dict(seen.state or {})
-    made["tiers"] = [row for row in made.get("tiers", ()) if row["capacity_bytes"]]
+    made["tiers"] = [
+        {name: value for name, value in row.items() if name not in NOT_OF.get(row["tier"], ())}
+        for row in made.get("tiers", ())
+        if row["capacity_bytes"]
+    ]
     if "hits" in made:
         counts = {f"hit: {tier}": count for tier, count in made["hits"].items()}
         often = sorted(made["misses"].items(), key=lambda each: -each[1])
@@ -395,7 +408,7 @@ def _table(fields: str, rows: Rows, total: int, width: int) -> Table:
     columns = list[TableColumn]()
     for each in fields.split(", "):
         title, _, field = each.rpartition("=")
-        kind = TableColumn if isinstance(rows[0].get(field), str) else number
+        kind = TableColumn if any(isinstance(row.get(field), str) for row in rows) else number
         columns.append(kind(title or title_of(field), partial(_cell, field)))
     if total > len(rows):
         columns[0] = columns[0]._replace(title=f"{columns[0].title} ({len(rows)} of {total})")
@@ -417,7 +430,8 @@ def _cell(field: str, row: dict[str, Any]) -> Text | str | None:
         return f"{short(100 * value / sum(sums))} %" if value is not None and any(sums) else None
     if part in _GOOD and value:
         return Text(printable(value), "green" if value == _GOOD[part] else "yellow")
-    return value[:TEXT_MAX] if isinstance(value, str) else cell(part, row)
+    shown = cell(part, row)
+    return shown[:TEXT_MAX] if isinstance(shown, str) else shown
 
 
 def _line(text: str, width: int, style: str = "") -> Text:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -300,6 +301,17 @@ def test_a_socket_is_the_file_that_an_engine_means_not_its_text(named: str, tmp_
     (tmp_path / "proc/7/cwd").symlink_to(tmp_path / "proc")
     is_relative = named == "b.sock"
     assert _judge("engine-flags", machine).verdict == (WARNING if is_relative else OK)
+
+
+def test_a_disk_that_is_not_used_is_explained_by_the_nodes_health(tmp_path: Path) -> None:
+    text = "ok, but the disk tier in /x takes no writes: its file system is full: make room"
+    state = ANSWERS["state"][0] | {"health": {"is_ok": True, "text": text + "; engine e is not"}}
+    full = msgspec.structs.replace(DISK, writes="open")
+    found = _judge("node", _machine(tmp_path, {}, **_answers(tiers=[DRAM, full], state=[state])))
+    said = "the disk tier in /x takes no writes: its file system is full"
+    assert found == Diagnosis(ERROR, said, "make room")
+    found = _judge("node", _machine(tmp_path, {}, **_answers(tiers=[DRAM, full])))
+    assert found.finding == "circuit breakers of the file tier: reads ok, writes off: errors"
 
 
 def test_locked_memory_is_no_matter_for_a_process_with_the_capability(tmp_path: Path) -> None:

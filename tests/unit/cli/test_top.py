@@ -372,6 +372,14 @@ def test_a_wide_terminal_has_all_sections_and_fields() -> None:
     assert any(line.startswith("2.0 s a - - 1,000 250 ms - 0.0 ms") for line in lines)
 
 
+def test_a_breaker_is_named_and_is_of_a_disk_only() -> None:
+    dram = TIER | {"reads": "closed", "writes": "closed", "policy": "lru"}
+    file = dram | {"tier": "file", "writes": "open"}
+    lines = drawn(Seen("s", NODE | {"tiers": [dram, file]}), width=240)
+    assert "dram 63 GiB 64 GiB 98.4 % 12345 - - - lru" in lines
+    assert "file 63 GiB 64 GiB 98.4 % 12345 - breaker ok breaker off: errors lru" in lines
+
+
 def test_columns_that_do_not_fit_are_left_out() -> None:
     rows = {line for line in drawn(Seen("s", NODE), width=60) if line.startswith("4.0 s")}
     assert rows == {"4.0 s m 200 -"}
