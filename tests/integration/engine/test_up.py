@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def test_one_command_serves_survives_an_engine_and_leaves_nothing(
         guards = [each for each in children if "guard.py" in " ".join(each.cmdline())]
         assert len(guards) == 2
         guards[0].children()[0].kill()
-        assert "has ended, the others go on" in out.readline()
+        ended = out.readline()
+        assert "has ended, the others go on: ended by SIGKILL" in ended
         status, *_ = ask(port, body, timeout_s=60)
         assert status == 200
         process.send_signal(signal.SIGTERM)
@@ -58,6 +60,9 @@ def test_one_command_serves_survives_an_engine_and_leaves_nothing(
         assert "All of it was stopped." in out.read()
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
+        kept = Path(re.findall(r"\(log: (.*)\)", ended)[0])
+        assert kept.exists(), "the line above names it"
+        shutil.rmtree(kept.parent)
     finally:
         process.kill()
         process.wait()
