@@ -86,7 +86,8 @@ COLUMNS: Final = {
     "savings": "model, tier, saved_ms, waited=spent_ms, net_gpu_ms, tenant",
     "prediction": "prompt tokens=prompt_tokens_total,"
     " cached=cached_tokens_total/prompt_tokens_total,"
-    " predicted=predicted_tokens_total/prompt_tokens_total, TTFT=achieved_ms, predicted_ms",
+    " predicted=predicted_tokens_total/prompt_tokens_total, TTFT=achieved_ms,"
+    " predicted TTFT=predicted_ms",
     "pools": "pool, saturation=saturation/1, cause",
     "transfers": "part=kind, backend, count, p50_us, p99_us, bytes_per_s",
     "workers": "worker=name, state, in_flight, request_count, failure_count,"

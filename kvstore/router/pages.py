@@ -212,7 +212,10 @@ def _state(router: Router) -> dict[str, Any]:
     """Sections of the page as JSON values. Call it on the loop."""
     core, workers, now_ns = router.core, list(router.workers), router.dispatcher.clock()
     sums = {name: sum(getattr(w, field) for w in workers) for name, field in _OF_WORKERS.items()}
-    p50_ms = {name: its.percentile_ns(50) / NS_PER_MS for name, its in router.ttfts.items()}
+    p50_ms = {
+        name: its.percentile_ns(50) / NS_PER_MS if its.count else None
+        for name, its in router.ttfts.items()
+    }
     facts = {"in flight": router.proxy.in_flight, "held": router.dispatcher.held_count}
     facts["other routers"] = router.exchange.peer_count
     rejected = sum(n for k, n in router.proxy.counts.items() if k.startswith(_REJECTED))

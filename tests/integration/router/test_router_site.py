@@ -54,6 +54,7 @@ def test_a_thousand_workers_fit_and_the_worst_come_first() -> None:
     assert states == sorted(states)
     assert 40 <= len(states) <= ROWS_MAX
     assert states[:40] == ["down"] * 40
+    assert shown["prediction"]["ttft_p50_ms"] == {"predicted": None, "achieved": None}
     assert shown["health"]["text"].endswith(" …")
     assert 25 <= len(shown["pools"]) <= ROWS_MAX
 

@@ -372,6 +372,13 @@ def test_a_wide_terminal_has_all_sections_and_fields() -> None:
     assert any(line.startswith("2.0 s a - - 1,000 250 ms - 0.0 ms") for line in lines)
 
 
+def test_what_was_not_measured_yet_is_no_time() -> None:
+    none = PREDICTION | {"ttft_p50_ms": {"achieved": None, "predicted": None}}
+    lines = drawn(Seen("r", ROUTER | {"prediction": none}), width=240)
+    at = lines.index("prompt tokens cached predicted TTFT predicted TTFT")
+    assert lines[at + 1] == "200 75.0 % 50.0 % - -"
+
+
 def test_a_breaker_is_named_and_is_of_a_disk_only() -> None:
     dram = TIER | {"reads": "closed", "writes": "closed", "policy": "lru"}
     file = dram | {"tier": "file", "writes": "open"}
