@@ -22,10 +22,18 @@ from kvstore.errors import ConfigError
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class Whole(click.IntRange):
+    """Click type of a whole number within bounds."""
+
+    name = "whole number"
+
+
 class Number(click.FloatRange):
     """Click type of a finite number within bounds. Python also parses nan, which passes any
     comparison, and inf, which passes where there is no bound.
     """
+
+    name = "number"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -18,6 +18,7 @@ from kvstore.cli.commands import (
     JSON_OPTION,
     SOCKET_OPTION,
     Number,
+    Whole,
     as_json,
     index_options,
     settings_options,
@@ -41,7 +42,7 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @JSON_OPTION(help="Print one JSON object with a list per topic.")
 @click.option(
     "--limit",
-    type=click.IntRange(1, defaults.BLOCK_ROWS_MAX),
+    type=Whole(1, defaults.BLOCK_ROWS_MAX),
     help=f"Number of blocks to list at most.  [default: {defaults.BLOCKS_LISTED}]",
 )
 @index_options
@@ -151,7 +152,7 @@ def _check_flags(
 @JSON_OPTION(help="Print one JSON object with a list of requests.")
 @click.option(
     "--last",
-    type=click.IntRange(1, defaults.REQUEST_ROWS_MAX),
+    type=Whole(1, defaults.REQUEST_ROWS_MAX),
     help=f"Number of requests to list, without an id.  [default: {defaults.REQUESTS_LISTED}]",
 )
 def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:

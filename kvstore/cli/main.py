@@ -16,7 +16,14 @@ from typing import Any
 import click
 
 from kvstore import __version__
-from kvstore.cli.commands import A_DIRECTORY, JSON_OPTION, SOCKET_OPTION, fail, settings_options
+from kvstore.cli.commands import (
+    A_DIRECTORY,
+    JSON_OPTION,
+    SOCKET_OPTION,
+    Whole,
+    fail,
+    settings_options,
+)
 from kvstore.cli.look_commands import doctor, explain, inspect, top
 from kvstore.cli.plan import plan_command
 from kvstore.cli.route import route
@@ -156,7 +163,7 @@ def _set_up(log_level: str) -> None:
 )
 @click.option(
     "--days",
-    type=click.IntRange(1, 3650),
+    type=Whole(1, 3650),
     default=CERTIFICATE_DAYS,
     show_default=True,
     help="Validity of the certificates.",
@@ -369,11 +376,12 @@ def _run() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "kvstore"
         message = error.format_message().rstrip(".")
-        if isinstance(error, click.NoSuchOption):  # click counts their dashes as likeness
+        near = getattr(error, "possibilities", None)  # of an unknown option or command
+        if near:  # click counts dashes as likeness
             from kvstore.wording import did_you_mean
 
-            message = error.message.rstrip(".")
-            message += did_you_mean(error.option_name, error.possibilities or ())
+            word = getattr(error, "option_name", "") or getattr(error, "command_name", "")
+            message = error.message.rstrip(".") + did_you_mean(word, near)
         see = " See" if message.endswith("?") else ": see"
         fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
     except click.ClickException as error:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import click
 
-from kvstore.cli.commands import JSON_OPTION, Number
+from kvstore.cli.commands import JSON_OPTION, Number, Whole
 from kvstore.errors import ConfigError
 from kvstore.plan import GPUS, NUMBER_BYTES, Config, Workload, plan, text_config
-from kvstore.units import GIB, US_PER_S, format_size, format_us, parse_size
+from kvstore.units import GIB, MIB, US_PER_S, format_size, format_us, parse_size
 
 _FILE_BYTES_MAX: Final = 4 << 20
 
@@ -39,18 +39,20 @@ def read_config(path: Path) -> Config:
 
 
 def _size(text: str) -> int:
-    """Bytes of a size above 0. Raises click.BadParameter."""
+    """Bytes of a size of at least 1 MiB: less is a number without its unit. Raises
+    click.BadParameter.
+    """
     try:
-        if size_bytes := parse_size(text):
+        if (size_bytes := parse_size(text)) >= MIB:
             return size_bytes
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-    raise click.BadParameter("0 is no size: give one above it")
+    raise click.BadParameter(f"{text!r} is less than 1 MiB: give it with its unit, such as 6GB")
 
 
 _option: Final = partial(click.option, show_default=True)
 _size_option: Final = partial(_option, type=_size, metavar="SIZE")
-_COUNT: Final = click.IntRange(1, 1 << 30)
+_COUNT: Final = Whole(1, 1 << 30)
 _RATE: Final = Number(1e-6, 1e9)
 _SHARE: Final = Number(0, 1)
 _TIME: Final = Number(0)
@@ -65,7 +67,7 @@ _TIME: Final = Number(0)
 @_option("--pp", type=_COUNT, default=1, help="Pipeline parallelism.")
 @_option("--kv-dtype", type=click.Choice(list(NUMBER_BYTES)), default="bf16")
 @_option("--weight-dtype", type=click.Choice(["bf16", "fp8"]), default="bf16")
-@_option("--mtp", type=click.IntRange(0, 16), default=0, help="Draft tokens of MTP layers.")
+@_option("--mtp", type=Whole(0, 16), default=0, help="Draft tokens of MTP layers.")
 @_option("--prompt-tokens", type=_COUNT, default=8000)
 @_option("--output-tokens", type=_COUNT, default=500)
 @_option("--reused", type=_SHARE, default=0.75, help="Share of a prompt that was sent before.")
@@ -92,7 +94,12 @@ def plan_command(config: Path, *, json_: bool, **flags: Any) -> None:
       kvstore plan DeepSeek-V3/ --gpu H200 --tp 8 --weight-dtype fp8 --requests-per-s 10
     """
     work = Workload(**flags)
-    made = plan(read_config(config), work)
+    model = read_config(config)
+    try:
+        made = plan(model, work)
+    except ConfigError as error:
+        name = "config.json" if config.is_dir() else str(config)
+        raise ConfigError(str(error).replace("config.json", name, 1)) from None
     click.echo(json.dumps(made, indent=1) if json_ else "\n".join(_lines(made, work)))
 
 

@@ -247,6 +247,22 @@ def test_what_is_nearly_nothing_is_refused(tmp_path: Path, option: str) -> None:
     assert "is not in the range 1e-06" in result.output + str(result.exception)
 
 
+@pytest.mark.parametrize("option", ["gpu-memory", "host-memory", "dram-rate", "disk-rate"])
+def test_a_size_without_its_unit_is_refused(tmp_path: Path, option: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path), f"--{option}", "6"])
+    assert result.exit_code == 2
+    assert "'6' is less than 1 MiB: give it with its unit, such as 6GB" in result.output
+
+
+def test_a_file_is_complained_about_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "e.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    for place, name in {"e.json": f"{tmp_path}/e.json", "": "config.json"}.items():
+        result = CliRunner().invoke(cli, ["plan", str(tmp_path / place)])
+        assert str(result.exception).startswith(f"{name} has no ")
+
+
 @pytest.mark.parametrize("flags", [("top", "--interval"), ("inspect", "savings", "--gpu-hour")])
 def test_no_number_is_refused_elsewhere_too(flags: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*flags, "nan"], standalone_mode=False)
