@@ -32,13 +32,14 @@ def missing_packages() -> list[str]:
 
 def main() -> None:
     """Entry point of the console script."""
-    missing = missing_packages()
-    if missing:
-        sys.exit(f"kvstore: {lacking('every command', ', '.join(missing), 'node')}")
     try:
+        if missing := missing_packages():
+            sys.exit(f"kvstore: {lacking('every command', ', '.join(missing), 'node')}")
         from kvstore.cli.main import main as run
 
         run()
+    except KeyboardInterrupt:  # while modules are imported
+        sys.exit(1)
     except PermissionError as error:
         if not str(error.filename).endswith((".py", ".pyc")):
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,7 @@ def _run() -> None:
     except KVStoreError as error:
         fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except click.Abort:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C would be a traceback
         sys.exit(1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 TOKENS_FILE_BYTES_MAX: Final = 64 << 20
 TOKEN_MAX: Final = 2**32 - 1
-TOKENIZER_TIMEOUT_S: Final = 60.0
+TOKENIZER_TIMEOUT_S: Final = 20.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
@@ -155,6 +156,7 @@ def tokenize(text: str, tokenizer: str) -> list[int]:
             "--text needs the package transformers, which comes with the engine: run this where "
             "the engine is installed, or give --tokens-file"
         ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry
     found: list[int] = []
     problem = "it could not be loaded"
     ended = threading.Event()

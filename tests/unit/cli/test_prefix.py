@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -135,6 +136,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_only_so_long(
 
 def test_a_text_becomes_what_its_tokenizer_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def from_pretrained(name: str) -> Callable[[str], SimpleNamespace]:
+        assert not logging.getLogger("huggingface_hub.utils").isEnabledFor(logging.WARNING)
         return lambda text: SimpleNamespace(input_ids=[*f"{name}:{text}".encode()])
 
     hub = SimpleNamespace(from_pretrained=from_pretrained)

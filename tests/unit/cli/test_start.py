@@ -177,6 +177,16 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> 
     assert done.stderr == "kvstore: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("at", ["kvstore.__main__.is_installed", "kvstore.cli.main.main"])
+def test_ctrl_c_is_no_traceback_however_early(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(at, interrupt)
+    with pytest.raises(SystemExit, match="1"):
+        program.main()
+
+
 def test_a_module_that_cannot_be_read_is_one_sentence() -> None:
     code = """
 import importlib.machinery as machinery, sys
