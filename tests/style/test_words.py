@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.engine import NodeReport
 from tests.style.tree import PRODUCT, ROOT, files, python_files
 
 DOCS = Path("kvstore", "docs")
@@ -142,6 +143,13 @@ def test_the_glossary_names_the_retired_words() -> None:
     rows = re.findall(r"^\| .+ \| .+ \| (.*) \|$", page, re.MULTILINE)
     named = {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
     assert named == RETIRED.keys()
+
+
+def test_the_glossary_has_what_the_table_of_a_node_counts() -> None:
+    page = (ROOT / DOCS / "glossary.md").read_text()
+    terms = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
+    columns = {name.removesuffix("s") for name in NodeReport.__struct_fields__}
+    assert columns - terms == {"restart", "blocks_kept"}, "which say what they are"
 
 
 @pytest.mark.parametrize(
