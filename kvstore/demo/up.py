@@ -182,7 +182,7 @@ def _show_start(status: Status, name: str, engine: VllmServer) -> None:
 
 @contextlib.contextmanager
 def work_directory(wrong: Sequence[str]) -> Iterator[Path]:
-    """Directory for logs and sockets. It is removed if a setting is refused, and at Ctrl-C before
+    """Directory for logs and sockets, removed if a setting is refused, and at Ctrl-C before
     anything is `wrong`.
     """
     work = Path(mkdtemp(prefix="kvstore-up-"))
