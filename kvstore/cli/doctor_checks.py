@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.config import machine
 from kvstore.config.cluster import resolve_cluster, resolve_tls
@@ -33,11 +33,13 @@ from kvstore.config.defaults import DEFAULT_SOCKET
 from kvstore.config.node import ARENA_BYTES_MIN, file_of
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
-from kvstore.engine import TierReport
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.net.process import peer_of
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, KIB, MIB, format_size
+
+if TYPE_CHECKING:
+    from kvstore.engine import TierReport
 
 RATE_BYTES: Final = 64 * MIB
 RATE_S: Final = 1.0
