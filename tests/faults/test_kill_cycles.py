@@ -54,9 +54,9 @@ def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kills, "P3_S", 0.2)
     with KillCycles(tmp_path, seed=1) as cycles:
         cycles.wait_for_baseline()
+        monkeypatch.setattr(kills, "P3_S", 0.2)
         engine = cycles.engines[0]
         assert engine.store(make_keys(1)) == 1
         assert isinstance(engine.lease(make_keys(1)), Leased)

@@ -17,6 +17,7 @@ from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
+from kvstore.engine.sessions.owners import Owner
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.tiers.file import parts
 from kvstore.tiers.file.catalog import Catalog
@@ -76,7 +77,7 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_is_gone_stays_attached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sessions, "_forget_if_empty", lambda *_: None)
+    patch.setattr(Owner, "is_empty", False)
 
 
 def descriptors_stay_open(patch: pytest.MonkeyPatch) -> None:
