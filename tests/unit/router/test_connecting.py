@@ -62,9 +62,10 @@ def test_a_name_that_dns_knows_no_more_is_found_where_it_was(
         raise socket.gaierror(socket.EAI_AGAIN, "temporary failure in name resolution")
 
     async def played() -> None:
-        loop, answers = asyncio.get_running_loop(), asyncio.Event()
+        loop, answers, calls = asyncio.get_running_loop(), asyncio.Event(), []
 
         async def late(*_: Any, **__: Any) -> Any:
+            calls.append(late)
             await answers.wait()
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.9", 0))]
 
@@ -77,10 +78,11 @@ def test_a_name_that_dns_knows_no_more_is_found_where_it_was(
                 await place.connected()
             monkeypatch.setattr(loop, "getaddrinfo", known)
             opened = [await place.connected()]
-            for broken in (away, late):
+            for broken in (away, late, late):
                 monkeypatch.setattr(loop, "getaddrinfo", broken)
                 opened.append(await place.connected())
             assert not any(each.is_closing for each in opened)
+            assert len(calls) == 1, "the call that hangs is waited for by all"
             answers.set()
             with pytest.raises(NoConnection):  # it has moved, as DNS says by now
                 await place.connected()
