@@ -15,7 +15,7 @@ from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
 from kvstore.net.process import spawn
 from kvstore.node import process
-from kvstore.supervisor import child
+from kvstore.supervisor import child, supervisor
 from kvstore.supervisor.supervisor import Supervisor, start_of
 from kvstore.units import TIB
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     setattr(Arena, "populate", lambda _arena, _begin, _end: None)  # noqa: B010
     setattr(config, "available_memory", lambda: (TIB, "nobody"))  # noqa: B010
     setattr(child, "SOON_NS", 0)  # noqa: B010 -- killed as often as anybody likes
-    setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    setattr(supervisor, "supervise", supervise)  # noqa: B010 -- it would replace this program
     if sys.argv[1] == "process":
         sys.exit(process.main(sys.argv[2:]))
     main.main()

@@ -9,7 +9,7 @@
 | `mapping.py`        | engine configuration → space, shard, drafts (pure)   | both              |
 | `devices.py`        | the cache's pages, the copy engine of its device     | each worker       |
 | `groups.py`         | KV cache groups, the engine's rules for hits         | both              |
-| `weights.py`        | the digest of the weights on disk                    | each worker       |
+| `weights.py`        | digests of weights and adapters on disk              | both              |
 | `config.py`         | keys of kv_connector_extra_config, KV events         | both              |
 | `checks.py`         | engine configurations that are not served            | both              |
 | `prompts.py`        | prompts and their keys: images, tails, adapters      | scheduler process |

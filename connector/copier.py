@@ -178,7 +178,8 @@ class Copier:
         handoff: source of jobs.
         copies: moves the blocks; this thread's alone but for `mark`.
         socket: the node's.
-        heartbeat_timeout_ms: silence of `dial.GONE_TIMES` as long ends the connection.
+        heartbeat_timeout_ms: silence of GONE_TIMES as long ends the connection
+            (`client.core.attachment`).
         """
         self._handoff = handoff
         self._copies = copies

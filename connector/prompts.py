@@ -129,17 +129,15 @@ class AdapterKeys(DerivedKeys):
 
     def __init__(self, request: Request, digest: bytes) -> None:
         """`digest`: of the adapter. `request` goes on making its own keys."""
-        super().__init__(lambda: len(request.block_hashes), self._key)
-        self._request = request
-        self._digest = digest
-        self._made: dict[bytes, bytes] = {}
+        made: dict[bytes, bytes] = {}
 
-    def _key(self, at: int) -> bytes:
-        own = self._request.block_hashes[at]
-        made = self._made.get(own)
-        if made is None:
-            made = self._made[own] = hashlib.sha256(self._digest + own).digest()
-        return made
+        def key(at: int) -> bytes:
+            own = request.block_hashes[at]
+            if own not in made:
+                made[own] = hashlib.sha256(digest + own).digest()
+            return made[own]
+
+        super().__init__(lambda: len(request.block_hashes), key)
 
 
 class _Files(NamedTuple):

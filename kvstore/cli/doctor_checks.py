@@ -367,7 +367,7 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
 
 def _disk_off(row: TierReport, health: str) -> Diagnosis:
     """Finding about a disk that is not used for a while, as the node's health explains it."""
-    if said := re.search(r"the disk tier in .* takes no .*?(?=; |, but |$)", health):
+    if said := re.search(r"the disk tier in .* takes no .*?(?=; |, and |$)", health):
         finding, _, mend = said[0].rpartition(": ")
         return _error(finding, mend)
     from kvstore.cli.tables import BREAKERS
@@ -518,7 +518,7 @@ class Machine:
         return found
 
     def working_directory(self, pid: str) -> Path:
-        """Where a process runs; that of this one: not visible."""
+        """Working directory of a process; our own if it cannot be read."""
         with contextlib.suppress(OSError):
             return (self.root / "proc" / pid / "cwd").readlink()
         return Path()

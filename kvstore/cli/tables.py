@@ -76,10 +76,11 @@ def console() -> Console:
 
 # ── rows of a node ───────────────────────────────────────────────────────────────────────────────
 
-NOT_OF: Final = {
-    "dram": ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes"),
-    "file": ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
-}
+_OF_DISKS: Final = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
+_OF_DRAM: Final = (
+    *("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
+)
+NOT_OF: Final = {"dram": _OF_DISKS, "file": _OF_DRAM, "hbm": (*_OF_DISKS, *_OF_DRAM)}
 """Tier → fields that do not apply to it."""
 BREAKERS: Final = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
@@ -142,7 +143,7 @@ def _columns(topic: str, rows: Sequence[TierReport]) -> Table:
 
 
 def _cell_of_tier(row: TierReport, name: str) -> Text | str | None:
-    return None if name in NOT_OF.get(row.tier, NOT_OF["file"]) else cell(name, row)
+    return None if name in NOT_OF.get(row.tier, ()) else cell(name, row)
 
 
 def title_of(name: str) -> str:

@@ -7,10 +7,10 @@
 These are DNS names among the certificate's subject alternative names. A client demands the name of
 its server, so that addresses need not be in certificates.
 
-Covers: contents of the files once checked, credentials of a channel. Does not cover: which names
-are such (`kvstore.wire.identity`), reading and judging the files (`kvstore.client.certificates`),
-servers, and whose certificate
-a caller has (`kvstore.net.server`).
+Covers: contents of the files once checked, credentials of a channel. Does not cover: the form of
+these names (`kvstore.wire.identity`), reading and judging the files
+(`kvstore.client.certificates`), servers, and whose certificate a caller has
+(`kvstore.net.server`).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     SIZE is more than the file system has         refused
     free + files of the tier < the least          refused: not one segment could be written
     free + files of the tier < SIZE               a warning with the numbers, in the log
-    dram is more than the memory available        refused, unless it lies in a pool of huge pages
 
 Only at the first start of a node; a later process has memory to serve without its disk. Memory is
-the least of the machine's and its memory cgroups'. Does not cover: sizes chosen by it (`node`).
+the least of the machine's and its memory cgroups'. Does not cover: sizes chosen by it, and a dram
+that is larger (`node`).
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     """
     written, (address, *pairs) = f"{option} {text!r}", text.split(",")
     name, equals, url = ("dns", "=", address) if is_name else address.partition("=")
-    url = url.rstrip("/").removesuffix("/v1")  # clients of OpenAI's API have it in their base URL
+    # Clients of OpenAI's API have /v1 in their base URL.
+    url = re.sub(r"(?<=[^/])/v1$", "", url.rstrip("/"))
     if not equals or not name or not name.isprintable() or not is_base_url(url):
         form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
         raise ConfigError(f"{written} must be {form}:8000: scheme, host and port, without a path")

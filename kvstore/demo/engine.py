@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -363,7 +364,8 @@ class VllmServer(CompletionClient):
         """The signal that ended the server, else the last line of its log that names an error;
         and the path of the log."""
         with contextlib.suppress(psutil.TimeoutExpired):
-            if (code := self._guard.wait(0) or 0) > SIGNALLED:
+            code = self._guard.wait(0) or 0
+            if SIGNALLED < code < SIGNALLED + signal.NSIG:
                 return f"ended by {told(SIGNALLED - code)} (log: {self.log})"
         lines = self.log.read_text(errors="replace").splitlines()
         # vLLM's server ends with one that only points at the error of its child.

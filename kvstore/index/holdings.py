@@ -246,7 +246,7 @@ def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
 
 @functools.cache
 def compiled() -> Loops:
-    """The loops compiled; they take numpy arrays. The first call takes seconds."""
+    """The loops compiled; they take numpy arrays. The first call takes up to a minute."""
     import numba
     from numba import types
 

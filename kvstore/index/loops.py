@@ -1,6 +1,6 @@
 """Operations of `holdings` on its flat memory: plain functions, run as they stand or compiled.
 
-    fields   where each number lies: rows, chunks of sets, slots, scratch, meta
+    numbers  where each lies: rows, chunks of sets, slots, scratch, meta
     rows     blocks by key, and their order of use
     sets     holders of blocks
     store, remove, sweep, match   what `holdings` calls

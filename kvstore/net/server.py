@@ -66,7 +66,11 @@ def refuse_taken(option: str, host: str, port: int) -> None:
     they listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as sock:
+    try:
+        sock = socket.socket(family)
+    except OSError:  # a kernel without IPv6: gRPC may fall back, or says so
+        return
+    with sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))

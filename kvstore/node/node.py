@@ -318,7 +318,7 @@ class NodeAssembly:
     # ── told ─────────────────────────────────────────────────────────────────────────────────────
 
     def serving(self) -> Serving:
-        """Where this process can be reached, and what it keeps, for its supervisor."""
+        """Addresses and descriptors of this process, for its supervisor."""
         http, publisher, member = self._http, self._publisher, self._member
         places = Addresses(
             metrics_port=http.port if http else 0,

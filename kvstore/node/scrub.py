@@ -6,7 +6,7 @@ One thread. A block is copied and hashed without the interpreter's lock; its gen
 after that, so a slot that was reused meanwhile is nobody's fault. The loop is asked for lists of
 some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
 
-Does not cover: what is logged (`passes.py`), which blocks, and what becomes of bad ones
+Does not cover: what is logged (`files.PassLog`), which blocks, and what becomes of bad ones
 (`kvstore.engine.trust`), how fast (`kvstore.tiers.file.config`), the disk tier's scrub
 (`kvstore.tiers.file.scrub`).
 """

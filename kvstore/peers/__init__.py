@@ -1,6 +1,7 @@
 """A node's exchange with other nodes, on an asyncio loop of its own.
 
-member          its part in a cluster: all that follows, put together; between the two loops
+member          its part in a cluster: all that follows, put together; commands and events between
+                this loop and the node's
 changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
 fetcher         where blocks are, and their bytes, verified

@@ -20,8 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
 from kvstore.errors import KVStoreError
-from kvstore.net.server import caller_name, connection_limits, listen
-from kvstore.proto import picker_pb2, router_pb2, router_pb2 as pb
+from kvstore.net.server import caller_identities, connection_limits, listen
+from kvstore.proto import picker_pb2, router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker, Workers
@@ -87,7 +87,8 @@ class RouteService(RouterServicer):
     async def Route(
         self, request_iterator: AsyncIterator[pb.RouteWord], context: Context
     ) -> AsyncIterator[pb.Decision]:
-        caller = caller_name(context)
+        # Callers without a certificate are one: others of this port need streams, too.
+        caller = "+".join(sorted(map(str, caller_identities(context))))
         if self._streams[caller] >= STREAMS_PER_CALLER:
             text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
@@ -287,7 +288,7 @@ async def serve_route(place: tuple[str, int], tls: Tls | None, service: RouteSer
     server = _server()
     add_RouterServicer_to_server(service, server)
     server.add_generic_rpc_handlers((service.loads_handler(),))
-    name = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+    name = pb.DESCRIPTOR.services_by_name["Router"].full_name
     return await _begun(server, "--route-listen", place, tls, (*HEALTH_NAMES, name))
 
 

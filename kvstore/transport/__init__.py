@@ -6,6 +6,6 @@ reads       which part of which transfer is moved next, and how much may be unde
 watch       when a transfer worker must be killed (pure)
 pieces      neighbours joined, limits checked, cut into parts; descriptors (pure)
 backends    a back end by its name
-nixl tcp ucx
+nixl tcp ucx   the back ends
 guests      who of those that dial in may stay (pure)
 """

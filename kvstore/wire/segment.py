@@ -141,7 +141,7 @@ def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
 
 
 class FooterPlace(msgspec.Struct, frozen=True):
-    """Where the table of a closed segment lies, and how long its parts are."""
+    """Place of the table in a closed segment, and sizes of its parts."""
 
     first_page: U32
     record_count: U32
@@ -156,7 +156,7 @@ class FooterPlace(msgspec.Struct, frozen=True):
 
 
 def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterPlace | None:
-    """Where the footer of this segment is, or None: it has none that can be trusted."""
+    """Place of the table of this segment; None if it has no trailer that can be trusted."""
     fields = _unsealed(page, _TRAILER, _TRAILER_MAGIC)
     if not fields:
         return None

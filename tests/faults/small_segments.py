@@ -14,6 +14,7 @@ from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
 from kvstore.net.process import spawn
 from kvstore.node import process
+from kvstore.supervisor import supervisor
 from kvstore.supervisor.supervisor import Supervisor, start_of
 from kvstore.tiers.file.config import FileConfig
 
@@ -37,5 +38,5 @@ if __name__ == "__main__":
         setattr(small_segments, "queued_bytes_max", FileConfig.queued_bytes_max)  # noqa: B010
         setattr(config, "FileConfig", small_segments)  # noqa: B010 -- a name it does not export
         sys.exit(process.main(sys.argv[2:]))
-    setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    setattr(supervisor, "supervise", supervise)  # noqa: B010 -- it would replace this program
     main.main()

@@ -54,7 +54,6 @@ IMPORTED: Final = (
     "kvstore.peers.member",
     "kvstore.router.process",
     "kvstore.supervisor.supervisor",
-    "kvstore.supervisor.supervisor",
 )
 
 

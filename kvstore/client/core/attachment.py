@@ -146,6 +146,7 @@ class Attachment:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.stats = config, SchedulerStats()
+        """Shared with the other parts of the core."""
         self.dial = Dial(config.heartbeat_timeout_ms)
         self.session = 0
         self.shard_counts: tuple[int, ...] = (1,)

@@ -208,7 +208,7 @@ def record_sets(
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Where a block lies in its segment, and what should be there."""
+    """Place of a block in its segment, and the scope, key and checksum expected there."""
 
     scope: Scope
     page: int

@@ -232,7 +232,7 @@ class _OtherNode:
 
 
 class Peers:
-    """Segments of the other nodes of a shared parent."""
+    """Segments of the other nodes of a shared parent. One thread calls it."""
 
     def __init__(
         self,

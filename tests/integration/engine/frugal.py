@@ -33,8 +33,9 @@ def be_frugal() -> None:
 def _wait_without_spinning() -> None:
     """Processes of one engine look for messages every half millisecond, where vLLM spins: its
     scheduler while the worker computes, and a worker for a second after each request. Ranks add up
-    their sums over sockets of PyTorch's, where vLLM spins on shared memory: a rank whose neighbour
-    has no core would keep it from getting one."""
+    their sums, and stages of a pipeline pass on their tensors, over sockets of PyTorch's, where
+    vLLM spins on shared memory: a rank whose neighbour has no core would keep it from getting one.
+    """
     queues = import_module("vllm.distributed.device_communicators.shm_broadcast")
     assert callable(queues.sched_yield)
     vars(queues)["sched_yield"] = partial(time.sleep, POLL_S)
@@ -67,9 +68,9 @@ class _Lazily:
         return getattr(self._torch, name)
 
     def zeros(self, size: int, *, dtype: Any, device: Any) -> Any:
-        """Shape [size], on the CPU."""
+        """Shape [size], on the CPU. It begins with a page, which PyTorch's does not."""
         assert self._torch.device(device).type == "cpu"
-        memory = mmap.mmap(-1, size * dtype.itemsize)
+        memory = mmap.mmap(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return self._torch.frombuffer(memory, dtype=dtype)
 
 

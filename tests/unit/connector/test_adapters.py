@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -215,3 +217,21 @@ def test_keys_depend_on_the_adapter_and_grow_with_the_request() -> None:
     request.block_hashes.append(b"9" * 32)
     assert len(one) == 5
     assert one[4] == AdapterKeys(request, b"1" * 32)[4] not in one[:4]
+
+
+def test_keys_end_with_their_request_and_wait_for_no_collection() -> None:
+    """They hold vLLM's request, with its tokens and images."""
+
+    class OneRequest:
+        block_hashes: ClassVar = [b"1" * 32]
+
+    request: Any = OneRequest()
+    gone = weakref.ref(request)
+    gc.disable()
+    try:
+        keys = AdapterKeys(request, b"1" * 32)
+        assert len(keys[0]) == 32
+        del request, keys
+        assert gone() is None
+    finally:
+        gc.enable()

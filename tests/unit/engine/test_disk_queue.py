@@ -152,7 +152,11 @@ def _end(node: DiskNode, peer: Peer) -> None:
     node.end(peer.scheduler, *peer.ranks)
 
 
-@pytest.mark.parametrize("end", [_expire, _end])
+def _release(node: DiskNode, peer: Peer) -> None:
+    node.hear(peer.scheduler, LeaseRelease([2]))
+
+
+@pytest.mark.parametrize("end", [_expire, _end, _release])
 def test_a_wait_ends_with_its_lease_however_that_ends(
     end: Callable[[DiskNode, Peer], None], crowded: tuple[DiskNode, Peer]
 ) -> None:

@@ -59,9 +59,6 @@ class Caller:
     def auth_context(self) -> dict[str, list[bytes]]:
         return {"peer_dns": self._names}
 
-    def peer(self) -> str:
-        return "unix:"
-
     async def abort(self, code: grpc.StatusCode, text: str) -> None:
         raise Aborted(code, text)
 
