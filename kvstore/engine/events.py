@@ -199,7 +199,7 @@ class LandingUp(msgspec.Struct, frozen=True):
 
 class Landed(msgspec.Struct, frozen=True):
     """A Land has ended. `good`: one bool per block, true if its copy in its slots was verified;
-    `checksums` [n][S]."""
+    `checksums` [n][T]."""
 
     job: int
     good: bytes
@@ -331,9 +331,9 @@ class Locate(msgspec.Struct, frozen=True):
 
 
 class _Bring(msgspec.Struct, frozen=True):
-    """Write blocks to their slots, and verify them there. `slots` u32 [n][S], held until the end:
-    one column per shard; `block_bytes`: size of a block in each shard; `head_bytes`: from the
-    space."""
+    """Write blocks to their slots, and verify them there. `slots` u32 [n][T], held for the job
+    until Fetched or Landed: one column for each of `shards`; `block_bytes`: size of a block in each
+    shard; `head_bytes`: from the space."""
 
     job: int
     node: str
@@ -375,7 +375,8 @@ class RevokePush(msgspec.Struct, frozen=True):
 
 
 class Land(_Bring, frozen=True):
-    """Copy blocks out of the landing slab. Landed answers. `sources` [S] as in Pushed."""
+    """Copy blocks out of the landing slab. Landed answers. `sources` [S] are the shards in Pushed,
+    which may be others than those of the slots; `source_bytes`: size of a block in each of them."""
 
     sources: tuple[Shard, ...]
     source_bytes: tuple[int, ...]

@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from kvstore.config.values import joined
@@ -142,13 +142,21 @@ class HostAddresses:
             found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         except OSError as error:
             self.unknown = error
+        except UnicodeError as error:  # a label that is empty or too long
+            self.unknown = OSError(str(error))
         else:
-            self._known = [str(each[4][0]) for each in found]
+            self._known = [_text_of(each[4]) for each in found]
 
     def close(self) -> None:
         """End the call of DNS that is under way, if there is one."""
         if self._lookup is not None:
             self._lookup.cancel()
+
+
+def _text_of(address: Sequence[Any]) -> str:
+    """Address of a host as one text, with the interface of an IPv6 address that is link-local."""
+    host, scope = str(address[0]), address[3] if len(address) > 3 else 0
+    return f"{host}%{scope}" if scope else host
 
 
 def jitter() -> float:

@@ -31,7 +31,7 @@ from kvstore.routing.learning import smoothed_ratio
 from kvstore.routing.placing import Placer
 from kvstore.routing.pressure import Rung
 from kvstore.routing.requests import OpenRequest, Placement
-from kvstore.routing.rows import FleetColumn, Flight
+from kvstore.routing.rows import MODELS_MAX, FleetColumn, Flight
 from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S
 
@@ -315,6 +315,8 @@ class Blame:
         if event.lack is Lack.CONTEXT:
             opened.failed.update(self._fleet.no_longer(worker, opened.side.model))
         if event.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:
+            if len(state.without_media) >= MODELS_MAX:  # clients invent names
+                state.without_media.clear()
             state.without_media.add(opened.side.model)
         if failure is Failure.REFUSED and event.lack is None:  # others may not refuse it
             opened.suspects.append((worker, event.why))

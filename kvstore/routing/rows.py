@@ -150,7 +150,7 @@ YOUNG_S: Final = 0.5
 """Time in which a stream ceases to be young: by then it has some dozens of tokens, over which a
 pause spreads.
 """
-_MODELS_MAX: Final = 1000
+MODELS_MAX: Final = 1000
 
 
 class FleetColumn(enum.IntEnum):
@@ -302,7 +302,7 @@ class Crew:
             all_serve = all(not spec.models or model in spec.models for spec in specs)
             least, most = min(known, default=math.inf), max(known, default=math.inf)
             found = CrewFit(all_serve, least, most)
-            if len(self._fits) >= _MODELS_MAX:
+            if len(self._fits) >= MODELS_MAX:
                 self._fits.clear()
             self._fits[model] = found
         return found

@@ -28,7 +28,6 @@ Keys = NDArray[np.uint64]
 
 _EMPTY = 0
 _KEY_WORDS = 4
-_U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
 """Up to this many keys are found faster one by one."""

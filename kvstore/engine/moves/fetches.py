@@ -268,7 +268,7 @@ class Fetches:
             if peer and peer.avoid_until_ns > state.now_ns:
                 judged(Reason.NODE_AVOIDED, candidate, peer.failures)
                 continue
-            # The slowest of the last fetches is for waits: one alone would end all fetches.
+            # Not by the slowest, as waits are: one slow fetch would end all from this peer.
             mean = peer.pace.mean_ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = mean * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:

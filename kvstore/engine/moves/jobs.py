@@ -128,7 +128,8 @@ class Paces:
 # A read is timed from request to answer, queue, seeks and checksums included, over the bytes that
 # were under way with it. The slowest of the last few counts: a slow disk shows after one read, a
 # recovered one after READS. A read under way counts with the time it has taken already; once that
-# exceeds the expected time, the excess counts twice, until the read is late.
+# exceeds the expected time, the excess counts twice, until the read is late. Whether a fetch pays
+# at all is decided by the mean of the same samples.
 #
 # A read that no request waited for counts only if it was quicker than expected: it ran beside the
 # computing of its request, which may need the same processors.

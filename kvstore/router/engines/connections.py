@@ -325,12 +325,15 @@ class _Place:
             try:
                 transport, connection = await self._reached()
                 if self._context is not None:
+                    if transport.is_closing():  # uvloop makes a connection of it all the same
+                        raise ConnectionResetError("it closed the connection before TLS")
                     if limit is not None:
                         limit.reschedule(None)
                     tls = await loop.start_tls(
                         transport, connection, self._context, server_hostname=self._url.host
                     )
-                    assert tls is not None
+                    if tls is None or tls.is_closing():
+                        raise ConnectionResetError("it closed the connection in the TLS handshake")
                     connection.connection_made(tls)
             except OSError as error:
                 why = why_no_connection(error)

@@ -319,6 +319,10 @@ class BadBody(KVStoreError):
     """The body of a request is invalid."""
 
 
+class NotJson(BadBody):
+    """The body is not JSON of the standard; engines may read it all the same."""
+
+
 class Peek(msgspec.Struct):
     """Fields of a request that routing reads. Raw values are JSON; empty: absent."""
 
@@ -425,13 +429,13 @@ _ids: Final = msgspec.json.Decoder(list[int])
 
 
 def peek(body: bytes) -> Peek:
-    """Fields that routing reads from a JSON body. Raises BadBody."""
+    """Fields that routing reads from a JSON body. Raises NotJson, BadBody."""
     try:
         read = _peek.decode(body)
     except msgspec.ValidationError as error:
         raise BadBody(f"the body is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadBody(f"the body is not JSON: {error}") from None
+        raise NotJson(f"the body is not JSON: {error}") from None
     read.model = read.model or ""
     if len(read.model) > NAME_BYTES_MAX:  # names are kept, wrong ones included
         raise BadBody(f"the name of the model is longer than {NAME_BYTES_MAX} characters")
@@ -561,8 +565,8 @@ class RequestJob(NamedTuple):
     body: bytes
     read: Peek
     prefix: Prefix
-    is_fixed: bool
-    """The body goes on as it came."""
+    editable: bytes
+    """The body as JSON, in which fields can be set; empty: it is a form, and goes on as it came."""
     came_ns: int
     """Unix time at which its body was there, in ns."""
     size: int
@@ -576,7 +580,7 @@ class RequestJob(NamedTuple):
         fields = dict(put or {})
         if model != self.read.model:
             fields["model"] = model
-        return edited(self.body, put=fields) if fields and not self.is_fixed else self.body
+        return edited(self.editable, put=fields) if fields and self.editable else self.body
 
 
 def can_race(path: str, read: Peek) -> bool:
@@ -662,7 +666,12 @@ class RequestIntake:
         Raises BadBody.
         """
         came_ns, size = time.time_ns(), len(body)
-        read, shown, is_fixed = _read(body, headers.get(CONTENT_TYPE, ""), tenant)
+        is_form = headers.get(CONTENT_TYPE, "").lower().startswith(FORM)
+        if is_form:
+            read, shown = peek_form(body, headers[CONTENT_TYPE]), body
+        else:
+            read, shown = await _read(body, tenant)
+        is_fixed = is_form or shown is not body
         drives_legs = drives_legs and not is_fixed
         read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
@@ -705,22 +714,20 @@ class RequestIntake:
             must_be_local=not (drives_legs and can_split(path, read)),
         )
         asked = Arrived(request, prefix.answer)
-        return RequestJob(asked, path, body, read, prefix, is_fixed, came_ns, size, request_id)
+        editable = b"" if is_form else shown
+        return RequestJob(asked, path, body, read, prefix, editable, came_ns, size, request_id)
 
 
-def _read(body: bytes, content_type: str, tenant: str) -> tuple[Peek, bytes, bool]:
-    """(fields, body by which the prompt is known, whether the body goes on as it came). Raises
-    BadBody.
-    """
-    if content_type.lower().startswith(FORM):
-        return peek_form(body, content_type), body, True
+async def _read(body: bytes, tenant: str) -> tuple[Peek, bytes]:
+    """(fields, body as JSON of the standard, in which they can be set). Raises BadBody."""
     try:
-        return peek(body), body, False
-    except BadBody:
-        found = None if tenant else plain(body)
+        return peek(body), body
+    except NotJson:
+        # On a thread: a large one takes half a second.
+        found = None if tenant else await asyncio.to_thread(plain, body)
         if found is None:
             raise
-        return peek(found), found, True
+        return peek(found), found
 
 
 def output_tokens(given: int | None) -> int | None:

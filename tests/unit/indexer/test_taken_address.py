@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.index import holdings
 from kvstore.indexer.replica import run_index
+from kvstore.net.server import refuse_taken
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -37,3 +39,12 @@ def test_an_address_that_is_taken_is_refused_before_the_loops_are_compiled(
         )
         with pytest.raises(ConfigError, match=f"^{option} cannot listen on .*: the address is in"):
             run_index(config)
+
+
+def test_a_kernel_without_ipv6_leaves_the_address_to_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_family(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_family)
+    refuse_taken("--listen", "::", 0)
+    assert socket.socket is no_family

@@ -7,11 +7,12 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from yarl import URL
 
 from kvstore.cli.certs import make_certificates
@@ -120,3 +121,45 @@ def test_a_handshake_has_no_limit_but_may_be_given_up(tmp_path: Path) -> None:
             connection.abort()
 
     asyncio.run(asyncio.wait_for(played(), 20))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_an_engine_that_hangs_up_before_its_handshake_has_no_connection(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def played() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            url = URL(f"https://127.0.0.1:{door.getsockname()[1]}")
+            place = EnginePlaces(ssl.create_default_context()).place(url)
+
+            def hang_up() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        door.accept()[0].close()
+
+            serving = threading.Thread(target=hang_up, daemon=True)
+            serving.start()
+            for _ in range(100):
+                with pytest.raises(NoConnection):
+                    await place.connected()
+            door.shutdown(socket.SHUT_RDWR)
+            serving.join()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(played(), 20))
+
+
+def test_a_link_local_address_keeps_its_interface_and_a_name_that_is_none_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def played() -> None:
+        async def found(*_: Any, **__: Any) -> Any:
+            return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 0, 0, 2))]
+
+        wrong = aio.HostAddresses("a..b")
+        with pytest.raises(OSError, match="label"):
+            await wrong.now()
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+        assert await aio.HostAddresses("printer.local").now() == ["fe80::1%2"]
+
+    asyncio.run(played())

@@ -12,6 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.front import intake
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import (
     OUTPUT_TOKENS_MAX,
@@ -174,6 +175,21 @@ def test_a_response_goes_on_where_the_one_before_is_kept() -> None:
     for none in (None, "", 7):
         first = site.job(ask | {"previous_response_id": none}, path="/v1/responses")
         assert (first.asked.request.subset, first.asked.request.is_bound_to_one) == (None, False)
+
+
+def test_a_body_that_is_odd_json_goes_on_as_it_came_or_with_its_fields_set() -> None:
+    body = b'\xef\xbb\xbf{"model":"m","prompt":"x"}'
+    job = Site().job(body)
+    assert job.body_for("m") == body
+    sent = json.loads(job.body_for("served", {"request_id": "r"}))
+    assert sent == {"model": "served", "prompt": "x", "request_id": "r"}
+
+
+def test_a_body_that_is_wrong_json_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "plain", None)
+    for body in b'{"model":1}', b'{"model":"%b"}' % (b"m" * 5000), b"[]":
+        with pytest.raises(BadBody):
+            Site().job(body)
 
 
 def test_media_forms_and_hints_are_seen() -> None:

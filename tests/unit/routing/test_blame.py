@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.routing import legs
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Ending,
@@ -226,6 +227,16 @@ def test_a_model_without_media_is_remembered_by_the_word_of_its_engine() -> None
     comes_back(core, "w0")
     again = routed(arrive(core, request("e", has_media=True), likes_w0))
     assert again.worker == "w0", "it may be another engine now"
+
+
+def test_names_that_clients_invent_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legs, "MODELS_MAX", 3)
+    core = core_of(spec(0), spec(1))
+    for number in range(9):
+        routed(arrive(core, request(f"r{number}", model=f"m{number}", has_media=True)))
+        turn(core, fail(f"r{number}", Failure.REFUSED, lack=Lack.MEDIA))
+    states = [core.fleet.state(name) for name in ("w0", "w1")]
+    assert 3 <= sum(len(state.without_media) for state in states if state is not None) <= 6
 
 
 # ── claims of callers, and gateways ──────────────────────────────────────────────────────────────

@@ -93,11 +93,12 @@ def test_an_answer_that_is_no_completion_is_an_error(
         engine.complete((1,), max_tokens=1)
 
 
+@pytest.mark.parametrize("status", [3, 255])
 def test_a_server_that_ends_at_once_is_reported_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ("first", "ValueError: --this is wrong", "RuntimeError: See root cause above", "last")
-    code = f"print(*{lines}, sep='\\n'); raise SystemExit(3)"
+    code = f"print(*{lines}, sep='\\n'); raise SystemExit({status})"
     monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match=r"ended while starting: ValueError: --this is wrong"):
