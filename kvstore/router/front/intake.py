@@ -666,12 +666,8 @@ class RequestIntake:
         Raises BadBody.
         """
         came_ns, size = time.time_ns(), len(body)
-        is_form = headers.get(CONTENT_TYPE, "").lower().startswith(FORM)
-        if is_form:
-            read, shown = peek_form(body, headers[CONTENT_TYPE]), body
-        else:
-            read, shown = await _read(body, tenant)
-        is_fixed = is_form or shown is not body
+        read, editable = await _read(body, headers.get(CONTENT_TYPE, ""), tenant)
+        shown, is_fixed = editable or body, editable is not body
         drives_legs = drives_legs and not is_fixed
         read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
@@ -684,7 +680,7 @@ class RequestIntake:
         if is_fixed and (drop or kept is not None):
             raise BadBody("the body is not JSON, and has a field that no client may set")
         if (put or drop) and not is_fixed:
-            body = shown = edited(body, drop=drop, put=put)
+            body = shown = editable = edited(body, drop=drop, put=put)
         prefix = await self.prefixes.of(path, shown, read, salted, tenant)
         before = read.previous_response
         if before and not is_of(before, tenant, self._workers):
@@ -714,12 +710,15 @@ class RequestIntake:
             must_be_local=not (drives_legs and can_split(path, read)),
         )
         asked = Arrived(request, prefix.answer)
-        editable = b"" if is_form else shown
         return RequestJob(asked, path, body, read, prefix, editable, came_ns, size, request_id)
 
 
-async def _read(body: bytes, tenant: str) -> tuple[Peek, bytes]:
-    """(fields, body as JSON of the standard, in which they can be set). Raises BadBody."""
+async def _read(body: bytes, content_type: str, tenant: str) -> tuple[Peek, bytes]:
+    """(fields, body as JSON of the standard, in which they can be set; empty: it is a form). Raises
+    BadBody.
+    """
+    if content_type.lower().startswith(FORM):
+        return peek_form(body, content_type), b""
     try:
         return peek(body), body
     except NotJson:
