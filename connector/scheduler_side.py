@@ -220,7 +220,7 @@ class SchedulerSide:
         transfer = self._transfer(request)
         if reason:
             if isinstance(transfer, PrefillPart):
-                self._core.pushes.close(transfer.transfer, f"not stored: {reason}")
+                self._core.pushes.leave_out(request.request_id, transfer, reason)
             self._leave_out(request, reason, now_ns)
             return True
         self._requests[request.request_id] = request

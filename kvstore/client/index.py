@@ -375,7 +375,21 @@ def aio_channel(
     return grpc.aio.secure_channel(address, credentials, options)
 
 
-def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
+def pings(every_ms: int, timeout_ms: int) -> tuple[tuple[str, int], ...]:
+    """Options by which an end of a connection without news, for hours even, notices within
+    `every_ms + timeout_ms` that the other one has vanished, which closes no connection."""
+    return (
+        ("grpc.keepalive_time_ms", every_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # The keepalive time-out is for pings that the kernel of the other end does not take. The
+        # kernel of a stopped process does, and without this it has a minute (gRPC 1.85).
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+def channel_options(name: str = ANY_INDEX, ping_ms: int = PING_MS) -> list[tuple[str, Any]]:
     """Options of every channel to the index. `name`: name in the server's certificate, if it is
     another kind of server."""
     return [
@@ -388,14 +402,7 @@ def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
-        ("grpc.keepalive_time_ms", PING_MS),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        # The keepalive time-out is for pings that the kernel of the other end does not take. The
-        # kernel of a stopped process does, and without this it has a minute (gRPC 1.85).
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # As many as it takes: who watches says nothing for hours.
-        ("grpc.http2.max_pings_without_data", 0),
+        *pings(ping_ms, PING_TIMEOUT_MS),
         # Nothing here goes through a proxy that the environment names.
         ("grpc.enable_http_proxy", 0),
     ]

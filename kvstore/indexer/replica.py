@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import __version__
+from kvstore.client.index import pings
 from kvstore.client.tls import Tls
 from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
@@ -79,12 +80,7 @@ _OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
     ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.keepalive_time_ms", PING_MS),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    # The one above is of kernels, this is of processes; and an index may have no news for hours.
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *pings(PING_MS, PING_TIMEOUT_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", PING_LEAST_MS),
 )
 

@@ -36,7 +36,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.index import aio_channel, plain_reason
+from kvstore.client.index import aio_channel, pings, plain_reason
 from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.net.server import RefusedCall, require_node
@@ -56,15 +56,8 @@ SESSIONS_MAX: Final = 1024
 HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
 KEEPALIVE_MS: Final = 10_000
-PINGS: Final = (
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    # That alone waits for a kernel, and one of a stopped process answers.
-    ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-"""Pings of both ends while a session is quiet: a host that vanishes closes no connection."""
+PINGS: Final = pings(KEEPALIVE_MS, 3_000)
+"""Of both ends."""
 _DENIED: Final = grpc.StatusCode.PERMISSION_DENIED
 
 _log = logging.getLogger(__name__)

@@ -164,9 +164,8 @@ class Preparations:
         if not address:
             return None
         if name not in self._nodes:
-            options = dict(channel_options(str(Identity("node", name))))
-            more = list({**options, "grpc.keepalive_time_ms": KEEPALIVE_MS}.items())
-            channel = aio_channel(address, self._credentials, more)
+            options = channel_options(str(Identity("node", name)), KEEPALIVE_MS)
+            channel = aio_channel(address, self._credentials, options)
             self._nodes[name] = _NodeChannel(address, channel)
         return self._nodes[name]
 

@@ -42,6 +42,8 @@ class EnginePushes:
         self._attachment, self._stores, self._rules = attachment, stores, rules
         self._producing: dict[str, Request] = {}
         """Requests that are being prefilled."""
+        self._left_out: dict[str, PrefillPart] = {}
+        """Those of which nothing is stored, by their names."""
         self._closing: list[tuple[str, int, int]] = []
         """(transfer, last store of its request, time of its end)."""
         self._waiting: dict[str, Request] = {}
@@ -62,13 +64,22 @@ class EnginePushes:
         self._open(request.transfer_id)
         self._producing[request.id] = request
 
+    def leave_out(self, request: str, part: PrefillPart, reason: str) -> None:
+        """A request arrives that is prefilled for other nodes, and of which nothing is stored."""
+        self._left_out[request] = part
+        self._open(part.transfer)  # the node would take no word of one that it does not know
+        self.close(part.transfer, f"not stored: {reason}")
+
     def answer(self, request: str, tokens: int) -> dict[str, Any] | None:
-        """Parameters for the decode engine of a request whose prefill is complete; None: none."""
+        """Parameters for the decode engine of a request whose prefill is complete; None: none. One
+        of which nothing is stored has them, too, by which a router tells that it is not this engine
+        that lacks its node."""
         entry = self._producing.get(request)
-        if entry is None or not isinstance(entry.transfer, PrefillPart) or not self.node:
+        part = entry.transfer if entry is not None else self._left_out.pop(request, None)
+        if not isinstance(part, PrefillPart) or not self.node:
             return None
         return answer_of(
-            entry.transfer,
+            part,
             node=self.node,
             engine=self._config.engine_id,
             request_id=request,

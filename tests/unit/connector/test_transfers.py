@@ -101,9 +101,9 @@ def test_a_preemption_reaches_the_node(on: Fixture) -> None:
 
 def test_a_request_that_is_left_out_says_so_to_decode(on: Fixture) -> None:
     request = on.arrive(PREFILL, [SimpleNamespace(identifier="of a client")])
-    (word,) = on.words()
-    assert word == PushClose("t1/0", "not stored: image uuid")
-    assert on.end(request) is None
+    assert on.words() == [PushOpen("t1/0"), PushClose("t1/0", "not stored: image uuid")]
+    assert on.end(request)["kvstore"] == {"transfer": "t1", "node": "node-1"}
+    assert on.end(request) is None  # forgotten with its end
 
 
 def test_an_engine_that_only_waits_for_a_push_makes_few_steps(
