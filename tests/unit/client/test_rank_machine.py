@@ -28,6 +28,7 @@ from kvstore.wire.messages import (
     slots_array,
 )
 from kvstore.wire.space import ShardColumn
+from tests.amounts import amount
 from tests.kit.cores import has_work
 from tests.steps import CountedMachine
 from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
@@ -242,4 +243,4 @@ class RankMachine(CountedMachine):
 
 
 TestRankMachine = RankMachine.TestCase
-TestRankMachine.settings = settings(max_examples=300, stateful_step_count=40)
+TestRankMachine.settings = settings(max_examples=amount(150, nightly=3000), stateful_step_count=40)

@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 
 from kvstore.connector.copier import Handoff
 from tests.unit.client.rank_kit import load, plan, serving, store
-
-
-def is_awake(handoff: Handoff) -> bool:
-    return bool(select.select([handoff.wake.fileno()], [], [], 0)[0])
-
-
-def test_a_plan_wakes_the_copy_thread_until_cleared() -> None:
-    handoff = Handoff(serving())
-    assert not is_awake(handoff)
-    handoff.submit(plan(store(5, 1, 1)))
-    handoff.submit(plan(store(5, 2, 1)))
-    assert is_awake(handoff)
-    handoff.wake.clear()
-    assert not is_awake(handoff)
-    handoff.wake.clear()
-    handoff.stop()
-    assert is_awake(handoff)
-    assert handoff.stopping
-    handoff.wake.close()
 
 
 def test_closed_it_takes_plans_and_stops_without_a_descriptor() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.mapping import RankPart, part_of
-from kvstore.types import Shard
 
 LAYERS = 6
+STAGES, HALVES = ((0, 3), (3, 6)), ((0, 2), (2, 4))
 
 
 def part(
@@ -55,24 +55,23 @@ def shards(count: int, **of: Any) -> list[tuple[int, int, int, int]]:
     return [(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in found]
 
 
-def test_heads_are_divided_among_ranks() -> None:
-    assert shards(1, heads=4) == [(0, 6, 0, 4)]
-    assert shards(2, heads=4, tp=2) == [(0, 6, 0, 2), (0, 6, 2, 4)]
-
-
-def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
-    assert shards(4, heads=2, tp=4) == [(0, 6, 0, 1)] * 2 + [(0, 6, 1, 2)] * 2
-    assert shards(2, heads=1, tp=2) == [(0, 6, 0, 1)] * 2
-
-
-def test_a_latent_vector_is_one_head_on_all_ranks() -> None:
-    assert shards(2, heads=16, tp=2, replicas=2, held=1, use_mla=True) == [(0, 6, 0, 1)] * 2
-    assert shards(1, heads=16, held=1, use_mla=True) == [(0, 6, 0, 1)]
-
-
-def test_stages_are_ranges_of_layers() -> None:
-    assert shards(2, heads=2, pp=2) == [(0, 3, 0, 2), (3, 6, 0, 2)]
-    assert shards(6, heads=4, tp=2, pp=3)[2:4] == [(2, 4, 0, 2), (2, 4, 2, 4)]
+@pytest.mark.parametrize(
+    ("count", "of", "expected"),
+    [
+        (1, {"heads": 4}, [(0, 6, 0, 4)]),
+        (2, {"heads": 4, "tp": 2}, [(0, 6, 0, 2), (0, 6, 2, 4)]),
+        # Fewer heads than ranks: neighbours hold the same one.
+        (4, {"heads": 2, "tp": 4}, [(0, 6, 0, 1)] * 2 + [(0, 6, 1, 2)] * 2),
+        # A latent vector is one head on all ranks.
+        (2, {"heads": 16, "tp": 2, "replicas": 2, "held": 1, "use_mla": True}, [(0, 6, 0, 1)] * 2),
+        (2, {"heads": 2, "pp": 2}, [(0, 3, 0, 2), (3, 6, 0, 2)]),
+        (4, {"heads": 4, "tp": 2, "pp": 2}, [(*a, *b) for a in STAGES for b in HALVES]),
+    ],
+)
+def test_a_rank_holds_its_layers_and_heads(
+    count: int, of: dict[str, Any], expected: list[tuple[int, int, int, int]]
+) -> None:
+    assert shards(count, **of) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,3 @@ def test_stages_are_ranges_of_layers() -> None:
 def test_what_does_not_add_up_is_not_served(of: dict[str, Any]) -> None:
     with pytest.raises(NotServed):
         part(0, **of)
-
-
-def test_the_shard_comes_from_the_rank_inside_the_engine_as_served() -> None:
-    found = part(3, heads=4, tp=2, pp=2)
-    assert isinstance(found, RankPart)
-    assert found.shard == Shard(3, 6, 2, 4)

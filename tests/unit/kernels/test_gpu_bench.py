@@ -24,7 +24,6 @@ from bench.gpu.rank import Rank, Shape
 from bench.gpu.smi import describe_gpu
 from kvstore.kernels.moves import BlockMoves
 from kvstore.ports import CopyWay
-from kvstore.units import KIB
 from kvstore.wire.record import PIECE_BYTES
 from tests.kit.host_kernels import HostKernels
 from tests.style.tree import ROOT
@@ -157,13 +156,6 @@ def test_random_cycles_are_compared_with_the_witness(
     made.close()
 
 
-def test_a_rate_leaves_no_copy_under_way(gpu: Gpu) -> None:
-    made = Rank(gpu, SHAPE, BLOCKS, seed=1)
-    assert made.rate((CopyWay.STORE, CopyWay.LOAD), 0.02) > 0
-    assert not made.do(CopyWay.STORE, 1, 2).reason
-    made.close()
-
-
 @pytest.mark.parametrize("by_pieces", [False, True])
 def test_a_block_lies_across_two_chunks(gpu: Gpu, *, by_pieces: bool) -> None:
     found = copies.across_chunks(gpu, REHEARSAL, by_pieces=by_pieces)
@@ -177,14 +169,6 @@ def test_copies_that_are_not_cut_at_chunks_are_found(
     monkeypatch.setattr("kvstore.kernels.moves.cut", lambda *given: given[:3])
     with pytest.raises(AssertionError, match="INVALID_VALUE"):
         copies.across_chunks(gpu, REHEARSAL, by_pieces=False)
-
-
-def test_shapes_are_those_of_the_models() -> None:
-    sizes = {name: shape.block_bytes // KIB for name, shape in copies.SHAPES.items()}
-    assert (sizes[goals.RUNS], sizes[goals.PAGES]) == (2048, 2048)
-    assert sizes["Llama-3-70B tp8"] == 640
-    assert len(copies.SHAPES) == goals.SHAPES_COUNT
-    assert copies.SHAPES[goals.PAGES].page_bytes == 64 * KIB
 
 
 # ── parts over the simulated device ──────────────────────────────────────────────────────────────
@@ -352,12 +336,6 @@ def test_a_load_that_hangs_beside_a_kill_is_no_lease_that_ended(
     assert _beside_a_kill(Loads(error=ConnectionResetError())) == ([], False)
     with pytest.raises(TimeoutError, match="did not end"):
         _beside_a_kill(Loads(error=TimeoutError("a load did not end")))
-
-
-def test_blocks_that_were_promoted_are_read_from_the_nodes_metrics() -> None:
-    lines = ["kvstore_hbm_blocks_leased_total 24.0", "kvstore_hbm_blocks_promoted_total 6.0"]
-    assert node.promoted(lines) == 6
-    assert node.promoted(["no metrics: refused"]) == 0
 
 
 # ── memory in use ────────────────────────────────────────────────────────────────────────────────

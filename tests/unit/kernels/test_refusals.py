@@ -7,7 +7,7 @@ hardware (named in `tests/kit/simulated_device.py`). `bench/gpu/edges.py` asks a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -58,26 +58,6 @@ def machine() -> Iterator[Machine]:
     assert machine.cuda.cudaGetLastError() == (0,), "the engine finds an error of another"
 
 
-def test_a_copy_lies_in_one_registration(machine: Machine) -> None:
-    machine.store([HALF - 4096, HALF], 4096)
-    with pytest.raises(DeviceError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"):
-        machine.store([HALF - 4096], 8192)
-
-
-def test_a_batch_that_is_refused_may_have_begun(machine: Machine) -> None:
-    machine.virtual.launch(lambda memory: memory.fill(7))
-    machine.virtual.finish()
-    done = set()
-    for _ in range(20):
-        machine.host[:] = 0
-        with pytest.raises(DeviceError):
-            machine.store([0, 8192, HALF - 4096, HALF + 8192], 8192)
-        machine.virtual.finish()
-        done.add(tuple(bool(machine.host[at]) for at in (0, 8192, HALF - 4096, HALF + 8192)))
-    no, some = (False,) * 4, (True, False, False, False)
-    assert done == {no, some, (True, True, False, False)}
-
-
 @pytest.mark.parametrize("at", [0, 4096, HALF - 4096, 2 * HALF - 1])
 def test_a_page_is_registered_once(machine: Machine, at: int) -> None:
     with pytest.raises(DeviceError, match="cudaErrorHostMemoryAlreadyRegistered"):
@@ -88,24 +68,6 @@ def test_memory_that_is_not_pinned_is_not_copied(machine: Machine) -> None:
     machine.device.unpin(machine.here)
     with pytest.raises(DeviceError, match="INVALID_VALUE"):
         machine.store([0], 4096)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda it: it.device.stream(is_urgent=True),
-        lambda it: it.device.event(),
-        lambda it: it.device.pin(it.here + 4 * MIB, 4096),
-        lambda it: it.store([0], 4096),
-        lambda it: it.device.allocate(4096),
-    ],
-)
-def test_after_a_sticky_error_every_call_fails(
-    machine: Machine, call: Callable[[Machine], object]
-) -> None:
-    machine.virtual.failure = "an illegal memory access was encountered"
-    with pytest.raises(DeviceError):
-        call(machine)
 
 
 def test_a_device_that_has_failed_leaves_no_copy_without_an_end() -> None:

@@ -99,8 +99,8 @@ class Engine:
         return len(self._waiting) + len(self._under_way)
 
     def share(self, *ways: CopyWay) -> float:
-        """Share of one direction of the link that copies move, some tens of ms each way."""
-        count = 1024 * MIB // self.shape.block_bytes
+        """Share of one direction of the link that copies move, ten ms each way."""
+        count = 512 * MIB // self.shape.block_bytes
         begin_us = self.device.now_us
         for _, way in itertools.product(range(count), ways):  # in turns, as they come
             self.order(way, 1, after=0)
