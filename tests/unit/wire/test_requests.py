@@ -6,12 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import NAME_BYTES_MAX
 from kvstore.wire.requests import DecodePart, PrefillPart, answer_of, names_of, read_transfer
-from tests.amounts import amount
 
 P_ID = "cmpl-3f2a-0-0123abcd"
 D_ID = "cmpl-3f2a-0-fedc4567"
@@ -103,7 +102,6 @@ def test_broken_parameters_are_an_error_of_ours(broken: object) -> None:
         read_transfer(broken, P_ID)
 
 
-@settings(max_examples=amount(40, nightly=2000))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text() | st.just("x" * 300),
