@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.style.tree import ROOT, python_files
+from tests.style.tree import Nodes, asked, nodes
 
 BANNED_IMPORTS = dict.fromkeys(
     ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"),
@@ -38,9 +39,9 @@ BACKEND_NAMES = ("nixl", "ucx", "tcp")
 """Of transports, whose capabilities are asked; the schemes of URLs are compared as `kind`."""
 
 
-def _compared_back_ends(tree: ast.AST) -> Iterator[int]:
+def _compared_back_ends(found: Nodes) -> Iterator[int]:
     """Lines that compare something with the name of a back end."""
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             names = {
@@ -57,16 +58,17 @@ def _compared_back_ends(tree: ast.AST) -> Iterator[int]:
     "line", ["transport.name != 'tcp'", "found.backend in ('nixl', 'ucx')", "'tcp' == name"]
 )
 def test_a_back_end_compared_by_its_name_is_seen(line: str) -> None:
-    assert list(_compared_back_ends(ast.parse(line))) == [1]
+    assert list(_compared_back_ends(nodes(line))) == [1]
+
+
+@asked
+def _compared(file: Path, found: Nodes) -> Iterator[int]:
+    if file.parts[0] in ("kvstore", "connector"):
+        yield from _compared_back_ends(found)
 
 
 def test_back_ends_are_asked_for_capabilities() -> None:
-    compared = [
-        f"{file}:{line}"
-        for file in python_files()
-        if file.parts[0] in ("kvstore", "connector")
-        for line in _compared_back_ends(ast.parse((ROOT / file).read_text()))
-    ]
+    compared = [f"{file}:{line}" for file, lines in _compared().items() for line in lines]
     assert compared == []
 
 
@@ -80,8 +82,8 @@ def _dotted(node: ast.expr) -> str:
             return ""
 
 
-def _findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _findings(found: Nodes) -> Iterator[tuple[int, str]]:
+    for node in found:
         match node:
             case ast.Import(names):
                 modules = [alias.name for alias in names]
@@ -106,10 +108,15 @@ def _findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"import {top}: {BANNED_IMPORTS[top]}"
 
 
+@asked
+def _banned(file: Path, found: Nodes) -> Iterator[tuple[int, str]]:
+    return _findings(found)
+
+
 def test_nothing_banned_is_used() -> None:
     found = []
-    for file in python_files():
-        for line, text in _findings(ast.parse((ROOT / file).read_text())):
+    for file, its in _banned().items():
+        for line, text in its:
             if not (text.startswith("time.sleep") and str(file) in SLEEP_ALLOWED):
                 found.append(f"{file}:{line}: {text}")
     assert not found, "\n" + "\n".join(found)
@@ -127,7 +134,7 @@ def test_nothing_banned_is_used() -> None:
     ],
 )
 def test_each_ban_is_seen(source: str) -> None:
-    assert list(_findings(ast.parse(source)))
+    assert list(_findings(nodes(source)))
 
 
 def test_sources_are_parsed_without_a_garbage_collection() -> None:

@@ -8,16 +8,16 @@ Does not cover: protobuf's generated code, `.proto` and CUDA sources.
 from __future__ import annotations
 
 import ast
-import functools
 import io
 import re
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.style.tree import PRODUCT, ROOT, python_files
+from tests.style.tree import PRODUCT, ROOT, Nodes, asked, nodes
 
 LINES_MAX = 48_806
 """Lines of code of the product, without blanks, comments and docstrings. It only falls: whoever
@@ -48,10 +48,10 @@ class Price(NamedTuple):
     """Folders and files, from `kvstore/` or the root."""
 
 
-def code_lines(text: str) -> int:
+def code_lines(text: str, found: Nodes) -> int:
     """Lines that hold code."""
     quoted: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in found:
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -65,11 +65,15 @@ def code_lines(text: str) -> int:
     return len(held - quoted)
 
 
-@functools.cache
+@asked
+def _code_lines_of(file: Path, found: Nodes) -> Iterator[int]:
+    if file.parts[0] in PRODUCT:
+        yield code_lines((ROOT / file).read_text(), found)
+
+
 def counted() -> dict[str, int]:
     """Lines of code of each module of the product."""
-    files = [file for file in python_files() if file.parts[0] in PRODUCT]
-    return {str(file): code_lines((ROOT / file).read_text()) for file in files}
+    return {str(file): lines for file, its in _code_lines_of().items() for lines in its}
 
 
 def prices(page: str) -> list[Price]:
@@ -141,7 +145,8 @@ def test_what_is_wrong_in_a_list_is_seen() -> None:
 
 
 def test_lines_of_code_are_counted_without_text() -> None:
-    assert code_lines('"""Map.\n\nMore.\n"""\n\nx = (  # why\n    1\n)\ny = """\n\n"""\n') == 6
+    text = '"""Map.\n\nMore.\n"""\n\nx = (  # why\n    1\n)\ny = """\n\n"""\n'
+    assert code_lines(text, nodes(text)) == 6
 
 
 def _write(path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.style.tree import PRODUCT, ROOT, python_files
+from tests.style.tree import PRODUCT, ROOT, Nodes, asked, product_files
 
 MEDIAN_LINES_MAX = 8
 
@@ -17,10 +18,9 @@ MEDIAN_LINES_MAX = 8
 def _folders() -> dict[str, list[str]]:
     """Modules of each folder with Python, `__init__` and `__main__` left out."""
     found: dict[str, list[str]] = {}
-    for file in python_files():
-        if file.parts[0] in PRODUCT:
-            modules = found.setdefault(str(file.parent), [])
-            modules += [file.stem] * (not file.stem.startswith("__"))
+    for file in product_files():
+        modules = found.setdefault(str(file.parent), [])
+        modules += [file.stem] * (not file.stem.startswith("__"))
     return found
 
 
@@ -77,23 +77,29 @@ def test_a_name_that_nothing_has_is_seen(wrong: str) -> None:
     assert missing(wrong)
 
 
+@asked
+def _function_lengths(file: Path, found: Nodes) -> Iterator[int]:
+    for node in found if file.parts[0] in PRODUCT else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
 def test_most_functions_are_a_few_lines() -> None:
-    lengths = [
-        (node.end_lineno or node.lineno) - node.lineno + 1
-        for file in python_files()
-        if file.parts[0] in PRODUCT
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    lengths = [lines for its in _function_lengths().values() for lines in its]
     assert statistics.median(lengths) <= MEDIAN_LINES_MAX
+
+
+@asked
+def _classes(file: Path, found: Nodes) -> Iterator[str]:
+    for node in found if file.parts[0] in PRODUCT else ():
+        if isinstance(node, ast.ClassDef):
+            yield node.name
 
 
 def test_a_class_name_occurs_once() -> None:
     places: dict[str, list[str]] = {}
-    for file in python_files():
-        if file.parts[0] in PRODUCT:
-            for node in ast.walk(ast.parse((ROOT / file).read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append(str(file))
+    for file, names in _classes().items():
+        for name in names:
+            places.setdefault(name, []).append(str(file))
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert twice == {}

@@ -127,8 +127,9 @@ def test_groups_stay_together_alone_is_alone_and_all_is_counted(suite: Path) -> 
     assert "covered: 10 property steps" in done.stdout
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("name", ["test_dying_first", "test_which_dies_later"])
+@pytest.mark.parametrize(
+    ("processes", "name"), [("1", "test_dying_first"), ("2", "test_which_dies_later")]
+)
 def test_a_process_that_dies_leaves_nothing_in_the_way_of_others(
     suite: Path, processes: str, name: str
 ) -> None:

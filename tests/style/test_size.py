@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from pathlib import Path
 
 from tests.style.test_prices import counted
-from tests.style.tree import ROOT, python_files
+from tests.style.tree import ROOT, Nodes, asked, python_files
 
 FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 60
@@ -42,15 +44,13 @@ def _long_files() -> dict[str, int]:
     return {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX}
 
 
-def _long_functions() -> dict[str, int]:
-    long = {}
-    for file in python_files():
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > FUNCTION_LINES_MAX:
-                    long[f"{file} {node.name}"] = lines
-    return long
+@asked
+def _long_functions_of(file: Path, found: Nodes) -> Iterator[tuple[str, int]]:
+    for node in found:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f"{file} {node.name}", lines
 
 
 def _small_files() -> list[str]:
@@ -70,4 +70,5 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
-    assert _long_functions().keys() == LONG_FUNCTIONS.keys(), _long_functions()
+    long = dict(each for its in _long_functions_of().values() for each in its)
+    assert long.keys() == LONG_FUNCTIONS.keys(), long

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine import NodeReport
-from tests.style.tree import PRODUCT, ROOT, files, python_files
+from tests.style.tree import PRODUCT, ROOT, Nodes, asked, files, nodes, product_files
 
 DOCS = Path("kvstore", "docs")
 PAGES = [
@@ -51,7 +51,6 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 _RETIRED = _any_of(RETIRED.values())
 _RETIRED_IN_DOCSTRINGS = _any_of(RETIRED[word] for word in RETIRED.keys() - NAMES)
-FOLDERS = sorted({file.parent for file in python_files() if file.parts[0] in PRODUCT})
 NAMES_OF_SCRIPTS = {"exact: no other node holds the first block"}
 """Shown with a value of JSON that stays."""
 _SUBJECT = re.compile(
@@ -79,46 +78,42 @@ def _subjects(parts: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_retired_word(page: Path) -> None:
-    assert _retired(prose((ROOT / page).read_text()), _RETIRED) == []
+def test_a_page_keeps_to_both_rules(page: Path) -> None:
+    parts = prose((ROOT / page).read_text())
+    assert _retired(parts, _RETIRED) + _subjects(parts) == []
 
 
-def texts(source: str) -> Iterator[str]:
+def texts(found: Nodes) -> Iterator[str]:
     """Of code, for people: docstrings, single words and messages of our own bugs left out."""
-    tree = ast.parse(source)
     left_out: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in found:
         match node:
             case ast.Expr(ast.Constant() as text):
                 left_out.add(text)
             case ast.Assert(msg=ast.expr() as text):
                 left_out |= set(ast.walk(text))
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in left_out:
             yield from [node.value] * (" " in node.value.strip())
 
 
+@asked
+def _retired_and_shown(file: Path, found: Nodes) -> Iterator[str]:
+    for text in texts(found) if file.parts[0] in PRODUCT else ():
+        if text not in NAMES_OF_SCRIPTS and any(map(_RETIRED.search, prose(text))):
+            yield f"{file}: {text}"
+
+
 def test_no_retired_word_is_shown() -> None:
-    found = [
-        f"{file}: {text}"
-        for file in python_files()
-        if file.parts[0] in PRODUCT
-        for text in texts((ROOT / file).read_text())
-        if text not in NAMES_OF_SCRIPTS and any(map(_RETIRED.search, prose(text)))
-    ]
+    found = [text for its in _retired_and_shown().values() for text in its]
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_the_subject_of_a_sentence_is_a_noun(page: Path) -> None:
-    assert _subjects(prose((ROOT / page).read_text())) == []
-
-
-def docstrings(source: str) -> list[str]:
+def docstrings(found: Nodes) -> list[str]:
     """Paragraphs of texts that stand by themselves: of modules, classes, functions, fields."""
     return [
         part
-        for node in ast.walk(ast.parse(source))
+        for node in found
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -126,16 +121,20 @@ def docstrings(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_docstrings_keep_to_both_rules(folder: Path) -> None:
-    parts = [
-        part
-        for file in python_files()
-        if file.parent == folder
-        for part in docstrings((ROOT / file).read_text())
-    ]
-    assert parts
-    assert _retired(parts, _RETIRED_IN_DOCSTRINGS) + _subjects(parts) == []
+@asked
+def _docstrings_of(file: Path, found: Nodes) -> list[str]:
+    return docstrings(found) if file.parts[0] in PRODUCT else []
+
+
+def test_docstrings_keep_to_both_rules() -> None:
+    parts = {str(file): _docstrings_of()[file] for file in product_files()}
+    assert all(parts.values())
+    wrong = {
+        file: hits
+        for file, its in parts.items()
+        if (hits := _retired(its, _RETIRED_IN_DOCSTRINGS) + _subjects(its))
+    }
+    assert wrong == {}
 
 
 def test_the_glossary_names_the_retired_words() -> None:
@@ -168,11 +167,12 @@ def test_a_retired_word_is_seen(wrong: str) -> None:
     ['log("the file tier in %s")', 'raise X(f"node {n} is away: {e}")', 'x = "it was lent"'],
 )
 def test_a_retired_word_of_the_code_is_seen(wrong: str) -> None:
-    assert any(_RETIRED.search(text) for text in texts(wrong))
+    assert any(_RETIRED.search(text) for text in texts(nodes(wrong)))
 
 
 def test_the_docstring_of_a_field_is_seen() -> None:
-    found = docstrings('"""A module."""\nclass Lease:\n    end_ns: int\n    """When it ends."""\n')
+    source = '"""A module."""\nclass Lease:\n    end_ns: int\n    """When it ends."""\n'
+    found = docstrings(nodes(source))
     assert found == ["A module.", "When it ends."]
 
 
