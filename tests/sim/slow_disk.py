@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -47,8 +47,9 @@ from kvstore.wire.space import Group, Space, fingerprint
 
 TENANT, TOKENS = "t", 128
 SHARD = Shard(0, 1, 0, 1)
-POLL_NS = NS_PER_MS // 2
-"""How often an engine that has nothing else to do asks again."""
+POLL_NS_MIN = NS_PER_MS // 2
+POLL_BLOCKS = 0.04
+"""How often an engine that has nothing else to do asks again: while it would compute so much."""
 HOP_NS = NS_PER_MS // 20
 READ_DEADLINE_NS = 2000 * NS_PER_MS
 STEP_TOKENS_MAX = 2048
@@ -130,6 +131,10 @@ class Disk:
         self._running: tuple[int, ReadFile] | None = None
         self._begun: dict[int, int] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self._queue or self._begun or self._running)
+
     def ask(self, read: ReadFile, now_ns: int) -> None:
         self._queue.append((now_ns, read))
         self._begun[read.job] = now_ns
@@ -204,6 +209,7 @@ class SlowDiskWorld:
                 groups=(Group(space, SHARD, setting.block_bytes),),
             )
         )
+        self._poll_ns = max(POLL_NS_MIN, int(POLL_BLOCKS * TOKENS * setting.compute_ns))
         self._inbox: list[Message] = []
         self._requests = 0
         self._feed([Ready(ARENA_SLABS * slab)])
@@ -216,7 +222,7 @@ class SlowDiskWorld:
     # ── the node ─────────────────────────────────────────────────────────────────────────────────
 
     def _feed(self, events: Sequence[Event]) -> None:
-        for command in self.node.step(events, self.now_ns):
+        for command in self.node.step(events, self.now_ns) if events else ():
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
@@ -252,11 +258,14 @@ class SlowDiskWorld:
             for message in inbox:
                 self.core.received(message, self.now_ns)
 
-    def pause(self, ms: int, *, until: Callable[[], bool] = lambda: False) -> None:
+    def pause(self, ms: int) -> None:
         """Time passes with nobody asking."""
-        end_ns = self.now_ns + ms * NS_PER_MS
-        while self.now_ns < end_ns and not until():
-            self.now_ns = min(end_ns, self.now_ns + 5 * NS_PER_MS)
+        self._pass_until(self.now_ns + ms * NS_PER_MS)
+
+    def _pass_until(self, end_ns: int) -> None:
+        while self.now_ns < end_ns:
+            moment_ns = end_ns if self.disk.is_idle else self.now_ns + 5 * NS_PER_MS
+            self.now_ns = min(end_ns, moment_ns)
             self._exchange()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
@@ -337,14 +346,14 @@ class SlowDiskWorld:
         for job in plan.loads:
             self._load(job)
         end_ns = self.now_ns + tokens * self.setting.compute_ns
-        self.pause(10**9, until=lambda: self.now_ns + 6 * NS_PER_MS > end_ns)
+        self._pass_until(end_ns - 6 * NS_PER_MS)
         self.now_ns = max(self.now_ns, end_ns)
         if tokens:
             session = self.core.attachment.session
             self.core.reported(RankReport(rank=0, session=session, step=plan.step), self.now_ns)
         else:
             self._exchange()
-            self.now_ns += POLL_NS
+            self.now_ns += self._poll_ns
 
     def _schedule(self, request: _Request, room: int) -> int:
         """Returns the tokens that this step computes of the request."""
