@@ -14,7 +14,7 @@ from tests.sim.world.peers import STRAY
 from tests.sim.world.play import World
 from tests.sim.world.transfer_worker import LINGERS, STOPS_HALF_WAY
 
-PUSHES = amount(300, nightly=10_000)
+PUSHES = amount(150, nightly=10_000)
 STEPS = 1000
 SHARE = 0.4
 """Of the events of these worlds: four times as many begin and end as in others."""
