@@ -65,9 +65,8 @@ class PeerPair:
         self._loopback = host
         inside = ("--index-listen", f"{self._host('a')}:0")
         self.a = self._start("a", ("--index", index) if index else inside)
-        self._index = index or self.a.index
         try:
-            self.b = self._start("b", ("--index", self._index))
+            self.b = self._start("b", ("--index", index or self.a.index))
         except BaseException:
             self.a.stop()
             raise
@@ -109,10 +108,6 @@ class PeerPair:
 
     def _host(self, name: str) -> str:
         return self._lan.address(name) if self._lan else self._loopback
-
-    def restart_b(self) -> None:
-        """Another b, with empty memory and another address, after the one before was ended."""
-        self.b = self._start("b", ("--index", self._index))
 
     def fetch(self, engine: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
         """Lease all of these keys, asking again until they have come.

@@ -42,7 +42,6 @@ from kvstore.wire.requests import (
     read_transfer,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 BODIES_MAX = 1000
 BODY_BYTES_MAX = 1 << 16
 """Larger ones are not kept."""

@@ -44,6 +44,7 @@ from kvstore.wire.load import Learned
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Message
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, Space, fingerprint
+from tests.sim.world.parts import sim_space
 
 TENANT, TOKENS = "t", 128
 SHARD = Shard(0, 1, 0, 1)
@@ -72,25 +73,13 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def _space(block_bytes: int) -> Space:
-    return Space(
-        model="m",
-        weights="w",
-        draft="",
-        group="",
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        quantization="",
-        attention_backend="sim",
-        kv_layout="LBHNC",
-        isa="",
+    return msgspec.structs.replace(
+        sim_space("m"),
         block_tokens=TOKENS,
         hash_block_tokens=TOKENS,
         layer_count=1,
         kv_head_count=1,
         head_bytes=(block_bytes,),
-        hash_algorithm="sha256_cbor",
-        hash_seed="",
-        kv_format="sim",
     )
 
 
