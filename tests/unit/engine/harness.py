@@ -108,6 +108,11 @@ def keys(*numbers: int) -> bytes:
     return b"".join(key(number) for number in numbers)
 
 
+def short(number: int) -> str:
+    """The digits of a key that `Node.blocks` shows."""
+    return key(number)[:4].hex()
+
+
 def residency_of(block_count_max: int, word_count: int) -> Residency:
     """An empty table over an arena of so many of the smallest slots."""
     size_bytes = word_count * SLOT_BYTES_MIN

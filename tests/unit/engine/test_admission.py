@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from kvstore.engine.events import Received
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop
 from tests.unit.engine.harness import Hellos, Node, Peer, attached, space
-
-pytestmark = pytest.mark.usefixtures("each_policy")
 
 FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
 QUARTERS = msgspec.structs.replace(

@@ -30,20 +30,6 @@ def budget_of(day_bytes: int, *, spent_bytes: int = 0) -> DiskAdmission:
     )
 
 
-def test_second_sight_means_not_the_first_time() -> None:
-    disk = admission(AdmissionMode.SECOND_SIGHT)
-    assert disk.admit(keys(1, 2, 3), 0).tolist() == [False, False, False]
-    assert disk.admit(keys(2, 4, 1), 0).tolist() == [True, False, True]
-    assert disk.admit(keys(4, 5), 0).tolist() == [True, False]
-
-
-def test_strangers_are_seldom_taken_for_seen() -> None:
-    disk = admission(AdmissionMode.SECOND_SIGHT, key_count=1 << 16)
-    random = np.random.default_rng(3)
-    rates = [disk.admit(random.integers(2**64, size=2048, dtype=np.uint64), 0) for _ in range(200)]
-    assert np.mean(rates) <= 0.00012 * 1.5
-
-
 # ── the budget ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,7 +20,7 @@ from kvstore.wire.messages import LeaseRelease, Story
 from tests.kit.parts_check import check_trail
 from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import TOKENS, Peer, key
+from tests.unit.engine.harness import TOKENS, Peer, key, short
 
 numbers = st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True)
 LEFT = {reason for reason in Reason if Reason.NONE < reason <= Reason.DIVERGED}
@@ -56,7 +56,7 @@ class Machine(CountedMachine):
 
     @rule(some=numbers, released=st.booleans())
     def ask(self, some: list[int], released: bool) -> None:
-        tiers = {n: self.node.blocks().get(key(n)[:4].hex(), "") for n in some}
+        tiers = {n: self.node.blocks().get(short(n), "") for n in some}
         lease = self.next_lease
         self.next_lease += 1
         self.asked[lease] = (some, tiers, set(self.ever))

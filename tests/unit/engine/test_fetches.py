@@ -18,7 +18,7 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
 )
-from kvstore.engine.moves.jobs import READS, SMALL_READ_BYTES, ReadPace
+from kvstore.engine.moves.jobs import SMALL_READ_BYTES, ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -28,12 +28,8 @@ from kvstore.wire.messages import (
 )
 from tests.kit.moves_check import check_fetches
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, key, keys, pairs
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, keys, pairs, short
 from tests.unit.engine.peers import PeerNode
-
-
-def short(number: int) -> str:
-    return key(number)[:4].hex()
 
 
 def more(node: PeerNode, peer: Peer) -> LeaseMore:
@@ -175,19 +171,6 @@ def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does(
     quick, slow, hung = pays_ns // 4, pays_ns * 2, pays_ns * 100
     taken = [quick, quick, quick, slow, quick, quick, quick, slow, quick, hung, quick]
     assert [is_fetched(each) for each in taken] == [True] * 10 + [False]
-
-
-def test_a_peer_that_has_become_slow_is_asked_no_more() -> None:
-    node, peer = attached()
-    size = peer.rank_hello(0).groups[0].block_bytes
-    node.hear(peer.scheduler, Measured(compute_ns_per_token=size, load_ns_per_token=1))
-    for number in range(2 * READS):
-        peer.hint(1 + number)
-        node.locate(("far", 1))
-        assert bool(node.fetches) == (number < 6), "quick ones, and two of the slow"
-        if node.fetches:
-            node.now_ns += 8 * SMALL_READ_BYTES // 4 if number < READS else 16 * SMALL_READ_BYTES
-            node.arrive()
 
 
 def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
+from kvstore.engine.events import Clear, Cleared, FileGone
 from kvstore.engine.memory import residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
-from kvstore.types import Shard, SpaceId, Tier
+from kvstore.types import Shard
 from kvstore.wire.record import Scope
-from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, known
 from tests.unit.engine.harness import (
-    SMALL,
     WHOLE,
     Node,
     Peer,
     attached,
-    checksum,
-    key,
     keys,
     pairs,
-    residency_of,
+    short,
 )
-
-SPACE = fingerprint(SMALL, weights_epoch="")
-
-
-def known(*numbers: int, tenant: str = "t", space: bytes = SPACE, at: int = 1) -> FileKnown:
-    places = np.arange(at, at + len(numbers), dtype="<u8").tobytes()
-    sums = b"".join(checksum(number) for number in numbers)
-    return FileKnown(Scope(tenant, space, WHOLE, BLOCK_BYTES), keys(*numbers), places, sums)
 
 
 def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
     return FileGone(Scope(tenant, SPACE, shard, BLOCK_BYTES), keys(*numbers))
-
-
-def short(number: int) -> str:
-    return key(number)[:4].hex()
 
 
 def test_known_blocks_come_and_go() -> None:
@@ -64,17 +47,6 @@ def test_a_block_in_both_tiers_lives_until_both_let_go() -> None:
     assert pairs(peer.lease(1, 1, 2)) == places
     peer.distrust(*places)
     assert node.blocks() == {short(2): "file"}
-
-
-def test_evicted_blocks_stay_in_the_file() -> None:
-    node, peer = attached(Node(slots=8))
-    peer.seal(1)
-    node.step(known(1))
-    for number in range(100, 120):
-        peer.seal(number)
-    assert node.blocks()[short(1)] == "file"
-    peer.seal(1)
-    assert node.blocks()[short(1)] == "dram+file"
 
 
 def test_a_key_twice_in_one_event_is_one_block() -> None:
@@ -115,11 +87,6 @@ def test_blocks_on_disk_that_give_their_row_to_dram_are_counted() -> None:
     assert counts[0] > 0
     assert sum(counts) == 20, "what is not there was counted, once"
     assert node.engine.left_out_blocks == 0
-
-
-def test_a_location_of_zero_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="in no file"):
-        Node().step(known(1, at=0))
 
 
 def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,19 +133,3 @@ def test_many_scopes_in_use_are_not_looked_through_each_time(
     many(6_000, 6_500)
     assert passes == 1, "at 6,400"
     assert len(engine._state.residency.scopes()) == 500
-
-
-def test_a_put_into_dram_twice_is_our_own_bug() -> None:
-    table = residency_of(4, 4)
-    scope = table.scope("t", SpaceId(SPACE), WHOLE)
-    rows = table.insert(scope, np.ones((1, 4), dtype=np.uint64))
-    sums = np.zeros((1, 2), dtype=np.uint64)
-    table.put_dram(rows, np.array([1]), sums)
-    with pytest.raises(AssertionError, match="into dram twice"):
-        table.put_dram(rows, np.array([2]), sums)
-    other = table.insert(scope, np.full((1, 4), 2, dtype=np.uint64))
-    with pytest.raises(AssertionError, match="two blocks"):
-        table.put_dram(other, np.array([1]), sums)
-    assert table.count(Tier.DRAM) == 1
-    with pytest.raises(AssertionError, match="without a block"):
-        table.drop_dram(np.array([3]))

@@ -16,7 +16,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
-from kvstore.engine.moves.jobs import READS, ReadPace
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
@@ -31,14 +31,10 @@ from tests.unit.engine.harness import (
     Peer,
     attached,
     checksum,
-    key,
     keys,
     pairs,
+    short,
 )
-
-
-def short(number: int) -> str:
-    return key(number)[:4].hex()
 
 
 def more(node: Node, peer: Peer) -> LeaseMore:
@@ -196,24 +192,8 @@ def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
     assert len(pairs(more(node, peer))) == 2
 
 
-def test_a_lease_of_a_long_prompt_is_read_whole_and_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    node, peer = on_disk_only(*range(1, 7))
-    assert peer.lease(1, *range(1, 7)).promoting == 6
-    came = []
-    while node.reads:
-        assert len(node.reads) <= 2
-        node.answer(node.reads[0])
-        came.append((len(pairs(more(node, peer))), more(node, peer).promoting))
-    assert came == [(1, left) for left in (5, 4, 3, 2, 1, 0)]
-
-
 @pytest.mark.parametrize("in_dram", [0, 3])
-@pytest.mark.parametrize("records_per_s", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("records_per_s", [1, 5, 64])
 def test_all_shards_of_a_block_come_before_any_of_the_next(
     records_per_s: int, in_dram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,39 +275,6 @@ def test_a_read_that_nobody_waited_for_makes_the_disk_no_slower() -> None:
         node.now_ns += number * 10**8
         node.read_all()
         assert (pace.measured_ns_per_mib > before) is is_awaited
-
-
-def test_the_estimate_follows_what_the_disk_does() -> None:
-    node, peer = on_disk_only(*range(1, 9))
-    quick = peer.lease(1, 1).promoting_ms
-    node.now_ns += 10**9
-    node.read_all()
-    assert peer.lease(2, 2).promoting_ms > 100 * quick
-    for number in range(3, 3 + READS):
-        node.now_ns += 10**5
-        node.read_all()
-        node.step(known(100 + number, at=100 + number))
-        after = peer.lease(number, 100 + number).promoting_ms
-        assert (after > 100 * quick) == (number < 2 + READS), "slow once, slow for a few reads"
-
-
-def test_the_estimate_is_that_of_the_own_reads_and_of_those_before() -> None:
-    node, peer = on_disk_only(*range(1, 29), slots=64)
-    node.engine._files.pace = ReadPace(5 * 10**7)  # 50 ms a MiB
-    first, second = range(1, 9), range(11, 19)
-    begun = [peer.lease(number, *its).promoting_ms for number, its in ((1, first), (2, second))]
-    assert begun[0] < begun[1]
-    assert peer.lease(3, *first).promoting_ms == begun[0], "what is asked for later comes later"
-    node.read_all()
-
-
-def test_a_read_that_takes_longer_than_it_should_is_expected_to_take_as_long_again() -> None:
-    node, peer = on_disk_only(*range(1, 9))
-    assert peer.lease(1, 1).promoting_ms < 10
-    node.now_ns += 10**8
-    assert 190 <= peer.lease(2, 2).promoting_ms < 1000
-    node.read_all()
-    assert 100 <= peer.lease(3, 3).promoting_ms < 1000
 
 
 def test_a_question_that_names_a_key_twice_moves_nothing() -> None:

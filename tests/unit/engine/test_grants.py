@@ -309,18 +309,3 @@ def test_a_peer_that_calls_its_push_whole_too_early_is_not_waited_for() -> None:
     assert [(end.blocks, end.reason) for end in pair.ends] == [
         (0, "node p says that all is pushed, and 2 blocks are not here")
     ]
-
-
-def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
-    pair = PushPair()
-    pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
-    pair.open()
-    pair.expect(1, 2, node="d", ms=600_000)
-    stalled_ms = STALLED_NS / NS_PER_MS
-    pair.pass_time(stalled_ms / 2)
-    pair.store(1)
-    pair.tick()
-    pair.pass_time(stalled_ms - 1)
-    assert not pair.ends
-    pair.tick(1)
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, STALLED)]

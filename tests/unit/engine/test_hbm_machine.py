@@ -197,18 +197,6 @@ def test_any_order_keeps_places_and_blocks_together() -> None:
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
 
 
-def _shows_what_left(original: Callable[..., None]) -> Callable[..., None]:
-    """A copy counts though its block was given up while it was made."""
-
-    def promoted(self: HbmCopies, event: Promoted) -> None:
-        job = self._jobs.get(event.job)
-        assert job is not None
-        job.generations[:] = self._state.slots.generation[job.sources]
-        original(self, event)
-
-    return promoted
-
-
 def _shows_what_is_sealed(original: Callable[..., None]) -> Callable[..., None]:
     """A copy counts while some block is in its slot of dram."""
 
@@ -223,18 +211,6 @@ def _shows_what_is_sealed(original: Callable[..., None]) -> Callable[..., None]:
     return promoted
 
 
-def _leaves_slot_0(original: Callable[..., None]) -> Callable[..., None]:
-    """The first slot of dram is taken for none."""
-
-    def empty(self: State, words: Words, stamp: int) -> None:
-        copies = self.residency.hbm_of_word[words[words == 0]].copy()
-        self.residency.hbm_of_word[words[words == 0]] = -1
-        original(self, words, stamp)
-        self.residency.hbm_of_word[words[words == 0]] = copies
-
-    return empty
-
-
 def _leaves_copy_0(original: Callable[..., None]) -> Callable[..., None]:
     """The first slot of hbm is taken for none."""
 
@@ -242,24 +218,6 @@ def _leaves_copy_0(original: Callable[..., None]) -> Callable[..., None]:
         original(self, words[words > 0])
 
     return drop_copies
-
-
-def _trusts_every_copy(original: Callable[..., None]) -> Callable[..., None]:
-    def promoted(self: HbmCopies, event: Promoted) -> None:
-        original(self, Promoted(event.job, b"\1" * len(event.good)))
-
-    return promoted
-
-
-def _keeps_copies(_: Callable[..., None]) -> Callable[..., None]:
-    """A block that leaves dram leaves its copy in hbm."""
-
-    def empty(self: State, words: Words, stamp: int) -> None:
-        if len(words):
-            self.residency.drop_dram(words, stamp)
-            self.free(words)
-
-    return empty
 
 
 def _takes_no_place_back(original: Callable[..., None]) -> Callable[..., None]:
@@ -288,12 +246,8 @@ def _gives_slots_back_early(original: Callable[..., None]) -> Callable[..., None
 @pytest.mark.parametrize(
     ("kind", "method", "breaks"),
     [
-        (HbmCopies, "promoted", _shows_what_left),
         (HbmCopies, "promoted", _shows_what_is_sealed),
-        (State, "empty", _leaves_slot_0),
         (State, "drop_copies", _leaves_copy_0),
-        (HbmCopies, "promoted", _trusts_every_copy),
-        (State, "empty", _keeps_copies),
         (State, "drop_copies", _takes_no_place_back),
         (State, "empty", _gives_slots_back_early),
     ],

@@ -11,9 +11,9 @@ from kvstore.engine.events import Clear
 from kvstore.engine.state import Off
 from kvstore.wire.messages import LeaseMore
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import Node, Peer, pairs
+from tests.unit.engine.harness import Node, Peer, pairs, short
 from tests.unit.engine.pushing import PushPair
-from tests.unit.engine.test_fetches import attached, short
+from tests.unit.engine.test_fetches import attached
 
 
 class Way:

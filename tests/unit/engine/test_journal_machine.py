@@ -134,13 +134,7 @@ class MortalMachine(Machine):
 
 
 def test_whenever_the_process_dies_another_goes_on() -> None:
-    verify_machine(MortalMachine, examples=30, steps=30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_many_deaths() -> None:
-    verify_machine(MortalMachine, examples=amount(30, nightly=150), steps=50)
+    verify_machine(MortalMachine, examples=amount(40, nightly=250), steps=40)
 
 
 # ── the machine can see ──────────────────────────────────────────────────────────────────────────

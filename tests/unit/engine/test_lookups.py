@@ -11,7 +11,6 @@ from kvstore.types import SLOT_BYTES_MIN, Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     KEYS_PER_DATAGRAM_MAX,
-    LeaseAsk,
     LeaseRelease,
     LeaseRenew,
     encode,
@@ -53,12 +52,6 @@ def test_with_two_ranks_the_run_ends_where_either_misses_and_slots_alternate() -
     assert peer.hint(1, 3, 4, 2) == [True, False, False, True]
 
 
-def test_checksums_only_when_asked_for() -> None:
-    _, peer = attached(Node())
-    peer.seal(1)
-    assert peer.lease(1, 1).checksums == b""
-
-
 def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
     node, peer = attached(Node())
     space_id = fingerprint(SMALL, weights_epoch="")
@@ -76,20 +69,11 @@ def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
     assert peer.hint(1) == [False]
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64])
+@pytest.mark.parametrize("count", [0, 7, 8, 9])
 def test_a_hint_has_one_bit_per_key(count: int) -> None:
     _, peer = attached(Node(slots=128))
     peer.seal(*(i for i in range(count) if i % 3 == 0))
     assert peer.hint(*range(count)) == [i % 3 == 0 for i in range(count)]
-
-
-def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
-    node, peer = attached(Node())
-    peer.seal(1, 2)
-    assert peer.hint(1, 2, 1) == [True, True, True]
-    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
-    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
-    assert node.engine.leases() == []
 
 
 # ── the order in which blocks go ─────────────────────────────────────────────────────────────────
@@ -127,28 +111,6 @@ def test_a_chain_loses_its_end_first(touch: str) -> None:
     left = remaining(node, peer, chain)
     assert left == sorted(left, reverse=True)
     assert left[0]
-
-
-@pytest.mark.usefixtures("each_policy")
-def test_what_a_hint_names_stays_longer_than_what_it_does_not() -> None:
-    node, peer = attached(
-        Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0, credit_blocks_max=1)
-    )
-    peer.seal(0)
-    peer.seal(1)
-    peer.hint(0)
-    assert remaining(node, peer, range(2)) == [True, False]
-
-
-@pytest.mark.usefixtures("each_policy")
-def test_leased_blocks_stay_while_everything_else_goes() -> None:
-    node, peer = attached(Node(slots=16))
-    places = peer.seal(1, 2)
-    peer.lease(1, 1, 2)
-    for number in range(100, 160):
-        peer.seal(number)
-    assert pairs(peer.lease(2, 1, 2)) == places
-    assert not {slot for slot, _ in places} & node.raised.keys()
 
 
 # ── leases ───────────────────────────────────────────────────────────────────────────────────────

@@ -439,13 +439,7 @@ class Machine(CountedMachine):
 
 
 def test_any_order_of_events_keeps_the_promises() -> None:
-    verify_machine(Machine, examples=50, steps=50)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_many_orders_of_events_keep_the_promises() -> None:
-    verify_machine(Machine, examples=amount(30, nightly=250), steps=80)
+    verify_machine(Machine, examples=amount(50, nightly=400), steps=50)
 
 
 def test_pins_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,21 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine.events import Clear, OffersUntold
+from kvstore.engine.events import Clear
 from kvstore.engine.memory.residency import Change, Offers
 from kvstore.types import SpaceId, Tier
-from kvstore.wire.feed import Removed, Stored
+from kvstore.wire.feed import Removed
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, WHOLE, Node, Peer, key, residency_of
 
 
-def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wants_neither_changes_nor_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tell_offers=False, tell_changes=False)
     monkeypatch.setattr(node, "_held", set)
     Peer(node).store(1, 2)
+    node.step(Clear(None, None))
     assert node.engine.counters.stores_sealed == 2
+    assert not node.told
     assert not node.offered
 
 
@@ -38,7 +40,7 @@ def test_what_lies_on_disk_is_offered_once_an_engine_says_what_is_whole() -> Non
     assert node.untold == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     slice_rows=st.integers(1, 9),
     one=st.sets(st.integers(0, 11)),
@@ -69,9 +71,3 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
     assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
         Removed(*scope[:2], Tier.DRAM, key(1) + key(2))
     ]
-
-
-def test_offers_name_no_shard_and_no_token() -> None:
-    told = ("tenant", "space", "tier", "keys", "engine", "rank")
-    assert Stored.__struct_fields__ == Removed.__struct_fields__ == told
-    assert OffersUntold.__struct_fields__ == ()

@@ -160,14 +160,8 @@ class PeersMachine(DiskMachine):
         assert not self.node.engine._servings._waiting
 
 
-@pytest.mark.usefixtures("each_policy")
 def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
-    verify_machine(PeersMachine, examples=40)
-
-
-@pytest.mark.slow
-def test_many_orders_of_what_other_nodes_do_keep_the_promises() -> None:
-    verify_machine(PeersMachine, examples=amount(40, nightly=500))
+    verify_machine(PeersMachine, examples=amount(60, nightly=500))
 
 
 def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:

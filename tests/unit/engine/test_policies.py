@@ -11,7 +11,7 @@ from kvstore.engine.memory.policies import POLICIES, Mask, Words, maker
 from kvstore.errors import ConfigError
 from tests.steps import verify_machine
 from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached, key
+from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached, short
 from tests.unit.engine.test_machine import Machine
 
 CREDITS = 4
@@ -61,7 +61,7 @@ def test_what_was_read_from_disk_counts_as_used_again() -> None:
     for number in range(1000, 1192):
         peer.seal(number)
         node.write_nothing()
-    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(8))
+    assert all(node.blocks()[short(number)] == "dram+file" for number in range(8))
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:

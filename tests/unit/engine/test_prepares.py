@@ -14,7 +14,7 @@ from kvstore.types import Shard
 from kvstore.units import NS_PER_MS
 from kvstore.wire.peers import PrepareReply, PrepareRequest
 from tests.unit.engine.disk import SPACE, known
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, key, keys
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys, short
 from tests.unit.engine.peers import PeerNode
 
 SLOTS = 32
@@ -34,10 +34,6 @@ class AheadNode(PeerNode):
         (said,) = [each for each in commands if isinstance(each, BlocksPrepared)]
         assert said.ask == 7
         return said.its
-
-
-def short(number: int) -> str:
-    return key(number)[:4].hex()
 
 
 def counts(said: PrepareReply) -> tuple[int, int, int, str]:

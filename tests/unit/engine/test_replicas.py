@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kvstore.engine.events import Exited
@@ -11,8 +9,6 @@ from kvstore.types import ConnectionId
 from kvstore.wire.messages import Quiesce, Quiet, Seal, SessionClosed, SessionOpen
 from tests.unit.engine.harness import (
     LATENT,
-    REPLICAS,
-    Hellos,
     Node,
     arrays,
     attached,
@@ -20,29 +16,6 @@ from tests.unit.engine.harness import (
     keys,
     pairs,
 )
-
-
-def told(node: Node, connection: int) -> tuple[int, bool]:
-    """ShardColumn, and whether it writes."""
-    (column,) = node.last(connection, Quiesce).columns
-    return column.number, column.writes
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::3])
-def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...]) -> None:
-    node, shape = Node(), Hellos(shards=REPLICAS)
-    scheduler = node.connect(shape.scheduler_hello())
-    ranks = {rank: node.connect(shape.rank_hello(rank)) for rank in order}
-    assert [told(node, ranks[rank]) for rank in range(4)] == [
-        (0, True),
-        (0, False),
-        (1, True),
-        (1, False),
-    ]
-    for rank in reversed(order):
-        assert node.count(scheduler, SessionOpen) == 0
-        node.hear(ranks[rank], Quiet(node.last(ranks[rank], Quiesce).session))
-    assert node.last(scheduler, SessionOpen).shard_counts == (2,)
 
 
 def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:

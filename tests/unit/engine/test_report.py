@@ -13,7 +13,7 @@ from kvstore.wire.messages import Pinned
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, keys, short
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_blocks_say_where_they_are_and_show_eight_digits_of_the_key(node: Node) 
     [(slot, generation)] = peer.seal(1, rank=1)
     [row] = node.engine.blocks()
     assert msgspec.structs.asdict(row) == {
-        "key": key(1)[:4].hex(),
+        "key": short(1),
         "space": fingerprint(SMALL, weights_epoch="").hex(),
         "tenant": "t",
         "shard": "layers 0-3 heads 1-2",
@@ -112,17 +112,8 @@ def test_blocks_are_bounded_and_chosen_by_space(node: Node) -> None:
     two.seal(3)
     assert len(node.engine.blocks(limit=2)) == 2
     begin = fingerprint(SMALL, weights_epoch="w2").hex()
-    assert [row.key for row in node.engine.blocks(space=begin)] == [key(3)[:4].hex()]
+    assert [row.key for row in node.engine.blocks(space=begin)] == [short(3)]
     assert node.engine.blocks(space="zz") == []
-
-
-def test_leases_belong_to_engines(node: Node) -> None:
-    peer = Peer(node, "eng", shards=HALVES)
-    peer.store(1, 2)
-    peer.lease(4, 1, 2)
-    node.now_ns += 2_000_000
-    node.tick(1)
-    assert node.engine.leases() == [report.LeaseReport("eng", peer.session, 4, 2, 3, 9_997)]
 
 
 def test_jobs_are_ranks_that_may_write(node: Node) -> None:

@@ -10,7 +10,6 @@ from kvstore.engine.events import Candidate, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
 from kvstore.engine.why import findings
-from kvstore.engine.why.findings import Searches
 from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
@@ -204,15 +203,6 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
     ]
     assert "before the wait ended" in text(node, 0)
     node.arrive()
-
-
-def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "SEARCHES_MAX", 2)
-    kept = Searches()
-    for number in range(1, 8):
-        kept.asked(number, 1, Reason.NO_ANSWER_YET)
-    assert len(kept._by_number) == 2
-    assert [kept.get(number)[0] is not None for number in (5, 6, 7)] == [False, True, True]
 
 
 def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,17 +80,6 @@ def test_a_serving_ends_with_its_time_and_says_so() -> None:
     assert node.engine.counters.servings_expired == 1
 
 
-def test_a_peer_that_is_gone_holds_nothing() -> None:
-    node, _ = stored(1, 2)
-    node.serve(1, 1)
-    node.serve(2, 2)
-    node.serve(1, 1, peer=2)
-    node.step(PeerGone(1))
-    assert len(node.engine.leases()) == 1
-    assert node.give_back(1) == []
-    assert node.give_back(1, peer=2) == [True]
-
-
 def test_a_key_named_twice_is_served_nothing() -> None:
     node, _ = stored(1)
     assert node.serve(1, 1, 1).slots == b""

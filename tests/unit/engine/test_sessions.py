@@ -123,23 +123,17 @@ def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:
     assert not node.hangups.keys() & set(peer.ranks)
 
 
-def test_the_epoch_travels_to_the_ranks_and_is_part_of_the_space() -> None:
-    node = Node()
+def test_engines_share_within_tenant_space_and_epoch_only() -> None:
+    node = Node(slots=64)
     old = Peer(node, "a")
     old.store(1, 2)
     new = Peer(node, "b", epoch="w2")
     assert node.last(new.ranks[0], Quiesce).weights_epoch == "w2"
     assert old.hint(1, 2) == [True, True]
     assert new.hint(1, 2) == [False, False]
-
-
-def test_engines_share_within_tenant_and_space_only() -> None:
-    node = Node(slots=64)
-    writer = Peer(node, "a")
-    writer.store(1)
-    assert Peer(node, "b").hint(1) == [True]
-    assert Peer(node, "c", tenant="u").hint(1) == [False]
-    assert Peer(node, "d", space=space("other", layer_bytes=16 << 10)).hint(1) == [False]
+    assert Peer(node, "c").hint(1) == [True]
+    assert Peer(node, "d", tenant="u").hint(1) == [False]
+    assert Peer(node, "f", space=space("other", layer_bytes=16 << 10)).hint(1) == [False]
 
 
 # ── leaving and coming back ──────────────────────────────────────────────────────────────────────
@@ -179,21 +173,6 @@ def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
     assert not before & set(peer.credits()), "generations were raised"
     exited(node, old)
     assert node.granted() == len(peer.credits()), "the old pidfd means nothing any more"
-
-
-@pytest.mark.parametrize(
-    "change", [{"process": "another"}, {"rank": 1}, {"nonce": "x"}, {"tenant": "u"}]
-)
-def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any]) -> None:
-    node, peer = attached(Node())
-    old = peer.ranks[0]
-    node.end(old)
-    waiting = node.quarantined()
-    assert waiting > 0
-    node.connect(peer.rank_hello(0, **change))
-    assert node.quarantined() == waiting
-    exited(node, old)
-    assert node.quarantined() == 0
 
 
 def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:

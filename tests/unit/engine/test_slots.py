@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvstore.engine.memory.slots import TRANSITIONS, Pool, SlotEvent, Slots, SlotState
+from kvstore.engine.memory.slots import Pool, Slots
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 SLAB_WORDS = 4
@@ -33,47 +32,6 @@ def one_pool() -> tuple[Slots, Pool]:
 
 def seal(slots: Slots, words: np.ndarray, cause: int) -> None:
     slots.seal(words, words.astype(np.uint64), cause)
-
-
-def brought_to(state: SlotState) -> tuple[Slots, Pool, np.ndarray]:
-    """A slot in a state, by the way that leads there."""
-    slots, pool = one_pool()
-    words = slots.grant(pool, 1, writer=5, session=9, cause=1)
-    if state == SlotState.SEALED:
-        seal(slots, words, 2)
-    elif state == SlotState.QUARANTINED:
-        slots.lose(words, 2)
-    elif state == SlotState.FREE:
-        slots.free(words, 2)
-    assert slots.state[words].tolist() == [state]
-    return slots, pool, words
-
-
-@pytest.mark.parametrize("state", SlotState)
-@pytest.mark.parametrize("event", SlotEvent)
-def test_every_pair_of_state_and_event(state: SlotState, event: SlotEvent) -> None:
-    slots, pool, words = brought_to(state)
-    generation = int(slots.generation[words][0])
-    change: Callable[[], object] = {
-        SlotEvent.GRANT: lambda: (
-            slots.grant(pool, 1, writer=1, session=1, cause=3)
-            if state == SlotState.FREE
-            else slots._change(words, SlotEvent.GRANT, 3)
-        ),
-        SlotEvent.SEAL: lambda: seal(slots, words, 3),
-        SlotEvent.LOSE: lambda: slots.lose(words, 3),
-        SlotEvent.FREE: lambda: slots.free(words, 3),
-    }[event]
-    target = TRANSITIONS.get((state, event))
-    if target is None:
-        with pytest.raises(AssertionError, match=rf"is {state.name}, which knows no {event.value}"):
-            change()
-        assert slots.state[words].tolist() == [state], "nothing changed"
-        return
-    change()
-    assert slots.state[words].tolist() == [target]
-    assert int(slots.generation[words][0]) == generation + (target == SlotState.FREE)
-    assert (int(words[0]) in pool.free) == (target == SlotState.FREE)
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────

@@ -19,13 +19,11 @@ from tests.unit.engine.harness import (
     Peer,
     attached,
     checksum,
-    key,
     keys,
     pairs,
+    short,
     space,
 )
-
-pytestmark = pytest.mark.usefixtures("each_policy")
 
 
 def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None:
@@ -63,29 +61,19 @@ def file_knows(node: Node, *numbers: int) -> None:
 # ── seals that do not count ──────────────────────────────────────────────────────────────────────
 
 
-def nothing_published(node: Node, stale: int) -> None:
-    assert node.blocks() == {}
-    assert node.engine.counters.stale_slots == stale
-
-
-def test_a_seal_with_an_older_or_newer_generation_is_ignored() -> None:
+def test_a_seal_with_another_generation_or_of_what_is_no_slot_is_ignored() -> None:
     node, peer = attached(Node())
     granted = node.granted()
     slot, generation = peer.unused()[0]
-    peer.seal(1, places=[(slot, generation - 1)])
-    peer.seal(1, places=[(slot, generation + 1)])
-    nothing_published(node, stale=2)
+    wrong = [(slot, generation - 1), (slot, generation + 1)]
+    no_slot = [(slot + 1, generation), (2**32 - 1, 1), (32 * 16, 1)]
+    for place in (*wrong, *no_slot):
+        peer.seal(1, places=[place])
+    assert node.blocks() == {}
+    assert node.engine.counters.stale_slots == len(wrong) + len(no_slot)
     assert node.granted() == granted
     assert peer.seal(1, places=[(slot, generation)])
     assert peer.hint(1) == [True]
-
-
-def test_a_seal_of_what_is_no_slot_is_ignored() -> None:
-    node, peer = attached(Node())
-    slot, generation = peer.unused()[0]
-    peer.seal(1, 2, 3, places=[(slot + 1, generation), (2**32 - 1, 1), (32 * 16, 1)])
-    nothing_published(node, stale=3)
-    assert peer.hint(1, 2, 3) == [False] * 3
 
 
 def test_a_late_seal_of_an_earlier_session_frees_its_slot() -> None:
@@ -208,6 +196,7 @@ def release(*leases: int) -> LeaseRelease:
     return LeaseRelease(list(leases))
 
 
+@pytest.mark.usefixtures("each_policy")
 @pytest.mark.parametrize("how", ["release", "expiry", "session"])
 def test_an_arena_full_of_leases_grants_nothing_and_recovers(how: str) -> None:
     node = Node(slots=4, lease_ttl_ms=1000)
@@ -252,6 +241,7 @@ def test_room_for_half_a_block_is_no_credit_but_its_generation_is_published() ->
     assert halves.unused() == []
 
 
+@pytest.mark.usefixtures("each_policy")
 def test_room_is_made_ahead_of_need_and_the_oldest_goes() -> None:
     node, peer = attached(
         Node(slots=40, slab_slots=40, low_watermark=0.1, high_watermark=0.3), name="a"
@@ -287,4 +277,4 @@ def test_a_size_that_nobody_uses_any_more_gives_its_slabs_away() -> None:
 def test_events_of_one_step_are_taken_in_order() -> None:
     node, peer = attached(Node())
     node.step(peer.sealed(1), Ended(ConnectionId(peer.ranks[0])), peer.sealed(2))
-    assert node.blocks() == {key(1)[:4].hex(): "dram"}
+    assert node.blocks() == {short(1): "dram"}

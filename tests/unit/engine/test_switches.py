@@ -20,7 +20,7 @@ from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, attached, key, keys, space
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, attached, key, keys, short, space
 from tests.unit.engine.mortal import MortalNode
 
 OTHER = space("other", layer_bytes=16 << 10)
@@ -157,10 +157,10 @@ def test_what_came_from_disk_switches_the_disk_off_and_memory_starts_anew() -> N
     assert node.blocks() == {}
     assert node.voids == [VoidFile("t", SPACE)]
     peer.seal(1, 2)
-    assert node.blocks() == {key(n).hex()[:8]: "dram" for n in (1, 2)}
+    assert node.blocks() == {short(n): "dram" for n in (1, 2)}
     assert node.writes == [], "nothing goes to disk"
     node.step(known(3, at=50))
-    assert key(3).hex()[:8] not in node.blocks()
+    assert short(3) not in node.blocks()
     assert peer.lease(8, 1, 2, 3).promoting == 0
     assert node.reads == [], "and nothing comes from there"
     assert len(node.last(peer.scheduler, LeaseReply).slots) == 2 * 4
@@ -181,7 +181,7 @@ def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_served_meanwhile(
     peer.lease(7, 1)
     node.read_all()
     compared(peer, 7, 0)
-    left = [n for n in range(1, 6) if key(n).hex()[:8] in node.blocks()]
+    left = [n for n in range(1, 6) if short(n) in node.blocks()]
     assert len(left) == 3
     assert len(node.voids) == 1, "whatever ends the node now, the disk brings nothing back"
     assert peer.lease(8, *left).promoting == 0
@@ -208,7 +208,7 @@ def test_a_process_that_dies_before_all_is_emptied_leaves_none_of_it(
     compared(peer, 7, 0)
     assert len(node.blocks()) == 4
     node.restart(node.memory)
-    assert node.blocks() == {key(6).hex()[:8]: "dram"}
+    assert node.blocks() == {short(6): "dram"}
 
 
 def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.MonkeyPatch) -> None:

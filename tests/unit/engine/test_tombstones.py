@@ -11,9 +11,7 @@ from kvstore.engine.why.reasons import (
     Names,
     Reason,
     Tombstones,
-    restamp,
     stamp,
-    unpack,
 )
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import keys_array
@@ -33,20 +31,6 @@ def held(stones: Tombstones) -> int:
     count = int(np.count_nonzero(stones._entries[:, 1]))
     assert count <= len(stones._entries)
     return count
-
-
-def test_why_whom_and_when_come_back() -> None:
-    stones = Tombstones(block_count_max=1000)
-    stones.write(of(1, 2), array(1, 2), stamp(Reason.EVICTED_FOR_STORES, 7, 5 * NS_PER_MS))
-    stones.write(of(1, 1), array(3), stamp(Reason.CLEARED, 0, 6 * NS_PER_MS))
-    found = [unpack(int(s)) for s in stones.find(1, array(1, 3, 2))]
-    assert [(d.why, d.name, d.at_ms) for d in found] == [
-        (Reason.EVICTED_FOR_STORES, 7, 5),
-        (Reason.CLEARED, 0, 6),
-        (Reason.EVICTED_FOR_STORES, 7, 5),
-    ]
-    assert stones.find(1, array(4)).tolist() == [0]
-    assert stones.find(2, array(1)).tolist() == [0], "another space's block"
 
 
 def test_it_says_when_it_begins_to_forget() -> None:
@@ -73,14 +57,6 @@ def test_what_is_found_was_written(departures: list[tuple[int, int, int]]) -> No
         assert packed in (0, stamp(Reason.EVICTED_FOR_STORES, 1, ms * NS_PER_MS))
     assert held(stones) == len(model) - missing
     assert stones.has_overwritten or not missing
-
-
-def test_a_reason_can_be_changed() -> None:
-    first = stamp(Reason.EVICTED_FOR_STORES, 9, 5 * NS_PER_MS)
-    assert unpack(restamp(first, Reason.CROWDED_OUT)) == unpack(
-        stamp(Reason.CROWDED_OUT, 0, 5 * NS_PER_MS)
-    )
-    assert restamp(0, Reason.CROWDED_OUT) == 0
 
 
 def test_names_are_bounded() -> None:
