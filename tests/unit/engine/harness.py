@@ -429,36 +429,41 @@ class Peer(Hellos):
         ]
 
     def sealed(
-        self, *numbers: int, places: Sequence[tuple[int, int]] | None = None, rank: int = 0
+        self,
+        *numbers: int,
+        places: Sequence[tuple[int, int]] | None = None,
+        rank: int = 0,
+        group: int = 0,
+        session: int = 0,
     ) -> Received:
-        """A Seal of blocks in the oldest credits that are not used yet, or in `places`."""
+        """A Seal of blocks in the oldest credits that are not used yet, or in `places`; of this
+        session, or of another one."""
         if places is None:
-            unused = self.unused(rank)
+            unused = self.unused(rank, group)
             assert len(unused) >= len(numbers), f"{len(numbers)} blocks, {len(unused)} credits"
             places = unused[: len(numbers)]
         self.used.update(places)
         slots, generations = arrays(places)
         seal = Seal(
-            session=self.session,
+            session=session or self.session,
             keys=keys(*numbers),
             slots=slots,
             generations=generations,
             checksums=b"".join(checksum(number, rank) for number in numbers),
+            group=group,
         )
         return Received(ConnectionId(self.ranks[rank]), seal)
 
-    def seal(
-        self, *numbers: int, places: Sequence[tuple[int, int]] | None = None, rank: int = 0
-    ) -> list[tuple[int, int]]:
+    def seal(self, *numbers: int, **its: Any) -> list[tuple[int, int]]:
         """The same, heard by the node; returns where."""
-        event = self.sealed(*numbers, places=places, rank=rank)
+        event = self.sealed(*numbers, **its)
         self.node.step(event)
         assert isinstance(event.message, Seal)
         return pairs(event.message)
 
-    def unused(self, rank: int = 0) -> list[tuple[int, int]]:
+    def unused(self, rank: int = 0, group: int = 0) -> list[tuple[int, int]]:
         """Credits of a rank that writes which it has neither sealed nor dropped."""
-        mine = self.credits()[self.writers.index(rank) :: len(self.columns)]
+        mine = self.credits(group)[self.writers.index(rank) :: len(self.columns)]
         return [place for place in mine if place not in self.used]
 
     def store(self, *numbers: int) -> None:

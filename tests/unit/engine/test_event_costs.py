@@ -20,6 +20,7 @@ from kvstore.engine.events import (
     LandingUp,
     PushAsked,
     Pushed,
+    ReadFile,
     Received,
     Tick,
 )
@@ -180,7 +181,9 @@ def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
     node.engine._files.pace = ReadPace(10**10)
     node.step(known(*range(2 * MANY + 4)))
     for number in range(waiting):
-        peer.lease(number + 10, 2 * number, 2 * number + 1)
+        ask = LeaseAsk(number + 10, keys(2 * number, 2 * number + 1))
+        commands = node.engine.step([Received(ConnectionId(peer.scheduler), ask)], node.now_ns)
+        node.reads += [command for command in commands if isinstance(command, ReadFile)]
     assert len(node.engine._files._queue) == waiting
     return node, peer
 

@@ -28,7 +28,7 @@ from kvstore.wire.messages import (
 )
 from tests.kit.moves_check import check_fetches
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, keys, pairs, short
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys, pairs, short
 from tests.unit.engine.peers import PeerNode
 
 
@@ -40,13 +40,8 @@ def told_of(node: PeerNode, peer: Peer) -> list[LeaseMore]:
     return [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
 
 
-def attached(**config: int) -> tuple[PeerNode, Peer]:
-    node = PeerNode(**config)
-    return node, Peer(node)
-
-
 def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     reply = peer.lease(1, 1, 2, 3)
     assert (reply.slots, reply.promoting, reply.promoting_ms >= 2) == (b"", 3, True)
     (question,) = node.locates
@@ -66,7 +61,7 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
 
 
 def test_the_same_is_not_asked_twice_at_a_time_nor_at_once_again() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.hint(1, 2, 3)
     assert peer.lease(1, 1, 2, 3).promoting == 3
     assert len(node.locates) == 1
@@ -78,7 +73,7 @@ def test_the_same_is_not_asked_twice_at_a_time_nor_at_once_again() -> None:
 
 
 def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     for number in range(UNANSWERED_MAX):
         peer.hint(number)
         node.locate(is_known=False)
@@ -99,7 +94,7 @@ def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() 
 
 
 def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None:
-    node, peer = attached(lease_count_max=4 * LOOKS_PER_STEP)
+    node, peer = attached(PeerNode(lease_count_max=4 * LOOKS_PER_STEP))
     leases = range(1, 2 * LOOKS_PER_STEP + 2)
     for lease in leases:
         peer.lease(lease, 1)
@@ -118,7 +113,7 @@ def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None
 
 
 def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.hint(1, 2, 3)
     node.locate(("a", 1), ("b", 3), ("c", 2))
     assert node.fetches[0].node == "b"
@@ -132,7 +127,7 @@ def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
 def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
     """It was slow when many asked at once: not asked any more, it would be taken for slow for
     ever."""
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     node.hear(peer.scheduler, Measured(compute_ns_per_token=1_000_000, load_ns_per_token=10))
     for number in (1, 2):
         peer.hint(number)
@@ -153,7 +148,7 @@ def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
 
 
 def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     size = peer.rank_hello(0).groups[0].block_bytes
     node.hear(peer.scheduler, Measured(compute_ns_per_token=size, load_ns_per_token=1))
     pays_ns = 8 * SMALL_READ_BYTES  # for a fetch of a block of 16 tokens
@@ -174,7 +169,7 @@ def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does(
 
 
 def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     node.engine._fetches._peer("far").pace = ReadPace(10**9)
     first, second = range(1, 4), range(11, 14)
     begun = [peer.lease(number, *its).promoting_ms for number, its in ((1, first), (2, second))]
@@ -188,7 +183,7 @@ def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() 
 
 
 def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:
-    node, peer = attached(fetches_always=True)
+    node, peer = attached(PeerNode(fetches_always=True))
     node.hear(peer.scheduler, Measured(compute_ns_per_token=1, load_ns_per_token=1))
     peer.hint(1, 2)
     node.locate(("short", 1), ("long", 2))
@@ -196,7 +191,7 @@ def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:
 
 
 def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     for failures in range(3):
         peer.hint(100 + failures)
         node.locate(("bad", 1))
@@ -215,7 +210,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> N
 
 def test_what_ends_with_one_session_is_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches_module, "FETCH_BYTES", SLOT_BYTES_MIN)
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.hint(*range(1, 7))
     node.locate(("far", 6))
     assert len(node.fetches) == 6
@@ -228,7 +223,7 @@ def test_what_ends_with_one_session_is_one_failure(monkeypatch: pytest.MonkeyPat
 
 
 def test_questions_that_an_index_leaves_at_one_time_are_one_silence() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     for number in range(3 * UNANSWERED_MAX):
         peer.hint(number)
     for _ in range(3 * UNANSWERED_MAX):
@@ -241,7 +236,7 @@ def test_questions_that_an_index_leaves_at_one_time_are_one_silence() -> None:
 @pytest.mark.parametrize("limit", ["LOCATES_MAX", "COMING_BYTES_MAX", "COMING_BYTES_PER_ENGINE"])
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(fetches_module, limit, 2 * (1 if limit == "LOCATES_MAX" else COMING_BYTES))
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     for number in range(5):
         peer.hint(number)
     assert len(node.locates) == 2

@@ -34,7 +34,6 @@ from tests.unit.engine.harness import (
     Peer,
     arrays,
     attached,
-    checksum,
     keys,
     pairs,
     space,
@@ -43,22 +42,6 @@ from tests.unit.engine.harness import (
 LARGE = space("window")
 """With blocks of another size than those of SMALL."""
 BOTH = ((LARGE, (WHOLE,)),)
-
-
-def sealed(
-    peer: Peer, *numbers: int, group: int, of: int | None = None, session: int | None = None
-) -> Seal:
-    """A Seal for a group, in the oldest credits of a group (`of`)."""
-    places = peer.credits(group if of is None else of)[: len(numbers)]
-    slots, generations = arrays(places)
-    return Seal(
-        peer.session if session is None else session,
-        keys(*numbers),
-        slots,
-        generations,
-        b"".join(checksum(number) for number in numbers),
-        group,
-    )
 
 
 def refusal(node: Node, connection: int) -> Refused:
@@ -78,7 +61,7 @@ def test_each_group_has_credits_and_blocks_of_its_own() -> None:
     hello = peer.rank_hello(0)
     for group in (0, 1):
         assert sizes(node, peer, group) == {slot_bytes(hello.groups[group].block_bytes)}
-    node.hear(peer.ranks[0], sealed(peer, 1, 2, group=1))
+    peer.seal(1, 2, group=1)
     assert (peer.hint(1, 2), peer.hint(1, 2, group=1)) == ([False, False], [True, True])
     assert pairs(peer.lease(1, 1, 2)) == []
     assert len(pairs(peer.lease(2, 1, 2, group=1))) == 2
@@ -90,16 +73,15 @@ def test_each_group_has_credits_and_blocks_of_its_own() -> None:
 def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
     node, peer = attached(Node(slots=64), more=BOTH)
     before = node.granted()
-    (rank,) = peer.ranks
-    node.hear(rank, sealed(peer, 1, group=0, of=1))
-    node.hear(rank, sealed(peer, 1, group=1, of=0))
+    ones, others = (peer.credits(group)[:1] for group in (0, 1))
+    peer.seal(1, places=others, group=0)
+    peer.seal(1, places=ones, group=1)
     # A session's number and a group's index make one number, which must not be had otherwise.
-    node.hear(rank, sealed(peer, 1, group=0, of=1, session=peer.session + 1))
-    slots, generations = arrays(peer.credits(1)[:1])
-    node.hear(rank, Drop(peer.session + 1, slots, generations))
+    peer.seal(1, places=others, session=peer.session + 1)
+    node.hear(peer.ranks[0], Drop(peer.session + 1, *arrays(others)))
     assert node.granted() == before
     assert peer.hint(1) == peer.hint(1, group=1) == [False]
-    node.hear(rank, sealed(peer, 1, group=1))
+    peer.seal(1, places=others, group=1)
     assert peer.hint(1, group=1) == [True]
 
 
@@ -111,8 +93,8 @@ def test_windows_are_no_prefix_in_events_and_for_inspect(monkeypatch: pytest.Mon
         for kind in (FULL_ATTENTION, "window of 256 tokens")
     )
     peer = Peer(node, space=full, more=((window, (WHOLE,)),))
-    node.hear(peer.ranks[0], sealed(peer, 1, 2, group=0))
-    node.hear(peer.ranks[0], sealed(peer, 2, 3, group=1))
+    peer.seal(1, 2)
+    peer.seal(2, 3, group=1)
     space_id = fingerprint(full, weights_epoch="")
     assert {(told[2], told[4]) for told in node.told} == {(space_id, keys(n)) for n in (1, 2)}
     assert {(row.group, row.blocks_dram) for row in node.engine.spaces()} == {

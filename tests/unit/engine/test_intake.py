@@ -11,9 +11,9 @@ from kvstore.engine.events import Clear
 from kvstore.engine.state import Off
 from kvstore.wire.messages import LeaseMore
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import Node, Peer, pairs, short
+from tests.unit.engine.harness import Node, Peer, attached, pairs, short
+from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.pushing import PushPair
-from tests.unit.engine.test_fetches import attached
 
 
 class Way:
@@ -49,7 +49,7 @@ def from_disk() -> Way:
 
 
 def fetched() -> Way:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1)
     node.locate(("far", 1))
     return Way(node, peer, lambda good: node.arrive([good]))

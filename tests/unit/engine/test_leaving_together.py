@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kvstore.wire.messages import LeaseRelease, Seal
+from kvstore.wire.messages import LeaseRelease
 from kvstore.wire.space import FULL_ATTENTION, Space, name_group
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, arrays, checksum, key, keys
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key
 
 SLOTS = 96
 BLOCKS, WINDOW = 8, 2
@@ -36,13 +36,7 @@ def peer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pee
 
 def store(peer: Peer, numbers: Sequence[int], group: int) -> None:
     for number in numbers:
-        place = next(place for place in peer.credits(group) if place not in peer.used)
-        peer.used.add(place)
-        slots, generations = arrays([place])
-        sums = checksum(number)
-        peer.node.hear(
-            peer.ranks[0], Seal(peer.session, keys(number), slots, generations, sums, group)
-        )
+        peer.seal(number, group=group)
 
 
 def held(peer: Peer, space: Space) -> set[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from kvstore.engine.events import (
     Clear,
@@ -58,8 +57,7 @@ def test_groups_keep_apart() -> None:
     pair.prefill = Peer(pair.p, "p", more=more)
     pair.decode = Peer(pair.d, "d", more=more)
     pair.open()
-    sealed = pair.prefill.sealed(1, places=pair.prefill.credits(1)[:1])
-    pair.p.step(replace(sealed, message=replace(sealed.message, group=1)))
+    pair.prefill.seal(1, group=1)
     pair.sort()
     pair.d.hear(pair.decode.scheduler, PushExpect("r", "p", keys(1), 5000, group=1))
     pair.sort()

@@ -14,17 +14,12 @@ from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
-from tests.unit.engine.harness import Peer
+from tests.unit.engine.harness import Peer, attached
 from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_explain import ranges, texts, told
 
 Row = tuple[int, int, str, Reason, str, Reason]
 """First block, blocks, tier, reason, node, what became of asking."""
-
-
-def attached(**config: int) -> tuple[PeerNode, Peer]:
-    node = PeerNode(**config)
-    return node, Peer(node)
 
 
 def end(node: PeerNode, peer: Peer, *, blocks: int, loaded: int = 0, **more: Any) -> list[Row]:
@@ -39,7 +34,7 @@ def text(node: PeerNode, at: int = -1) -> str:
 
 
 def test_what_came_says_from_whom_and_how_long_it_took() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1, 2, 3, 4)
     node.locate(("far", 3))
     node.now_ns += 31_500_000
@@ -54,7 +49,7 @@ def test_what_came_says_from_whom_and_how_long_it_took() -> None:
 
 
 def test_an_index_that_does_not_answer_is_named() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1)
     assert end(node, peer, blocks=1) == [(0, 1, "", Reason.NEVER_STORED, "", Reason.NO_ANSWER_YET)]
     node.locate(is_known=False)
@@ -73,7 +68,7 @@ def test_an_index_that_does_not_answer_is_named() -> None:
 
 def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "LOCATES_MAX", 1)
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.hint(9)
     peer.lease(1, 1)
     assert end(node, peer, blocks=1) == [
@@ -82,7 +77,7 @@ def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     size = peer.rank_hello(0).groups[0].block_bytes
     node.hear(peer.scheduler, Measured(compute_ns_per_token=size // 16, load_ns_per_token=1))
     peer.lease(1, 1, 2, 3)
@@ -103,7 +98,7 @@ def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
 
 
 def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1)
     node.locate(("far", 1))
     fetch = node.fetches.pop()
@@ -128,7 +123,7 @@ def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
     ],
 )
 def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said: str) -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1, 2, 3)
     node.locate(("far", 3))
     (fetch,) = node.fetches
@@ -146,7 +141,7 @@ def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said:
 
 
 def test_no_room_for_all_and_then_for_nothing() -> None:
-    node, peer = attached(slots=32)
+    node, peer = attached(PeerNode(slots=32))
     peer.lease(1, *range(1, 21))
     node.locate(("far", 20))
     assert sum(len(fetch.slots) for fetch in node.fetches) == 8, "a quarter of the arena"
@@ -166,7 +161,7 @@ def test_no_room_for_all_and_then_for_nothing() -> None:
 
 def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "FETCH_BYTES", 2 * SLOT_BYTES_MIN)
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1, 2, 3, 4)
     node.locate(("far", 4))
     node.arrive()
@@ -181,7 +176,7 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
 
 
 def test_who_did_not_wait_was_not_too_late_but_quicker() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1, 2)
     node.locate(("far", 2))
     node.hear(peer.scheduler, LeaseRelease(leases=[1]))
@@ -192,7 +187,7 @@ def test_who_did_not_wait_was_not_too_late_but_quicker() -> None:
 
 
 def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() -> None:
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1, 2, 3, 4)
     node.locate(("far", 3))
     peer.lease(2, 3, 4, 5)
@@ -207,7 +202,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
 
 def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "SEARCHES_MAX", 1)
-    node, peer = attached()
+    node, peer = attached(PeerNode())
     peer.lease(1, 1)
     node.locate(("far", 1))
     node.arrive()
