@@ -3,18 +3,13 @@ block, a lease or a read meanwhile, each wait ends, and nothing of it is left.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvstore.engine.events import (
     AnswerPeer,
     Clear,
-    Event,
     FileGone,
-    FileKnown,
     FileRead,
-    FileReclaim,
     Received,
     Serve,
 )
@@ -30,11 +25,6 @@ from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
 
 SCOPE = Scope("t", SPACE, WHOLE, BLOCK_BYTES)
-GONE: dict[str, Event] = {
-    "gone": FileGone(SCOPE, keys(2), places(2, 1)),
-    "cleared": Clear(None, None),
-    "reclaimed": FileReclaim(1, (FileKnown(SCOPE, keys(2), places(2, 1), b""),)),
-}
 
 
 def on_disk(blocks: int, *, slots: int) -> tuple[DiskNode, Peer]:
@@ -132,73 +122,6 @@ def test_what_dram_has_no_room_for_is_not_waited_for() -> None:
     }
     assert came[1] == 6 > came[2]
     assert sent[-1].promoting == 0, "the rest does not come, and nobody waits for it"
-
-
-@pytest.mark.parametrize("how", GONE)
-def test_a_block_that_leaves_the_disk_while_it_is_queued_ends_the_wait(
-    how: str, crowded: tuple[DiskNode, Peer]
-) -> None:
-    node, peer = crowded
-    assert peer.lease(2, 2, 3).promoting == 2
-    node.step(GONE[how])
-    assert news(node, peer, 2) == [(0, 0)]
-
-
-def _expire(node: DiskNode, peer: Peer) -> None:
-    node.tick(ms=3600_000)
-
-
-def _end(node: DiskNode, peer: Peer) -> None:
-    node.end(peer.scheduler, *peer.ranks)
-
-
-def _release(node: DiskNode, peer: Peer) -> None:
-    node.hear(peer.scheduler, LeaseRelease([2]))
-
-
-@pytest.mark.parametrize("end", [_expire, _end, _release])
-def test_a_wait_ends_with_its_lease_however_that_ends(
-    end: Callable[[DiskNode, Peer], None], crowded: tuple[DiskNode, Peer]
-) -> None:
-    node, peer = crowded
-    peer.lease(2, 2, 3)
-    (read,) = node.reads
-    end(node, peer)
-    node.answer(read)
-    assert not node.reads
-    assert news(node, peer, 2) == []
-
-
-def test_where_reads_that_hang_have_all_the_room_nothing_is_waited_for(
-    crowded: tuple[DiskNode, Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, peer = crowded
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 1 << 40)
-    peer.lease(2, *range(2, 9))
-    peer.lease(3, 20)
-    hung = list(node.reads)
-    for read in hung:
-        node.be_late(read)
-    node.step()
-    assert node.last(peer.scheduler, LeaseMore).lease == 3
-    assert peer.lease(4, 21).promoting == 0
-    assert node.reads == hung
-    assert news(node, peer, 3) == [(0, 0)]
-
-
-def test_a_read_that_failed_is_waited_for_by_nobody_who_does_not_queue_it(
-    crowded: tuple[DiskNode, Peer],
-) -> None:
-    """Another lease has the block in its queue, and ends."""
-    node, peer = crowded
-    peer.lease(2, 2, 3)
-    peer.lease(3, 2, 3, 4)
-    node.answer(node.reads[0])
-    (read,) = node.reads
-    assert read.keys == keys(2)
-    node.answer(read, [False])
-    node.hear(peer.scheduler, LeaseRelease([3]))
-    assert news(node, peer, 2) == [(0, 0)]
 
 
 def test_what_is_given_up_takes_no_room_in_the_queue(crowded: tuple[DiskNode, Peer]) -> None:

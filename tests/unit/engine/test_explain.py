@@ -292,15 +292,6 @@ def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(node.engine.explain.requests("", limit=2)) == 2
 
 
-def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "FINDINGS_MAX", 2)
-    node, peer = attached(Node())
-    for lease in (1, 2, 3):
-        peer.lease(lease, 1)
-    told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", Reason.NOT_REMEMBERED)]
-
-
 def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "PENDING_KEYS_MAX", 3)
     node, peer = attached(Node())
@@ -312,18 +303,6 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
     peer.lease(3, 1, 2)
     told(node, peer, blocks=2, leases=[3])
     assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)], "a tick made room"
-
-
-def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "LOOKS_PER_TICK", 2)
-    node, peer = attached(Node())
-    for lease in (1, 2, 3):
-        peer.lease(lease, 1, 2)
-    left = []
-    for _ in range(4):
-        left.append(len(node.state.trail._pending))
-        node.tick()
-    assert left == [3, 2, 1, 0]
 
 
 def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

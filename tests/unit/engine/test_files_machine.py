@@ -28,8 +28,11 @@ from kvstore.engine.events import (
     FileWritten,
     ReadFile,
 )
+from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.moves.writes import Writes
+from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from tests.amounts import amount
@@ -65,6 +68,8 @@ class DiskMachine(CountedMachine):
         self.leased: dict[int, list[int]] = {}
         """Blocks that each open lease still waits for, in order."""
         self.heard = 0
+        self.promised: dict[int, int] = {}
+        """Blocks that each lease was told to be on their way, when it heard of them last."""
 
     def make_node(self, **config: Any) -> DiskNode:
         """What the rules drive."""
@@ -101,6 +106,13 @@ class DiskMachine(CountedMachine):
     @rule()
     def clears(self) -> None:
         self.node.step(Clear(None, None))
+
+    @rule(ms=st.sampled_from([1, 600, 11_000]))
+    def time_passes(self, ms: int) -> None:
+        self.node.tick(ms)
+        if ms > self.node.config.lease_ttl_ms:
+            self.leased.clear()
+        self.listen()
 
     # ── the disk ─────────────────────────────────────────────────────────────────────────────────
 
@@ -197,6 +209,8 @@ class DiskMachine(CountedMachine):
                     assert wanted, "another block's bytes, behind the last"
                     assert self.arena.get(place) == wanted.pop(0), "another block's bytes"
                 assert message.promoting <= len(wanted)
+            if isinstance(message, LeaseReply | LeaseMore):
+                self.promised[message.lease] = message.promoting
         self.heard = len(sent)
 
     @invariant()
@@ -209,6 +223,8 @@ class DiskMachine(CountedMachine):
         while self.node.reads:
             self.a_read_ends(0, good=True)
         self.node.write_all()
+        self.listen()
+        assert not any(self.promised[lease] for lease in self.leased), "a wait that does not end"
         while self.leased:
             self.lets_go()
         files = self.node.engine._files
@@ -219,8 +235,21 @@ class DiskMachine(CountedMachine):
         assert not self.node.state.slots.leases.any()
 
 
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk reads one block at a time: all others queue for it."""
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+
+
 @pytest.mark.usefixtures("each_policy")
 def test_any_order_of_stores_lookups_and_disk_keeps_the_promises() -> None:
+    verify_machine(DiskMachine, examples=amount(25, nightly=150))
+
+
+@pytest.mark.usefixtures("crowded")
+def test_whoever_queues_for_the_disk_is_told_when_it_ends() -> None:
     verify_machine(DiskMachine, examples=amount(40, nightly=250))
 
 
@@ -232,6 +261,9 @@ class ThriftyMachine(DiskMachine):
     @initialize()
     def a_disk_with_records(self) -> None:
         """None: what is on disk is not written."""
+
+    def time_passes(self, ms: int) -> None:
+        """It does not: budget would come back."""
 
     @invariant()
     def paid(self) -> None:

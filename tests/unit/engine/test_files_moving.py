@@ -7,7 +7,6 @@ import pytest
 
 from kvstore.engine.events import (
     Clear,
-    FileCommand,
     FileGone,
     FileKnown,
     FileRead,
@@ -80,21 +79,6 @@ def test_what_is_sealed_is_written_once() -> None:
     peer.seal(1)
     assert node.writes == [], "known already"
     assert node.engine.counters.file_blocks_written == 2
-
-
-def test_a_node_without_a_file_tier_writes_nothing() -> None:
-    node, peer = attached(Node())
-    commands = node.step(peer.sealed(1))
-    commands += node.step(Clear(None, None))
-    assert not any(isinstance(command, FileCommand) for command in commands)
-
-
-def test_what_failed_to_be_written_is_in_dram_only() -> None:
-    node, peer = attached(DiskNode())
-    peer.seal(1)
-    node.write_nothing()
-    assert node.blocks() == {short(1): "dram"}
-    assert node.engine.counters.file_writes_dropped == 1
 
 
 def test_a_block_that_was_cleared_while_it_was_written_is_not_taken_for_written() -> None:

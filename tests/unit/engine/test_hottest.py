@@ -51,18 +51,12 @@ def test_spaces_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.space == second.space != third.space
 
 
-def test_a_block_in_shards_of_two_ranks_is_named_once() -> None:
+def test_a_block_in_shards_of_two_ranks_is_named_once_and_slots_that_are_granted_are_not() -> None:
     node, peer = attached(Node(slots=SLOTS), shards=HALVES)
+    assert runs(node, 1.0) == []
     peer.store(1, 2)
     peer.lease(1, 1, 2)
     assert runs(node, 1.0) == [keys(1, 2)]
-
-
-def test_slots_that_are_granted_or_empty_are_left_out() -> None:
-    node, peer = attached(Node(slots=SLOTS))
-    assert runs(node, 1.0) == []
-    peer.store(1)
-    assert runs(node, 1.0) == [keys(1)]
 
 
 def test_a_block_that_leaves_between_two_questions_is_left_out() -> None:

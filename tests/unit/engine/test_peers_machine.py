@@ -115,13 +115,6 @@ class PeersMachine(DiskMachine):
         self.served = {name: served for name, served in self.served.items() if name[0] != peer}
         self.listen()
 
-    @rule(ms=st.sampled_from([1, 600, 11_000]))
-    def time_passes(self, ms: int) -> None:
-        self.node.tick(ms)
-        if ms > self.node.config.lease_ttl_ms:
-            self.leased.clear()
-        self.listen()
-
     def listen(self) -> None:
         """Whoever is served blocks is served those that he asked for."""
         super().listen()

@@ -14,9 +14,10 @@ from kvstore.engine.why.trail import Trail
 from kvstore.obs.reasons import of_pushes, of_range, story_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import LeaseRelease, Story
+from kvstore.wire.messages import LeaseRelease
 from tests.kit.parts_check import check_trail
-from tests.unit.engine.harness import TOKENS, Node, Peer
+from tests.unit.engine import test_explain
+from tests.unit.engine.harness import Node, Peer
 from tests.unit.engine.pushing import PushPair
 
 
@@ -28,20 +29,10 @@ def pair() -> Iterator[PushPair]:
     pair.at_rest()
 
 
-def told(node: Node, peer: Peer, *, blocks: int, loaded: int = 0, lease: int = 1) -> RequestReport:
-    story = Story(
-        request="cmpl-r",
-        prompt_tokens=blocks * TOKENS + 3,
-        loaded_tokens=loaded * TOKENS,
-        session=peer.session,
-        leases=[lease],
-        outcome="" if loaded else "not stored",
-        queued_ns=20 * NS_PER_MS,
-        first_token_ns=50 * NS_PER_MS,
-        transfer="r",
-    )
-    node.hear(peer.scheduler, story)
-    (row,) = decode_rows(RequestReport, encode_rows(node.engine.explain.requests("", limit=1)))
+def told(node: Node, peer: Peer, *, blocks: int, loaded: int = 0) -> RequestReport:
+    times = {"queued_ns": 20 * NS_PER_MS, "first_token_ns": 50 * NS_PER_MS}
+    told = test_explain.told(node, peer, blocks=blocks, loaded=loaded, transfer="r", **times)
+    (row,) = decode_rows(RequestReport, encode_rows([told]))
     return row
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvstore.engine.memory.shares import QuotaGroup
+from kvstore.engine.memory.shares import OTHERS, QuotaGroup, Quotas
 from kvstore.engine.memory.slots import Pool
 from kvstore.engine.moves.intake import Admission
 from kvstore.engine.sessions.owners import Asker, OwnerGroup
@@ -32,6 +32,17 @@ def fill(peer: Peer, first: int, count: int) -> None:
     for number in range(first, first + count):
         if peer.unused():
             peer.seal(number)
+
+
+def test_who_gives_way_to_whom() -> None:
+    table = Quotas([("a", 30), ("b", 30)], arena_bytes=100)
+    a, b = QuotaGroup(1), QuotaGroup(2)
+    table.held[:] = [45, 10, 45]
+    assert table.givers(a, 20) == [b, OTHERS, a], "below its share: the furthest above gives first"
+    assert table.givers(a, 21) == [a, b, OTHERS], "above it: its own first"
+    assert table.givers(b, 0) == [b, OTHERS], "who is below his share gives nothing"
+    assert [table.spare_bytes(g, a) for g in (OTHERS, a, b)] == [5, 10, 15]
+    assert table.can_lose(a, 10).tolist() == [False, True, True]
 
 
 def test_memory_that_nobody_uses_is_for_everybody_and_comes_back() -> None:

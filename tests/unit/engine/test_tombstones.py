@@ -33,14 +33,6 @@ def held(stones: Tombstones) -> int:
     return count
 
 
-def test_it_says_when_it_begins_to_forget() -> None:
-    stones = Tombstones(block_count_max=16)
-    stones.write(of(1, 64), array(*range(64)), stamp(Reason.EVICTED_FOR_STORES, 0, NS_PER_MS))
-    assert held(stones) <= len(stones._entries) == 16
-    stones.write(of(1, 64), array(*range(64, 128)), stamp(Reason.EVICTED_FOR_STORES, 0, NS_PER_MS))
-    assert stones.has_overwritten
-
-
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40), st.integers(1, 9)), max_size=60))
 def test_what_is_found_was_written(departures: list[tuple[int, int, int]]) -> None:
     """Against a dict: an entry is either the latest departure of that very block, or none."""
