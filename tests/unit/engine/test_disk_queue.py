@@ -3,6 +3,7 @@ block, a lease or a read meanwhile, each wait ends, and nothing of it is left.""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvstore.engine.events import (
@@ -14,7 +15,7 @@ from kvstore.engine.events import (
     Serve,
 )
 from kvstore.engine.moves import files as files_module
-from kvstore.engine.moves.files import STALE_MAX
+from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import MIB
@@ -136,6 +137,19 @@ def test_what_is_given_up_takes_no_room_in_the_queue(crowded: tuple[DiskNode, Pe
     node.answer(node.reads[0])
     peer.hint(30)
     assert node.reads[0].keys == keys(30), "what nobody waits for has its turn again"
+
+
+def test_reads_that_change_again_and_again_leave_few_stale_places() -> None:
+    """As when leases grow."""
+    node, _ = attached(DiskNode())
+    (owner,) = node.state.owners.values()
+    queue = ReadQueue(64)
+    for number in range(3 * READS_COUNTED):
+        rows = [number % 64, (number + 1) % 64]
+        names = np.array([row.to_bytes(32, "little") for row in rows], dtype="V32")
+        queue.enter((1, number % 50), owner.groups[0].asker, names, np.array([rows]))
+    assert len(queue._order) <= 2 * len(queue) + STALE_MAX + 1
+    assert len(queue) == 50
 
 
 def test_blocks_that_are_gone_are_passed_over_in_more_than_one_step(

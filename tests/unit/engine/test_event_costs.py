@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +48,6 @@ from kvstore.wire.messages import (
     Verified,
 )
 from kvstore.wire.record import Scope
-from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, keys
 from tests.unit.engine.pushing import PushNode, push_grant
@@ -171,7 +172,7 @@ def test_what_inspect_asks_looks_at_no_column_for_each_space_or_rank() -> None:
     assert many <= 6 * few < node.config.block_count_max, "some numbers for each row, no column"
 
 
-# ── the queue for the disk ───────────────────────────────────────────────────────────────────────
+# ── the queue for the disk, and pushes ───────────────────────────────────────────────────────────
 
 
 def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
@@ -188,39 +189,12 @@ def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
     return node, peer
 
 
-DISK: dict[str, Callable[[DiskNode, Peer], Event]] = {
-    "read": lambda node, _: FileRead(node.reads[0].job, b"\1"),
-    "late": lambda node, _: FileLate(node.reads[0].job),
-    "release": lambda _, peer: Received(ConnectionId(peer.scheduler), LeaseRelease(leases=[30])),
-    "gone": lambda *_: FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(7), places(8, 1)),
+DISK: dict[str, Callable[[DiskNode, Peer], list[Event]]] = {
+    "read": lambda node, _: [FileRead(node.reads[0].job, b"\1")],
+    "late": lambda node, _: [FileLate(node.reads[0].job)],
+    "release": lambda _, peer: [Received(ConnectionId(peer.scheduler), LeaseRelease(leases=[30]))],
+    "gone": lambda *_: [FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(7), places(8, 1))],
 }
-
-
-@pytest.mark.parametrize("name", DISK)
-def test_no_event_of_the_disk_looks_at_all_that_is_queued(name: str) -> None:
-    found = []
-    for waiting in (FEW, MANY):
-        node, peer = _disk_crowd(waiting)
-        event = DISK[name](node, peer)
-        found.append(instructions_of(node.engine, event, now_ns=node.now_ns + 1))
-    few, many = found
-    assert many < few + MANY
-
-
-def test_an_ask_adds_up_a_bounded_number_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "READS_COUNTED", FEW)
-    found = []
-    for waiting in (FEW, MANY):
-        node, peer = _disk_crowd(waiting)
-        asked = Received(
-            ConnectionId(peer.scheduler), LeaseAsk(lease=1, keys=keys(*range(1024, 1028)))
-        )
-        found.append(instructions_of(node.engine, asked, now_ns=node.now_ns + 1))
-    few, many = found
-    assert many < few + MANY
-
-
-# ── pushes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def crowd(waiting: int, *, is_here: bool = False) -> tuple[PushNode, Peer]:
@@ -270,46 +244,56 @@ PUSHES: dict[str, Callable[[PushNode, Peer], list[Event]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUSHES)
-@pytest.mark.parametrize("is_here", [False, True])
-def test_no_event_of_pushes_looks_at_all_requests_that_wait(name: str, is_here: bool) -> None:
-    if is_here and name == "landed":
-        return  # a prefill on this node has no landing
+def _grants(waiting: int) -> tuple[PushNode, Peer]:
+    """A prefill node that was asked for so many prompts of one block, by several nodes."""
+    node = PushNode("p", slots=64)
+    peer = Peer(node)
+    for number in range(waiting):
+        its = {"transfer": f"r{number}", "space": SPACE, "deadline_ms": 600_000}
+        asked = PushAsked(number // 64 + 1, "d", push_grant(number, keys(number), **its))
+        opened = Received(ConnectionId(peer.scheduler), PushOpen(f"r{number}"))
+        node.engine.step([opened, asked, Tick()], node.now_ns)
+    assert len(node.engine._pushes) == waiting
+    return node, peer
+
+
+CROWDS: dict[
+    str, tuple[Callable[[int], tuple[Any, Peer]], dict[str, Callable[..., list[Event]]]]
+] = {
+    "disk": (_disk_crowd, DISK),
+    "pushes": (crowd, PUSHES),
+    # A prefill on this node has no landing.
+    "pushes here": (
+        partial(crowd, is_here=True),
+        {name: event for name, event in PUSHES.items() if name != "landed"},
+    ),
+    "grants": (_grants, {name: PUSHES[name] for name in ("open", "close", "tick")}),
+}
+
+
+@pytest.mark.parametrize(
+    ("crowd", "event"), [(name, event) for name, (_, events) in CROWDS.items() for event in events]
+)
+def test_no_event_looks_at_all_that_wait(crowd: str, event: str) -> None:
+    make_crowd, events = CROWDS[crowd]
     found = []
     for waiting in (FEW, MANY):
-        node, peer = crowd(waiting, is_here=is_here)
-        events = PUSHES[name](node, peer)
-        found.append(instructions_of(node.engine, *events, now_ns=node.now_ns + 1))
+        node, peer = make_crowd(waiting)
+        its = events[event](node, peer)
+        found.append(instructions_of(node.engine, *its, now_ns=node.now_ns + 1))
     few, many = found
     assert many < few + MANY, "instructions; a look at one takes some"
 
 
-@pytest.mark.parametrize("name", ["open", "close", "tick"])
-def test_no_event_of_a_prefill_node_looks_at_all_grants(name: str) -> None:
+def test_an_ask_adds_up_a_bounded_number_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "READS_COUNTED", FEW)
     found = []
     for waiting in (FEW, MANY):
-        node = PushNode("p", slots=64)
-        peer = Peer(node)
-        for number in range(waiting):
-            transfer = f"r{number}"
-            opened: list[Event] = [
-                Received(ConnectionId(peer.scheduler), PushOpen(transfer)),
-                PushAsked(
-                    number // 64 + 1,
-                    "d",
-                    push_grant(
-                        number,
-                        keys(number),
-                        transfer=transfer,
-                        space=fingerprint(SMALL, weights_epoch=""),
-                        deadline_ms=600_000,
-                    ),
-                ),
-            ]
-            node.engine.step([*opened, Tick()], node.now_ns)
-        assert len(node.engine._pushes) == waiting
-        events = PUSHES[name](node, peer)
-        found.append(instructions_of(node.engine, *events, now_ns=node.now_ns + 1))
+        node, peer = _disk_crowd(waiting)
+        asked = Received(
+            ConnectionId(peer.scheduler), LeaseAsk(lease=1, keys=keys(*range(1024, 1028)))
+        )
+        found.append(instructions_of(node.engine, asked, now_ns=node.now_ns + 1))
     few, many = found
     assert many < few + MANY
 

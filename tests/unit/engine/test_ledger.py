@@ -119,6 +119,17 @@ def test_a_request_is_split_among_its_tiers_and_nothing_is_left_over() -> None:
     assert sums.total().net_gpu_ns == 4 * (100 - 71)
 
 
+def test_rows_that_saved_the_same_have_an_order() -> None:
+    sums = ledger.Ledger()
+    for pair in (("b", "t"), ("a", "u"), ("a", "t")):
+        sums.count(pair, Story("r", loaded_tokens=1, saved_ns=8, load_ns=2), [])
+    assert [(row.model, row.tenant) for row in sums.report()] == [
+        ("a", "t"),
+        ("a", "u"),
+        ("b", "t"),
+    ]
+
+
 @given(
     st.lists(st.integers(0, 1 << 50), min_size=4, max_size=4),
     st.lists(st.integers(0, 1 << 32), min_size=3, max_size=3),

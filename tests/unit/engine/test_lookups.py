@@ -6,22 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import FileGone, FileKnown
 from kvstore.types import SLOT_BYTES_MIN, Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     KEYS_PER_DATAGRAM_MAX,
+    LeaseAsk,
     LeaseRelease,
     LeaseRenew,
     encode,
 )
-from kvstore.wire.record import Scope
-from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
-    WHOLE,
     Node,
     Peer,
     attached,
@@ -52,28 +48,20 @@ def test_with_two_ranks_the_run_ends_where_either_misses_and_slots_alternate() -
     assert peer.hint(1, 3, 4, 2) == [True, False, False, True]
 
 
-def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
-    node, peer = attached(Node())
-    space_id = fingerprint(SMALL, weights_epoch="")
-    node.step(
-        FileKnown(
-            Scope("t", space_id, WHOLE, BLOCK_BYTES),
-            keys(1),
-            np.array([9], "<u8").tobytes(),
-            bytes(16),
-        )
-    )
-    assert peer.hint(1) == [True]
-    assert pairs(peer.lease(1, 1)) == []
-    node.step(FileGone(Scope("t", space_id, WHOLE, BLOCK_BYTES), keys(1)))
-    assert peer.hint(1) == [False]
-
-
 @pytest.mark.parametrize("count", [0, 7, 8, 9])
 def test_a_hint_has_one_bit_per_key(count: int) -> None:
     _, peer = attached(Node(slots=128))
     peer.seal(*(i for i in range(count) if i % 3 == 0))
     assert peer.hint(*range(count)) == [i % 3 == 0 for i in range(count)]
+
+
+def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
+    node, peer = attached(Node())
+    peer.seal(1, 2)
+    assert peer.hint(1, 2, 1) == [True, True, True]
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
+    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
+    assert node.engine.leases() == []
 
 
 # ── the order in which blocks go ─────────────────────────────────────────────────────────────────

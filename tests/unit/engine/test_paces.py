@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from kvstore.engine.moves.jobs import READS, Paces, ReadPace
@@ -14,7 +13,6 @@ from kvstore.wire.load import (
     LOAD_NS_MAX,
     SPACES_MAX,
     Learned,
-    SpacePace,
 )
 from kvstore.wire.messages import Measured, SessionOpen
 from tests.unit.engine.disk import DiskNode, known
@@ -90,12 +88,6 @@ def test_of_many_spaces_those_that_told_last_are_kept() -> None:
     assert ids[1].hex() not in kept
     assert len(kept) == SPACES_MAX
     assert Paces(Learned(spaces=paces.all())).all() == paces.all()
-
-
-def test_a_space_that_was_never_told_of_is_empty() -> None:
-    unknown = Paces(Learned()).of("t", SpaceId(bytes(32)))
-    assert unknown == SpacePace("t", bytes(32).hex())
-    assert msgspec.structs.astuple(unknown)[2:] == (0, 0)
 
 
 # ── the disk ─────────────────────────────────────────────────────────────────────────────────────

@@ -85,6 +85,19 @@ def test_the_prefill_node_says_where_blocks_went(pair: PushPair) -> None:
     assert "2 of 3 blocks to node d" in of_pushes(told(pair.p, pair.prefill, blocks=4))
 
 
+def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
+    pair.open()
+    pair.expect(1, 2, ms=1000)
+    pair.pump()
+    pair.pump(after_ms=1000)
+    pair.decode.lease(1, 1, 2)
+    row = told(pair.d, pair.decode, blocks=2)
+    assert [push.reason for push in row.pushes] == ["its deadline has passed"]
+    (rest,) = pair.d.engine.explain.ranges(row.number)
+    assert (rest.blocks, rest.reason, rest.node) == (2, Reason.NOT_PUSHED, "p")
+    pair.close()
+
+
 def test_what_came_another_way_has_its_own_reason(pair: PushPair) -> None:
     """A push that was cut short explains absent blocks of its own, and no others."""
     cut_short(pair)

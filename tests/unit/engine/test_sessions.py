@@ -20,6 +20,7 @@ from kvstore.wire.messages import (
     Quiesce,
     Quiet,
     Refused,
+    Seal,
     SessionClosed,
     SessionOpen,
     Story,
@@ -27,14 +28,18 @@ from kvstore.wire.messages import (
 )
 from tests.unit.engine.harness import (
     HALVES,
+    LATENT,
     LAYERS,
     SMALL,
     WHOLE,
     Hellos,
     Node,
     Peer,
+    arrays,
     attached,
+    checksum,
     keys,
+    pairs,
     space,
 )
 
@@ -390,3 +395,38 @@ def test_messages_of_the_other_role_end_the_connection(role: str) -> None:
         node.hear(connection, message)
         assert node.hangups[connection] == f"{type(message).__name__} from a {role}"
         peer = Peer(node)
+
+
+# ── ranks that hold the same shard (ADR 2): one writes, all read ──────────────────────────────────
+
+
+def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
+    node, peer = attached(Node(), shards=LATENT)
+    place = peer.unused()[0]
+    slots, generations = arrays([place])
+    node.hear(peer.ranks[1], Seal(peer.session, keys(1), slots, generations, checksum(1)))
+    assert "does not write" in node.hangups[peer.ranks[1]]
+    assert node.blocks() == {}
+    assert node.count(peer.scheduler, SessionClosed) == 1
+    assert node.quarantined() == 0, "it was served nothing"
+
+
+@pytest.mark.parametrize("exited", [False, True])
+def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited: bool) -> None:
+    node, peer = attached(Node(), shards=LATENT)
+    granted = node.granted()
+    assert granted > 0
+    peer.lease(1)
+    if exited:
+        node.step(Exited(ConnectionId(peer.ranks[1])))
+    else:
+        node.end(peer.ranks[1])
+    assert node.count(peer.scheduler, SessionClosed) == 1
+    assert (node.granted(), node.quarantined()) == (granted, 0), "the writer may be copying"
+    peer.ranks[1] = node.connect(peer.rank_hello(1, process="another"))
+    node.hear(peer.ranks[1], Quiet(node.last(peer.ranks[1], Quiesce).session))
+    assert node.count(peer.scheduler, SessionOpen) == 1, "the writer is not quiet yet"
+    peer.be_quiet()
+    assert node.count(peer.scheduler, SessionOpen) == 2
+    peer.store(5)
+    assert len(pairs(peer.lease(2, 5))) == 1
