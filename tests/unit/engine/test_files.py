@@ -8,7 +8,7 @@ from kvstore.engine.events import Clear, Cleared, FileGone
 from kvstore.engine.memory import residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
-from kvstore.types import Shard
+from kvstore.types import Shard, SpaceId
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, known
 from tests.unit.engine.harness import (
@@ -59,7 +59,7 @@ def test_a_key_twice_in_one_event_is_one_block() -> None:
 
 def test_scopes_are_apart() -> None:
     node = Node()
-    node.step(known(1), known(1, tenant="u"), known(1, space=b"s" * 32))
+    node.step(known(1), known(1, tenant="u"), known(1, space=SpaceId(b"s" * 32)))
     assert node.engine.nodes()[0].blocks == 3
     node.step(gone(1, tenant="u"), gone(1, shard=Shard(0, 1, 0, 1)))
     assert sorted(s.tenant for s in node.engine.spaces()) == ["t", "t"]
@@ -94,7 +94,7 @@ def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.Mo
     node = Node()
     idle = Peer(node)
     for i in range(20):
-        space = bytes([i]) * 32
+        space = SpaceId(bytes([i]) * 32)
         node.step(known(i, space=space))
         if i != 3:
             node.step(Clear(space, None))
@@ -122,7 +122,7 @@ def test_many_scopes_in_use_are_not_looked_through_each_time(
 
     def many(begin: int, end: int) -> None:
         for i in range(begin, end):
-            engine.step([known(i, space=i.to_bytes(32, "little"))], i + 10**9)
+            engine.step([known(i, space=SpaceId(i.to_bytes(32, "little")))], i + 10**9)
 
     many(0, 5_000)
     assert passes == 1, "at 4,096"
