@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from kvstore.testing.process import Lab
 from tests.kit.loopback import Hub
 from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
 from tests.kit.transport_parties import LocalParty, TransferWorkerParty
+from tests.leaks import Baseline
 
 Make = Callable[[str], TransportParty]
 # Over shared memory, as over RDMA devices, a read may go on when its peer is stopped: only tcp
@@ -56,17 +57,30 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
 TAKES_NO_WRITES = ("loopback-read-only", "ucx")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", MAKERS)
-@pytest.mark.parametrize("check", CHECKS)
-def test_contract(backend: str, check: str, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Parties live on for the next check; `checks` looks in the end."""
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def checks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TransportChecks]:
+    backend, baseline = request.param, Baseline()
     serves_stopped = "device" in backend or (backend in ("nixl", "ucx") and _WAY != "tcp")
-    checks = TransportChecks(
-        MAKERS[backend](tmp_path),
+    with TransportChecks(
+        MAKERS[backend](tmp_path_factory.mktemp(backend)),
         serves_stopped=serves_stopped,
         takes_writes=backend not in TAKES_NO_WRITES,
-    )
+    ) as checks:
+        yield checks
+    assert not baseline.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract(checks: TransportChecks, check: str) -> None:
     getattr(checks, check)()
 
 

@@ -1,7 +1,9 @@
 """The contract of every `ports.Transport`, for all back ends, in processes of their own.
 
-    check = TransportChecks(make)      # make(name) → a Party: a transport with an arena
-    check.bytes_are_equal()            # … one method for each guarantee
+    with TransportChecks(make) as checks:      # make(name) → a Party: a transport with an arena
+        checks.bytes_are_equal()               # … one method for each guarantee
+
+A party that a check leaves as it was serves the next one: most of the time is their start.
 
 A back end of one's own: give `make` a Party that speaks to it, such as those of
 `tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.reads`), when a
@@ -11,8 +13,8 @@ transfer worker is killed (`transport.watch`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -73,7 +75,7 @@ class TransportParty(Protocol):
 
 
 class TransportChecks:
-    """The guarantees. Every method makes parties of its own and leaves none."""
+    """The guarantees. Use as a context: no party is left. After a check that failed all are new."""
 
     def __init__(
         self,
@@ -89,23 +91,45 @@ class TransportChecks:
         self._takes_writes = takes_writes
         self._serves_stopped = serves_stopped
         self._random = np.random.default_rng(seed)
+        self._living: dict[str, TransportParty] = {}
+        """By name."""
+        self._connected: set[str] = set()
+        """Those that "a" reads from."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(*self._living)
 
     @contextlib.contextmanager
-    def _parties(self, *names: str) -> Iterator[list[TransportParty]]:
-        """Parties with random bytes in each, and the first connected to the others."""
-        with contextlib.ExitStack() as stack:
-            parties = []
-            for name in names:
-                parties.append(self._fresh(name))
-                stack.callback(parties[-1].close)
+    def _parties(self, *names: str, spent: Sequence[str] = ()) -> Iterator[list[TransportParty]]:
+        """Parties with random bytes in each, and the first, "a", connected to the others. `spent`:
+        those that are of no use afterwards."""
+        try:
+            parties = [self._fresh(name) for name in names]
             for name, party in zip(names[1:], parties[1:], strict=True):
-                parties[0].connect(name, party.descriptor())
+                if name not in self._connected:
+                    parties[0].connect(name, party.descriptor())
+                    self._connected.add(name)
             yield parties
+            self._end(*spent)
+        except BaseException:
+            self._end(*self._living)
+            raise
 
     def _fresh(self, name: str) -> TransportParty:
-        party = self._make(name)
+        """The party of this name, another one if that before has ended, with other bytes."""
+        if name not in self._living:
+            self._living[name] = self._make(name)
+        party = self._living[name]
         party.arena[:] = self._random.integers(0, 256, len(party.arena), np.uint8)
         return party
+
+    def _end(self, *names: str) -> None:
+        for name in names:
+            self._living.pop(name).close()
+            self._connected -= self._connected if name == "a" else {name}
 
     def bytes_are_equal(self) -> None:
         with self._parties("a", "b") as (a, b):
@@ -179,6 +203,7 @@ class TransportChecks:
             assert a.ends(1) == b.ends(1) == {1: End.DONE}
             assert np.array_equal(a.arena[:half], of_b[half:])
             assert np.array_equal(b.arena[:half], of_a[half:])
+            b.forget("a")
 
     def writes_arrive_in_the_landing_memory_only(self) -> None:
         with self._parties("a", "b") as (a, b):
@@ -216,7 +241,7 @@ class TransportChecks:
 
     def a_killed_peer_fails_its_writes_only(self) -> None:
         size = LANDING.stop - LANDING.start
-        with self._parties("a", "b", "c") as (a, b, c):
+        with self._parties("a", "b", "c", spent=("a", "b")) as (a, b, c):
             b.pause()
             a.write(1, "b", make_pieces([0], [LANDING.start], [size]))
             ended = a.ends_by_now()
@@ -239,7 +264,7 @@ class TransportChecks:
         return False
 
     def a_killed_peer_fails_its_reads_only(self) -> None:
-        with self._parties("a", "b", "c") as (a, b, c):
+        with self._parties("a", "b", "c", spent=("a", "b")) as (a, b, c):
             is_held = self._holds(a, b)  # so that it is killed in the midst of it
             b.kill()
             if not is_held:
@@ -267,15 +292,12 @@ class TransportChecks:
             self._still_works(a, b, "b")
             b.kill()
             a.forget("b")
-            again = self._fresh("b")
-            try:
-                a.connect("b", again.descriptor())
-                self._still_works(a, again, "b")
-            finally:
-                again.close()
+            self._end("b")
+        with self._parties("a", "b") as (a, again):
+            self._still_works(a, again, "b")
 
     def what_is_forgotten_ends_or_is_unknown(self) -> None:
-        with self._parties("a", "b", "c") as (a, b, c):
+        with self._parties("a", "b", "c", spent=("a", "b")) as (a, b, c):
             is_held = self._holds(a, b)
             a.forget("b")
             if is_held:
@@ -289,32 +311,32 @@ class TransportChecks:
             assert a.ends(1) == {5: End.FAILED}
 
     def a_descriptor_that_makes_no_sense(self) -> None:
-        with self._parties("a") as (a,), self._parties("b") as (b,):
+        with self._parties("d", spent="d") as (d,), self._parties("b") as (b,):
             good = b.descriptor()
             noise = self._random.integers(0, 256, 300, np.uint8).tobytes()
             cut = [b"", b"\x00", noise, good[:-1], good + b"x", good[: len(good) // 2]]
             for bad in (*cut, _changed(good, backend="x"), _changed(good, name="x")):
-                self._refused(a, "b", bad)
-            a.connect("b", good)
-            self._still_works(a, b, "b")
+                self._refused(d, "b", bad)
+            d.connect("b", good)
+            self._still_works(d, b, "b")
 
     def details_that_make_no_sense(self) -> None:
-        with self._parties("a") as (a,), self._parties("b") as (b,):
+        with self._parties("d", spent="d") as (d,), self._parties("b") as (b,):
             good = b.descriptor()
             for bad in (b"", self._random.integers(0, 256, 300, np.uint8).tobytes()):
                 try:
-                    a.connect("b", _changed(good, details=bad))
+                    d.connect("b", _changed(good, details=bad))
                 except TransportError:
                     continue
-                a.read(1, "b", ALL)
-                assert a.ends(1)[1] is not End.DONE
-                a.forget("b")
-            a.connect("b", good)
-            self._still_works(a, b, "b")
+                d.read(1, "b", ALL)
+                assert d.ends(1)[1] is not End.DONE
+                d.forget("b")
+            d.connect("b", good)
+            self._still_works(d, b, "b")
 
     def the_descriptor_of_another(self) -> None:
         with self._parties("a", "b") as (a, b):
-            self._refused(a, "c", b.descriptor())
+            self._refused(a, "x", b.descriptor())
             self._still_works(a, b, "b")
 
     def nothing_stays_open(self) -> None:
