@@ -37,9 +37,16 @@ from tests.integration.node.conftest import eventually
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def index(site: Site) -> Iterator[IndexProcess]:
+    """For tests that leave it alone."""
+    with site.index() as made:
+        yield made
 
 
 @pytest.fixture
@@ -51,49 +58,60 @@ def closed_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_dead_node_is_out(site: Site, *, is_refused: bool) -> None:
-    keys = make_keys(2)
-    with site.index() as index, site.client(index.address) as client:
-        flags = ["--index", index.address]
-        if is_refused:
-            flags += ["--peer-listen", "127.0.0.1:0", "--transport", "tcp"]
-        with site.node("n1", *flags) as node, RawEngine(node.socket) as engine:
+def test_a_dead_node_is_out_and_another_is_not(
+    site: Site, index: IndexProcess, *, is_refused: bool
+) -> None:
+    name, said = "refusing" if is_refused else "silent", len(index.log)
+    keys = make_keys(4, seed=name)
+    flags = ["--index", index.address]
+    if is_refused:
+        flags += ["--peer-listen", "127.0.0.1:0", "--transport", "tcp"]
+    with (
+        site.client(index.address) as client,
+        site.node("n1", *flags) as other,
+        RawEngine(other.socket) as its,
+    ):
+        its.open()
+        its.store(keys[:1])
+        with site.node(name, *flags) as node, RawEngine(node.socket) as engine:
             engine.open()
             engine.store(keys)
-            assert becomes(client, keys, {"n1": 2})
+            assert becomes(client, keys, {"n1": 1, name: 4})
             node.kill()
-        assert eventually(lambda: matches(client, keys) == {}, timeout_s=CONVERGES_S)
-        assert trust(client, "n1") is None
-        assert ("is gone: its address refuses connections" in index.log) is is_refused
+        assert eventually(lambda: trust(client, name) is None, timeout_s=CONVERGES_S)
+        assert becomes(client, keys, {"n1": 1})
+        assert trust(client, "n1") is Trust.EXACT
+    its_log = index.log[said:]
+    assert (f"{name} is gone: its address refuses connections" in its_log) is is_refused
 
 
 @pytest.mark.parametrize(("host", "is_dialled"), [("127.0.0.1", True), ("169.254.169.254", False)])
 def test_no_address_but_the_nodes_own_is_dialled(
-    site: Site, closed_port: int, host: str, *, is_dialled: bool
+    site: Site, index: IndexProcess, closed_port: int, host: str, *, is_dialled: bool
 ) -> None:
     address = f"{host}:{closed_port}"
-    hello = Hello("n1", Incarnation(1), 1, 0, address)
-    credentials = load(site.lab.files("node", "n1")).channel_credentials()
-    with site.index() as index, site.client(index.address) as client:
+    name, said = "here" if is_dialled else "elsewhere", len(index.log)
+    hello = Hello(name, Incarnation(1), 1, 0, address)
+    credentials = load(site.lab.files("node", name)).channel_credentials()
+    with site.client(index.address) as client:
         with channel(index.address, credentials) as feeding:
-            said = threading.Event()
+            is_over = threading.Event()
 
             def words() -> Iterator[Hello]:
                 yield hello
-                said.wait(CONVERGES_S)
+                is_over.wait(CONVERGES_S)
 
             call = feed(feeding, words(), timeout_s=CONVERGES_S)
-            assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
-            said.set()
+            assert eventually(lambda: member(client, name) is not None, timeout_s=CONVERGES_S)
+            is_over.set()
             list(call)
-        assert eventually(lambda: trust(client, "n1") is None, timeout_s=CONVERGES_S)
-        assert ("refuses connections" in index.log) is is_dialled
+        assert eventually(lambda: trust(client, name) is None, timeout_s=CONVERGES_S)
+        assert ("refuses connections" in index.log[said:]) is is_dialled
 
 
-def test_a_stopped_node_is_out_and_comes_back(site: Site) -> None:
-    keys = make_keys(2)
+def test_a_stopped_node_is_out_and_comes_back(site: Site, index: IndexProcess) -> None:
+    keys = make_keys(2, seed="stopped")
     with (
-        site.index() as index,
         site.client(index.address) as client,
         site.node("n1", "--index", index.address) as node,
         RawEngine(node.socket) as engine,
@@ -107,10 +125,11 @@ def test_a_stopped_node_is_out_and_comes_back(site: Site) -> None:
         assert becomes(client, keys, {"n1": 2})
 
 
-def test_a_node_process_that_is_killed_comes_back_as_another_incarnation(site: Site) -> None:
-    keys = make_keys(3)
+def test_a_node_process_that_is_killed_comes_back_as_another_incarnation(
+    site: Site, index: IndexProcess
+) -> None:
+    keys = make_keys(3, seed="killed")
     with (
-        site.index() as index,
         site.client(index.address) as client,
         site.node("n1", "--index", index.address) as node,
     ):
@@ -135,25 +154,7 @@ def test_a_node_process_that_is_killed_comes_back_as_another_incarnation(site: S
             assert becomes(client, keys, {"n1": 3})
 
 
-def test_a_replica_that_is_killed_is_filled_again_at_the_same_address(site: Site) -> None:
-    keys = make_keys(4)
-    with site.index() as index:
-        address = index.address
-        with (
-            site.node("n1", "--index", address) as node,
-            RawEngine(node.socket) as engine,
-            site.client(address) as client,
-        ):
-            engine.open()
-            engine.store(keys[:3])
-            assert becomes(client, keys, {"n1": 3})
-            index.kill()
-            engine.store(keys[3:])
-            with site.index(listen=address):
-                assert becomes(client, keys, {"n1": 4})
-
-
-def test_a_stopped_replica_holds_up_neither_nodes_nor_clients(site: Site) -> None:
+def test_a_replica_that_stops_or_dies_holds_up_neither_nodes_nor_clients(site: Site) -> None:
     keys = make_keys(64)
     with (
         site.index("i1") as one,
@@ -161,37 +162,28 @@ def test_a_stopped_replica_holds_up_neither_nodes_nor_clients(site: Site) -> Non
         site.node("n1", "--index", one.address, "--index", two.address) as node,
         RawEngine(node.socket) as engine,
         site.client(one.address, two.address) as client,
+        site.client(one.address) as first,
+        site.client(two.address) as second,
     ):
         engine.open()
         engine.store(keys[:1])
         assert becomes(client, keys, {"n1": 1})
-        one.pause()
-        engine.store(keys[1:])
-        assert becomes(client, keys, {"n1": 64}), "the other replica answers"
-        one.resume()
-        with site.client(one.address) as first:
-            assert becomes(first, keys, {"n1": 64}), "and the first one catches up"
-        one.kill()
-        assert becomes(client, keys, {"n1": 64})
-
-
-def test_a_watcher_does_not_wait_for_a_stopped_replica(site: Site) -> None:
-    with (
-        site.index("i1") as one,
-        site.index("i2") as two,
-        site.node("n1", "--index", one.address, "--index", two.address),
-        site.client(one.address, two.address) as client,
-        site.client(two.address) as second,
-    ):
-        assert eventually(lambda: trust(client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
-        assert eventually(lambda: trust(second, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        assert becomes(second, keys, {"n1": 1})
         watching = client.watch()
         assert [each.node for each in next(watching).nodes] == ["n1"]
         one.pause()
+        engine.store(keys[1:32])
         news = next(watching)
         assert [each.node for each in news.nodes] == ["n1"], "all there is, of the other one"
         assert news.gone == []
+        assert becomes(client, keys, {"n1": 32}), "the other replica answers"
         one.resume()
+        assert becomes(first, keys, {"n1": 32}), "and the first one catches up"
+        one.kill()
+        engine.store(keys[32:])
+        assert becomes(client, keys, {"n1": 64})
+        with site.index("i1", listen=one.address):
+            assert becomes(first, keys, {"n1": 64}), "and is filled again"
 
 
 def test_a_stopped_watcher_is_hung_up_on(tmp_path: Path) -> None:
@@ -218,23 +210,3 @@ def test_a_stopped_watcher_is_hung_up_on(tmp_path: Path) -> None:
                 assert eventually(lambda: watchers() == "0.0", timeout_s=CONVERGES_S)
             finally:
                 watcher.kill()
-
-
-def test_replicas_answer_for_all_nodes_and_do_not_mix_them_up(site: Site) -> None:
-    keys = make_keys(4)
-    with (
-        site.node("n1", "--index-listen", "127.0.0.1:0", with_index=True) as one,
-        site.node("n2", "--index", one.index) as two,
-        site.client(one.index) as client,
-        RawEngine(one.socket) as first,
-        RawEngine(two.socket) as second,
-    ):
-        first.open()
-        second.open()
-        first.store(keys[:1])
-        second.store(keys)
-        assert becomes(client, keys, {"n1": 1, "n2": 4})
-        two.kill()
-        assert eventually(lambda: trust(client, "n2") is None, timeout_s=CONVERGES_S)
-        assert becomes(client, keys, {"n1": 1})
-        assert trust(client, "n1") is Trust.EXACT

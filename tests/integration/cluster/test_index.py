@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -37,6 +38,7 @@ from tests.integration.cluster.kit import (
     trust,
 )
 from tests.integration.node.conftest import eventually
+from tests.leaks import Baseline
 
 pytestmark = pytest.mark.slow
 
@@ -51,22 +53,35 @@ class System(NamedTuple):
     metrics_url: str
 
 
-@pytest.fixture(params=["by itself", "inside a node"])
-def system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[System]:
-    site = Site(tmp_path)
-    if request.param == "by itself":
-        with (
-            site.index() as index,
-            site.node("n1", "--index", index.address) as node,
-            site.client(index.address) as client,
-        ):
-            yield System(site, node, index.address, client, index.metrics_url)
-    else:
-        with (
-            site.node("n1", "--index-listen", "127.0.0.1:0", with_index=True) as node,
-            site.client(node.index) as client,
-        ):
-            yield System(site, node, node.index, client, node.metrics_url)
+KINDS = ("by itself", "inside a node")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """What is started for all tests lives on; `started` looks in the end."""
+
+
+@contextlib.contextmanager
+def started(kind: str, directory: Path) -> Iterator[System]:
+    """One whose replica is of this kind."""
+    site, baseline = Site(directory), Baseline()
+    inside = ("--index-listen", "127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        index = stack.enter_context(site.index()) if kind == KINDS[0] else None
+        flags = ("--index", index.address) if index else inside
+        node = stack.enter_context(site.node("n1", *flags, with_index=not index))
+        address = index.address if index else node.index
+        client = stack.enter_context(site.client(address))
+        yield System(site, node, address, client, (index or node).metrics_url)
+    assert not baseline.wait()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def system(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    with started(request.param, tmp_path_factory.mktemp("index")) as system:
+        yield system
 
 
 def clear(node: NodeProcess) -> None:
@@ -93,7 +108,7 @@ def test_what_a_node_holds_is_found_until_it_does_not(system: System) -> None:
 
 
 def test_a_block_counts_when_all_its_shards_are_there(system: System) -> None:
-    keys = make_keys(3)
+    keys = make_keys(3, seed="of two ranks")
     with RawEngine(system.node.socket, rank_count=2) as engine:
         engine.open()
         engine.store(keys)
@@ -113,7 +128,7 @@ def test_the_engines_of_a_node_are_known_while_they_are_attached(system: System)
 
 
 def test_news_come_to_who_watches(system: System) -> None:
-    keys = make_keys(2)
+    keys = make_keys(2, seed="news")
     news = system.client.watch(prefix=(TENANT, SPACE, b"".join(keys)))
     first = next(news)
     assert first.answer is not None
@@ -206,18 +221,20 @@ def test_questions_that_make_no_sense_are_refused_and_cost_nobody_else(system: S
     assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
 
 
-def test_a_replica_that_is_stopped_leaves_nobody_waiting(system: System) -> None:
-    assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
-    news = system.client.watch()
-    next(news)
-    system.node.process.terminate()
-    # With the node goes its replica, or its feed.
-    if system.address == system.node.index:
-        with pytest.raises(IndexUnavailable):
-            list(news)
-    else:
-        while next(news).nodes[0].trust is Trust.EXACT:
-            pass
-        assert matches(system.client, make_keys(1)) == {}
-        news.close()  # type: ignore[attr-defined]
-    assert system.node.process.wait(20) == 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replica_that_is_stopped_leaves_nobody_waiting(kind: str, tmp_path: Path) -> None:
+    with started(kind, tmp_path) as system:
+        assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        news = system.client.watch()
+        next(news)
+        system.node.process.terminate()
+        # With the node goes its replica, or its feed.
+        if kind == "inside a node":
+            with pytest.raises(IndexUnavailable):
+                list(news)
+        else:
+            while next(news).nodes[0].trust is Trust.EXACT:
+                pass
+            assert matches(system.client, make_keys(1)) == {}
+            news.close()  # type: ignore[attr-defined]
+        assert system.node.process.wait(20) == 0

@@ -1,4 +1,5 @@
-"""A store that replicas share: who hears a node, and a Redis that hangs, dies, forgets."""
+"""A store that replicas share: who hears a node, and a Redis that hangs, dies, forgets, or has
+records of no replica."""
 
 from __future__ import annotations
 
@@ -12,14 +13,23 @@ import pytest
 from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient
 from kvstore.errors import ConfigError
-from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Event, FeedClosed, Trust, Verdict
+from kvstore.index.feed import (
+    BEAT_MS,
+    FORGET_MS,
+    OUT_MS,
+    STALE_MS,
+    Event,
+    FeedClosed,
+    Trust,
+    Verdict,
+)
 from kvstore.index.index import Answer
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId
-from kvstore.wire.feed import Left
+from kvstore.wire.feed import Change, Left
 from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
 from tests.integration.cluster import kit
@@ -99,10 +109,31 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         made.close()
 
 
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    with RedisProcess.start(tmp_path) as process:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    with RedisProcess.start(tmp_path_factory.mktemp("redis")) as process:
         yield process
+
+
+@pytest.fixture
+def redis(server: RedisProcess) -> RedisProcess:
+    """As it was started, for tests that do not end it."""
+    server.cli("config", "set", "maxmemory", "0", "maxmemory-policy", "noeviction")
+    server.cli("flushall")
+    return server
+
+
+@pytest.fixture
+def one(lab: Lab, redis: RedisProcess) -> Replica:
+    """A replica that has heard of a node with block 1."""
+    return told(lab.replica(redis), stored(1))
+
+
+def told(replica: Replica, *changes: Change) -> Replica:
+    """It has heard a node begin, and these changes."""
+    replica.hear(hello())
+    replica.hear(delta(1, *changes))
+    return replica
 
 
 def test_what_one_replica_hears_all_answer(lab: Lab, redis: RedisProcess) -> None:
@@ -120,8 +151,7 @@ def test_of_two_streams_one_is_heard_and_the_other_takes_over(
     lab: Lab, redis: RedisProcess
 ) -> None:
     one, two = lab.replica(redis), lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1, 2)))
+    told(one, stored(1, 2))
     two.tick()
     # Its numbers are those of another stream: what it says is neither a repetition nor a gap.
     assert two.hear(hello(sequence=5)) is Verdict.GO_ON
@@ -152,8 +182,7 @@ def test_a_stream_that_ends_at_one_replica_goes_on_at_another_at_once(
     lab: Lab, redis: RedisProcess
 ) -> None:
     one, two = lab.replica(redis), lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1)))
+    told(one, stored(1))
     one.hear(FeedClosed(NODE, Incarnation(1), 1))
     two.tick()
     assert two.hear(hello(stream=2, sequence=1)) is Verdict.ASK
@@ -163,8 +192,7 @@ def test_a_node_that_was_started_anew_is_believed_by_whoever_hears_it_first(
     lab: Lab, redis: RedisProcess
 ) -> None:
     one, two = lab.replica(redis), lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1)))
+    told(one, stored(1))
     two.tick()
     assert two.hear(hello(incarnation=2)) is Verdict.GO_ON
     assert two.found(1) is None
@@ -175,9 +203,7 @@ def test_a_node_that_was_started_anew_is_believed_by_whoever_hears_it_first(
 
 
 def test_a_replica_that_starts_is_not_empty(lab: Lab, redis: RedisProcess) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1, 2)))
+    one = told(lab.replica(redis), stored(1, 2))
     two = lab.replica(redis)
     assert two.found(1, 2, now_ms=0) == (2, Trust.STALE), "nobody knows if the node lives"
     assert one.hear(beat(1)) is Verdict.GO_ON
@@ -188,9 +214,7 @@ def test_a_replica_that_starts_is_not_empty(lab: Lab, redis: RedisProcess) -> No
 
 
 def test_a_store_that_was_flushed_is_filled_again(lab: Lab, redis: RedisProcess) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1, 2)))
+    one = told(lab.replica(redis), stored(1, 2))
     redis.cli("flushall")
     assert one.match(1) == Answer(Trust.STALE, [])
     assert one.hear(beat(1)) is Verdict.GO_ON
@@ -206,9 +230,7 @@ def test_a_store_that_was_killed_is_filled_again(lab: Lab, *, keeps: bool) -> No
     """With what it wrote to disk it comes back as it was some time ago, which nobody believes."""
     with RedisProcess.start(lab.directory) as redis:
         port = redis.port
-        one = lab.replica(redis)
-        one.hear(hello())
-        one.hear(delta(1, stored(1, 2)))
+        one = told(lab.replica(redis), stored(1, 2))
         if keeps:
             redis.cli("save")
         one.hear(delta(2, stored(3)))
@@ -229,8 +251,7 @@ def test_a_store_that_was_killed_is_filled_again(lab: Lab, *, keeps: bool) -> No
 def test_a_store_that_hangs_holds_up_nobody(lab: Lab, redis: RedisProcess) -> None:
     one = lab.replica(redis, DEADLINES)
     assert eventually(lambda: one.believes_again(0), timeout_s=PATIENCE_S)
-    one.hear(hello())
-    one.hear(delta(1, stored(1)))
+    told(one, stored(1))
     redis.pause()
     assert one.match(1) == Answer(Trust.STALE, [])
     assert "no answer in time" in one.store.trouble
@@ -247,10 +268,7 @@ def test_a_store_that_hangs_holds_up_nobody(lab: Lab, redis: RedisProcess) -> No
     assert one.hear(beat(2)) is Verdict.ASK, "what it missed is a gap"
 
 
-def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1)))
+def test_a_full_store_says_so_and_answers_on(one: Replica, redis: RedisProcess) -> None:
     redis.cli("config", "set", "maxmemory", "1")
     assert one.hear(delta(2, stored(2))) is Verdict.GO_ON
     assert "Raise its maxmemory, or lower --entries." in one.store.trouble
@@ -262,9 +280,7 @@ def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> N
 
 
 def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one = told(lab.replica(redis), stored(1), stored(2, engine="e"))
     one.hear(delta(2, Left("e")))
     redis.cli("config", "set", "maxmemory", "1")
 
@@ -280,9 +296,7 @@ def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
 def test_a_store_that_is_back_but_takes_nothing_answers(
     lab: Lab, redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one = told(lab.replica(redis), stored(1), stored(2, engine="e"))
     one.hear(delta(2, Left("e")))
     redis.cli("replicaof", "127.0.0.1", "1")
     # It was away until now, and what is void cannot be swept.
@@ -301,11 +315,8 @@ def test_a_store_that_is_back_but_takes_nothing_answers(
 
 
 def test_a_store_that_drops_rows_by_itself_is_never_believed_wholly(
-    lab: Lab, redis: RedisProcess
+    one: Replica, redis: RedisProcess
 ) -> None:
-    one = lab.replica(redis)
-    one.hear(hello())
-    one.hear(delta(1, stored(1)))
     redis.cli("config", "set", "maxmemory", "100mb", "maxmemory-policy", "allkeys-lru")
     one.tick()
     assert "set noeviction" in one.store.trouble
@@ -324,7 +335,8 @@ def test_no_tenant_and_no_space_is_in_the_store(lab: Lab, redis: RedisProcess) -
     names = redis.cli("--no-raw", "keys", "*").splitlines()
     assert any("kvstore:1:b:" in name for name in names)
     redis.cli("save")
-    image = (lab.directory / "dump.rdb").read_bytes()
+    directory = redis.cli("config", "get", "dir").split()[-1]
+    image = Path(directory, "dump.rdb").read_bytes()
     assert b"kvstore:1:" in image
     for secret in (b"the-tenant", b"the-space"):
         assert secret not in image
@@ -367,6 +379,62 @@ def test_tls_is_verified(lab: Lab) -> None:
             lab.run(store.tick(0))
             assert (store.trouble == "") is is_believed
             lab.run(store.close())
+
+
+NONSENSE = {
+    "no number": (
+        ["hset", "{P}counts", "entries", "many"],
+        "entries in the hash counts is b'many'",
+    ),
+    "too large a number": (["hset", "{P}counts", "rows", "9" * 99], "rows in the hash counts is"),
+    "no slot number": (["set", "{P}ids", str(1 << 40)], "the key ids is 1099511627776"),
+    "no body": (["hset", "{P}n:evil", "v", "0.1"], "the record of node 'evil' is none"),
+    "no version": (
+        ["hset", "{P}n:evil", "v", "x.1", "body", "y"],
+        "the record of node 'evil' is none",
+    ),
+    "another body": (["hset", "{P}n:evil", "v", "0.1", "body", "y"], "for a Body is none"),
+    "no name": (["hset", "{P}n:\udcff", "v", "0.1", "body", "y"], "'\\xff', which is no name"),
+    "another type": (["rpush", "{P}nodes", "a"], "WRONGTYPE"),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_store_of_contents_that_make_no_sense_is_away_until_they_are_mended(
+    one: Replica, redis: RedisProcess, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    command, reason = NONSENSE[what]
+    command = [word.replace("{P}", "kvstore:1:") for word in command]
+    if what == "another type":
+        redis.cli("del", command[1])
+    elif command[1].startswith("kvstore:1:n:"):
+        redis.cli("sadd", "kvstore:1:nodes", command[1].removeprefix("kvstore:1:n:"))
+    redis.cli(*command)
+    caplog.clear()
+    for _ in range(3):
+        one.tick()
+        assert "is unreachable: " in one.store.trouble
+        assert reason in one.store.trouble
+        assert one.match(1) == Answer(Trust.STALE, [])
+    assert [r.getMessage().count(reason) for r in caplog.records] == [1], "one line, not one a poll"
+    redis.cli("del", command[1])
+    one.tick()
+    assert one.store.trouble == ""
+    assert one.match(1).trust is not Trust.STALE
+
+
+def test_a_record_that_cannot_be_forgotten_is_one_line_and_not_one_a_poll(
+    one: Replica, redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis.cli("hset", f"kvstore:1:n:{NODE}", "places", "none")
+    caplog.clear()
+    for _ in range(3):
+        one.tick(NOW + FORGET_MS)
+        assert "for a KeptSlots is none" in one.store.trouble
+    assert len(caplog.records) == 1
+    redis.cli("del", f"kvstore:1:n:{NODE}")
+    one.tick(NOW + FORGET_MS)
+    assert one.store.trouble == ""
 
 
 def test_replicas_of_one_store_through_all_that_can_happen(tmp_path: Path) -> None:
