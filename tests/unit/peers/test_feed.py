@@ -51,6 +51,7 @@ class World:
         self.replica = self.start(0)
         self.held: list[bytes | None] = []
         """By row; what is gone leaves its row empty."""
+        self.dropped: set[bytes] = set()
         self.busy = 0
         self.feeder = Feeder(
             self.loop,
@@ -84,6 +85,7 @@ class World:
 
     def drop(self, keys: list[bytes]) -> None:
         self.held = [None if key in keys else key for key in self.held]
+        self.dropped.update(keys)
         self.feeder.log.append(self.offer(keys, stored=False))
 
     def turn(self) -> None:
@@ -100,7 +102,15 @@ class World:
         return eventually(asks, timeout_s=CONVERGES_S)
 
     def seen(self) -> set[bytes]:
-        return {key for key in KEYS if self.client.match("t", SPACE, key).matches}
+        """What the replica has of all that was ever held."""
+        known, at, found = self.dropped.union(self.held), 0, set[bytes]()
+        asked = [key for key in KEYS if key in known]
+        while at < len(asked):
+            matches = self.client.match("t", SPACE, b"".join(asked[at:])).matches
+            count = max((match.dram_blocks for match in matches), default=0)
+            found.update(asked[at : at + count])
+            at += count + 1
+        return found
 
     def close(self) -> None:
         self.client.close()

@@ -88,33 +88,24 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
     run(body)
 
 
-def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        two.a.transfer_worker.before = lambda: two.b.step(Clear(None, None))
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1)
-        assert more.slots == b""
-        assert two.a.fetcher.counters.not_kept == 1
-        assert two.a.blocks() == {}
-
-    run(body)
-
-
-def test_what_did_not_stay_and_is_something_else_by_now_is_no_damage() -> None:
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did(
+    *, is_used_again: bool
+) -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
 
-        def reuse() -> None:
+        def clear() -> None:
             two.b.step(Clear(None, None))
-            two.b.memory[:] = bytes(len(two.b.memory))
+            if is_used_again:
+                two.b.memory[:] = bytes(len(two.b.memory))
 
-        two.a.transfer_worker.before = reuse
+        two.a.transfer_worker.before = clear
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.slots == b""
         assert (two.a.fetcher.counters.not_kept, two.a.fetcher.counters.damaged) == (1, 0)
+        assert two.a.blocks() == {}
 
     run(body)
 
@@ -152,35 +143,22 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
     run(body)
 
 
-def test_an_index_that_lies_costs_a_miss() -> None:
+@pytest.mark.parametrize("says", ["too much", "what an engine has in its own memory", "nothing"])
+def test_an_index_that_lies_costs_a_miss(says: str) -> None:
     async def body(two: Two) -> None:
-        two.index.holders["b"] = 5
+        match says:
+            case "too much":
+                two.index.holders["b"] = 5
+            case "nothing":
+                two.index.is_away = True
+            case _:
+                two.index.engines["b"] = 5
         engine = Stored(two.a, "ea")
         more = await two.lease(engine, 1, 1, 2)
         assert more.slots == b""
+        assert list(two.a.fetcher._sessions) == (["b"] if says == "too much" else [])
         two.a.hear(engine.scheduler, release(1))
         await two.at_rest()
-
-    run(body)
-
-
-def test_what_engines_have_in_their_own_memory_is_not_asked_for() -> None:
-    async def body(two: Two) -> None:
-        two.index.engines["b"] = 5
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1, 2)
-        assert more.slots == b""
-        assert two.a.fetcher._sessions == {}, "nobody was dialled"
-
-    run(body)
-
-
-def test_an_index_that_is_away_costs_a_miss() -> None:
-    async def body(two: Two) -> None:
-        two.index.is_away = True
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1, 2)
-        assert more.slots == b""
 
     run(body)
 
@@ -263,20 +241,6 @@ async def slots_of(call: Any) -> bytes:
     answer = wire.decode_answer(await call.read())
     assert isinstance(answer, wire.ServeAnswer)
     return answer.slots
-
-
-def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.peers.peer_session.HELLO_TIMEOUT_S", 0.01)
-
-    async def body(two: Two) -> None:
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = session(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await _read_to_its_end(call)
-            assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "begins with Hello" in str(refused.value.details())
-
-    run(body)
 
 
 def test_a_node_has_one_session_its_last_one() -> None:
@@ -441,43 +405,54 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "words",
-    [*([word] for word in UNNAMED.values()), *([hello(), word] for word in GARBAGE.values())],
-    ids=[*(f"at first {name}" for name in UNNAMED), *GARBAGE],
-)
-def test_nonsense_is_hung_up_on_in_words(words: list[bytes]) -> None:
+def test_nonsense_is_hung_up_on_in_words(subtests: pytest.Subtests) -> None:
+    said = {f"at first {name}": [word] for name, word in UNNAMED.items()}
+    said |= {name: [hello(), word] for name, word in GARBAGE.items()}
+
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
             other = session(channel)
             await other.write(hello("y"))
             await other.read()
-            call = session(channel)
-            for word in words:
-                await call.write(word)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await _read_to_its_end(call)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            sentence = refused.value.details()
-            assert sentence
-            assert "\n" not in sentence
-            await two.until(lambda: len(two.b.block_server.sessions) == 1, "the session ends")
-            await other.write(SERVE)
-            assert await slots_of(other) == b"", "and no other one"
+            for serving, (name, words) in enumerate(said.items()):
+                with subtests.test(name):
+                    refused = await ended(channel, *words)
+                    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    sentence = refused.details()
+                    assert sentence
+                    assert "\n" not in sentence
+                    await two.until(
+                        lambda: len(two.b.block_server.sessions) == 1, "the session ends"
+                    )
+                    await other.write(serve(serving=serving))
+                    assert await slots_of(other) == b"", "and no other one"
             other.cancel()
         await two.until(lambda: len(two.b.block_server.sessions) == 0, "the other one ends, too")
 
     run(body)
 
 
-def test_who_does_not_begin_with_hello_is_nobody() -> None:
+async def ended(channel: grpc.aio.Channel, *words: bytes) -> grpc.aio.AioRpcError:
+    """How a session of these words is hung up on."""
+    call = session(channel)
+    for word in words:
+        await call.write(word)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await _read_to_its_end(call)
+    return refused.value
+
+
+def test_who_does_not_begin_with_hello_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.peers.peer_session.HELLO_TIMEOUT_S", 0.01)
+
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = session(channel)
-            await call.write(SERVE)
-            with pytest.raises(grpc.aio.AioRpcError, match="first word of a session") as refused:
-                await _read_to_its_end(call)
-            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            refused = await ended(channel, SERVE)
+            assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert "first word of a session" in str(refused.details())
+            refused = await ended(channel)
+            assert refused.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "begins with Hello" in str(refused.details())
 
     run(body)
 
@@ -487,13 +462,9 @@ def test_too_many_asks_at_once_are_hung_up_on() -> None:
         two.b.handle = lambda command: None  # type: ignore[method-assign]
         two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = session(channel)
-            await call.write(hello())
-            for serving in range(ASKS_MAX + 1):
-                await call.write(wire.encode(wire.GiveBack(serving)))
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await _read_to_its_end(call)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            words = (wire.encode(wire.GiveBack(serving)) for serving in range(ASKS_MAX + 1))
+            refused = await ended(channel, hello(), *words)
+            assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
         await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
 
     run(body)
@@ -524,22 +495,27 @@ def lies() -> dict[str, wire.ServeAnswer]:
     }
 
 
-@pytest.mark.parametrize("lie", lies().values(), ids=lies().keys())
-def test_a_peer_that_lies_costs_a_miss(lie: wire.ServeAnswer) -> None:
+def test_a_peer_that_lies_costs_a_miss(subtests: pytest.Subtests) -> None:
     async def body(two: Two) -> None:
         say = two.b.block_server.answer
+        lie, told = wire.ServeAnswer(1), list[wire.ServeAnswer]()
 
         def served(peer: int, answer: wire.Answer) -> None:
             assert isinstance(answer, wire.ServeAnswer | wire.GivenBack)
+            told.append(lie)
             say(peer, msgspec.structs.replace(lie, serving=answer.serving))
 
         two.b.block_server.answer = served  # type: ignore[method-assign]
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.blocks() == {}
-        two.a.hear(engine.scheduler, release(1))
-        await two.at_rest()
+        for lease, (name, lie) in enumerate(lies().items(), start=1):
+            with subtests.test(name):
+                assert (await two.lease(engine, lease, 1)).slots == b""
+                assert lie in told
+                assert two.a.blocks() == {}
+                two.a.hear(engine.scheduler, release(lease))
+                await two.at_rest()
+                two.a.tick(60_000)  # it is tried again
 
     run(body)
 

@@ -18,7 +18,13 @@ from kvstore.peers import peer_session
 from kvstore.peers.pushes import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    PushCancel,
+    PushClose,
+    PushExpect,
+    PushOpen,
+)
 from kvstore.wire.transfer_worker import Descriptor, encode
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant
@@ -32,6 +38,20 @@ def pushing(body: Any) -> None:
     run(body, **LANDING)
 
 
+async def asked_for(two: Two, engine: Stored, *numbers: int) -> wire.PushGrant:
+    """What node b was granted for these blocks, which an engine of node a expects."""
+    two.a.hear(engine.scheduler, PushExpect("r", "b", keys(*numbers), 20_000))
+    await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+    return next(c.its for c in two.a.asked if isinstance(c, AskPush))
+
+
+def prefills(two: Two, **options: Any) -> Stored:
+    """An engine of node b that pushes from now on."""
+    engine = Stored(two.b, "eb", **options)
+    two.b.hear(engine.scheduler, PushOpen("r"))
+    return engine
+
+
 @pytest.mark.parametrize(
     ("there", "here"),
     [((WHOLE,), (WHOLE,)), (HALVES, (WHOLE,)), ((WHOLE,), HALVES), (HALVES, HALVES)],
@@ -40,8 +60,7 @@ def test_pushed_blocks_are_here_byte_by_byte(
     there: tuple[Shard, ...], here: tuple[Shard, ...]
 ) -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb", shards=there)
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two, shards=there)
         prefill.store(1, 2, 3)
         engine = Stored(two.a, "ea", shards=here)
         assert (await two.push(engine, 1, 2, 3)).reason == ""
@@ -54,8 +73,7 @@ def test_pushed_blocks_are_here_byte_by_byte(
 
 def test_each_write_goes_to_the_extents_of_its_blocks() -> None:
     async def body(two: Two) -> None:
-        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill, engine = prefills(two), Stored(two.a, "ea")
         prefill.store(1)
         two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2, 3), 20_000))
         await two.until(lambda: len(two.a.blocks()) == 1, "the first one is here")
@@ -68,8 +86,7 @@ def test_each_write_goes_to_the_extents_of_its_blocks() -> None:
 
 def test_whole_blocks_are_pushed() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1, 2, 3)
         end = await two.push(Stored(two.a, "ea"), 1, 2, 3)
         assert (end.blocks, end.reason) == (3, "")
@@ -79,8 +96,7 @@ def test_whole_blocks_are_pushed() -> None:
 
 def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1, 2)
 
         def flip() -> None:
@@ -100,8 +116,7 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
 
 def test_a_write_that_failed_is_told_and_leaves_limbo() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1)
         two.b.transfer_worker.reason = "it is broken"
         engine = Stored(two.a, "ea")
@@ -113,11 +128,9 @@ def test_a_write_that_failed_is_told_and_leaves_limbo() -> None:
 
 def test_an_abort_is_told_and_nothing_is_left() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
         engine = Stored(two.a, "ea")
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        prefills(two)
+        await asked_for(two, engine, 1, 2)
         two.a.hear(engine.scheduler, PushCancel("r"))
         await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 0, "told")
         await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
@@ -126,17 +139,16 @@ def test_an_abort_is_told_and_nothing_is_left() -> None:
     pushing(body)
 
 
-@pytest.mark.parametrize("reason", ["aborted", "preempted"])
-def test_the_end_of_a_prefill_is_told(reason: str) -> None:
+def test_the_end_of_a_prefill_is_told() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         engine = Stored(two.a, "ea")
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        two.b.hear(prefill.scheduler, PushClose("r", reason))
+        await asked_for(two, engine, 1, 2)
+        two.b.hear(prefill.scheduler, PushClose("r", "preempted"))
         assert (await two.push(engine, 3, transfer="other")).reason
-        assert reason in [m.reason for m in two.a.sent[engine.scheduler] if hasattr(m, "reason")]
+        assert "preempted" in [
+            m.reason for m in two.a.sent[engine.scheduler] if hasattr(m, "reason")
+        ]
 
     pushing(body)
 
@@ -145,8 +157,7 @@ def test_a_descriptor_of_another_machine_is_refused() -> None:
     async def body(two: Two) -> None:
         there = encode(Descriptor("tcp", "a.node.kvstore", 1, 0, b"203.0.113.9:1"))
         two.a.transfer_worker.descriptor = there
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1)
         engine = Stored(two.a, "ea")
         assert "own machine" in (await two.push(engine, 1)).reason
@@ -157,8 +168,7 @@ def test_a_descriptor_of_another_machine_is_refused() -> None:
 
 def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1, 2)
         engine = Stored(two.a, "ea")
         assert not (await two.push(engine, 1)).reason
@@ -191,9 +201,7 @@ def pushed(asked: wire.PushGrant, shard: Shard, block_bytes: int) -> wire.Pushed
 def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
     async def body(two: Two) -> None:
         engine = Stored(two.a, "ea")
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        asked = await asked_for(two, engine, 1)
         word = pushed(asked, Shard(0, 1, 0, 1), 1)
         two.a.lander._hear(object(), word)  # type: ignore[arg-type]
         assert not any(isinstance(c, Land) for c in two.a.asked)
@@ -255,9 +263,7 @@ def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> No
         two.a.lander.transfer_worker_changed()
         await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
         engine = Stored(two.a, "ea")
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        asked = await asked_for(two, engine, 1)
         session = two.a.lander._given[asked.grant].session
         assert session is not None
 
@@ -280,11 +286,9 @@ def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> No
 
 def test_a_word_without_blocks_is_no_first_block_and_ends_nothing() -> None:
     async def body(two: Two) -> None:
-        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        engine = Stored(two.a, "ea")
+        prefills(two)
+        asked = await asked_for(two, engine, 1)
         given = two.a.lander._given[asked.grant]
         assert given.session is not None
         for sums in (b"", bytes(16)):
@@ -314,9 +318,7 @@ def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
 ) -> None:
     async def body(two: Two) -> None:
         engine = Stored(two.a, "ea")
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        asked = await asked_for(two, engine, 1)
         session = two.a.lander._given[asked.grant].session
         assert session is not None
         word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
@@ -333,11 +335,9 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def body(two: Two) -> None:
-        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        engine = Stored(two.a, "ea")
+        prefills(two)
+        asked = await asked_for(two, engine, 1)
         session = two.a.lander._given[asked.grant].session
         assert session is not None
         word = pushed(asked, Shard(9, 3, 0, 2), asked.block_bytes)
@@ -351,8 +351,7 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(
 
 def test_a_node_that_has_just_joined_is_looked_for() -> None:
     async def body(two: Two) -> None:
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1)
         two.a.fetcher._addresses.clear()
         engine = Stored(two.a, "ea")
@@ -367,8 +366,7 @@ def test_a_slow_write_is_reported(
 ) -> None:
     async def body(two: Two) -> None:
         two.b.pusher.stages.slow_ns = slow_ns
-        prefill = Stored(two.b, "eb")
-        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill = prefills(two)
         prefill.store(1)
         assert not (await two.push(Stored(two.a, "ea"), 1)).reason
 

@@ -24,25 +24,6 @@ def _posts(reads: Reads, now_ns: int = 1) -> list[Post]:
     return found
 
 
-def test_nothing_is_done_at_once() -> None:
-    assert Reads().begin(1, "b", make_pieces([], [], []), Direction.READ) == [Done(1)]
-
-
-def test_a_transfer_is_done_with_its_last_post() -> None:
-    reads = Reads()
-    begin(reads, 1, BIG)
-    told: list[Told] = []
-    moved = 0
-    while posts := _posts(reads):
-        assert not told
-        for post in posts:
-            moved += post.size_bytes
-            told += reads.ended(Outcome(post.number, End.DONE), 2)
-    assert told == [Done(1)]
-    assert moved == BIG
-    assert reads.under_way == 0
-
-
 def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
     reads = Reads()
     begin(reads, 1, BIG)
@@ -208,6 +189,7 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
     reads, now_ns, moved, order = Reads(), 1, 0, Random(seed)
     under_way: list[Post] = []
     told: list[Told] = []
+    sizes = [size for _, size in transfers]
     for number, (peer, size) in enumerate(transfers):
         begin(reads, number, size, peer)
     while True:
@@ -219,5 +201,8 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
         assert post.size_bytes == total_bytes(post.pieces) > 0
         moved += post.size_bytes
         told += reads.ended(Outcome(post.number, End.DONE), now_ns)
+        assert sum(sizes[each.transfer] for each in told) <= moved, "done before its last post"
+    assert all(isinstance(each, Done) for each in told)
     assert sorted(each.transfer for each in told) == list(range(len(transfers)))
-    assert moved == sum(size for _, size in transfers)
+    assert moved == sum(sizes)
+    assert reads.under_way == 0

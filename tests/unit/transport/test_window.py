@@ -22,7 +22,7 @@ LONG_NS = 10_000 * NS_PER_S
 
 def _carried_ns(link: Link, *, paced: bool) -> int:
     reads = Reads(paced=paced)
-    begin(reads, 1, GIB)
+    begin(reads, 1, GIB // 4)
     before_ns = link.now_ns
     return link.carry(reads, until_ns=LONG_NS)[1] - before_ns
 
@@ -37,7 +37,7 @@ def test_a_link_of_ones_own_is_filled(bytes_per_s: float, latency_ns: int) -> No
     assert _carried_ns(link, paced=True) / unpaced_ns <= 1.02
 
 
-@pytest.mark.parametrize("other_mib", [2, 4, 16])
+@pytest.mark.parametrize("other_mib", [2, 16])
 def test_another_flow_is_given_way(other_mib: int) -> None:
     def share(*, paced: bool) -> float:
         busy = [False]
@@ -52,7 +52,7 @@ def test_another_flow_is_given_way(other_mib: int) -> None:
         busy[0] = True
         before = link.ours_bytes, link.others_bytes
         begin(reads, 2, GIB)
-        link.carry(reads, until_ns=link.now_ns + 20 * NS_PER_S)
+        link.carry(reads, until_ns=link.now_ns + 5 * NS_PER_S)
         ours, others = link.ours_bytes - before[0], link.others_bytes - before[1]
         return ours / (ours + others)
 
@@ -78,7 +78,7 @@ def test_a_busy_host_does_not_stop_a_read(delay_ms: int) -> None:
 
 
 def test_it_comes_back_when_the_other_has_gone() -> None:
-    busy_ns = (2 * NS_PER_S, 4 * NS_PER_S)
+    busy_ns = (NS_PER_S // 2, 3 * NS_PER_S // 2)
     link = Link(
         bytes_per_s=1e9,
         latency_ns=100_000,
@@ -86,10 +86,10 @@ def test_it_comes_back_when_the_other_has_gone() -> None:
     )
     reads = Reads()
     begin(reads, 1, 100 * GIB)
-    link.carry(reads, until_ns=5 * NS_PER_S)
+    link.carry(reads, until_ns=5 * NS_PER_S // 2)
     before = link.ours_bytes
-    link.carry(reads, until_ns=6 * NS_PER_S)
-    assert link.ours_bytes - before >= 0.95e9
+    link.carry(reads, until_ns=3 * NS_PER_S)
+    assert link.ours_bytes - before >= 0.95e9 / 2
 
 
 events = st.lists(
