@@ -4,6 +4,7 @@ actor, troupe   a scheduler or rank as a process of its own; who tells them what
 kills, host, trips, garbage   cycles of kills, of round trips, of broken input
 gauges          descriptors, memory, children of a node
 lan, peers      network namespaces; nodes as neighbours in them
+command         `kvstore` as users type it
 engine_publisher   KV events as vLLM publishes them
 event_indexer   an indexer outside of kvstore, which follows KV events of a node
 index_check     what is true of an index between two calls

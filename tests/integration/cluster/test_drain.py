@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
 from tests.integration.cluster.kit import CONVERGES_S, Site, becomes, matches, member
 from tests.integration.node.conftest import eventually
+from tests.kit.command import kvstore
 from tests.kit.peers import attached
 
 pytestmark = pytest.mark.slow
@@ -26,11 +25,6 @@ LONG_S = 600
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
-
-
-def run_kvstore(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=CONVERGES_S, check=False)
 
 
 @contextlib.contextmanager
@@ -84,6 +78,6 @@ def test_an_upgrade_drains_nothing(site: Site) -> None:
     with two(site) as (leaves, _), attached(leaves.socket) as writer:
         keys = make_keys(HOT, seed="hot")
         writer.store(keys)
-        done = run_kvstore("upgrade", "--socket", str(leaves.socket))
+        done = kvstore("upgrade", "--socket", str(leaves.socket))
         assert done.returncode == 0, done.stderr
     assert "blocks go to" not in leaves.log

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site
 from tests.integration.node.conftest import eventually
+from tests.kit.command import kvstore
 from tests.kit.engine_publisher import (
     BLOCK_TOKENS,
     CLEARED,
@@ -49,17 +47,6 @@ def becomes(client: IndexClient, expected: dict[Holder, tuple[int, int]]) -> boo
     return eventually(asks, timeout_s=CONVERGES_S)
 
 
-def inspect(node: NodeProcess, *arguments: str) -> Any:
-    command = [sys.executable, "-m", "kvstore.cli.main", "inspect", *arguments, "--json"]
-    done = subprocess.run(
-        [*command, "--socket", str(node.socket)],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
-    return json.loads(done.stdout)
-
-
 def test_an_engine_without_a_connector_is_in_the_index_whatever_restarts(tmp_path: Path) -> None:
     site, endpoint = Site(tmp_path), f"ipc://{tmp_path}/kv"
     flag = f"gpu0={endpoint},replay={endpoint}.replay,space={SPACE.hex()},rank=1"
@@ -73,7 +60,8 @@ def test_an_engine_without_a_connector_is_in_the_index_whatever_restarts(tmp_pat
                 assert becomes(client, {gpu: (2, 2)})
                 engine.publish(stored(TOKENS, 2, 4), removed(TOKENS, 3))
                 assert becomes(client, {gpu: (3, 3)})
-                (row,) = inspect(node, "nodes")["engines"]
+                shown = kvstore("inspect", "nodes", "--json", "--socket", str(node.socket))
+                (row,) = json.loads(shown.stdout)["engines"]
                 assert (row["engine"], row["rank"], row["state"]) == ("gpu0", 1, "live")
                 assert (row["blocks"], row["space"]) == (3, SPACE.hex()[:16])
                 with urllib.request.urlopen(node.metrics_url, timeout=ASK_S) as page:

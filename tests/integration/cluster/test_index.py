@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +35,7 @@ from tests.integration.cluster.kit import (
     trust,
 )
 from tests.integration.node.conftest import eventually
+from tests.kit.command import kvstore
 from tests.leaks import Baseline
 
 pytestmark = pytest.mark.slow
@@ -84,13 +82,6 @@ def system(
         yield system
 
 
-def clear(node: NodeProcess) -> None:
-    command = [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)]
-    subprocess.run(
-        command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
-    )
-
-
 def test_what_a_node_holds_is_found_until_it_does_not(system: System) -> None:
     tokens = list(range(3 * BLOCK_TOKENS))
     keys = block_keys(tokens, block_tokens=BLOCK_TOKENS, seed="0")
@@ -103,7 +94,7 @@ def test_what_a_node_holds_is_found_until_it_does_not(system: System) -> None:
         assert (match.holder.node, match.holder.engine, match.holder.rank) == ("n1", "", 0)
         assert (match.hbm_blocks, match.dram_blocks, match.file_blocks) == (0, 2, 2)
         assert system.client.match("other", SPACE, prompt).matches == []
-        clear(system.node)
+        assert kvstore("clear", "--socket", str(system.node.socket)).returncode == 0
         assert becomes(system.client, list(keys), {})
 
 
@@ -148,13 +139,8 @@ def test_news_come_to_who_watches(system: System) -> None:
 
 def test_inspect_shows_the_cluster(system: System) -> None:
     assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
-    command = [
-        *(sys.executable, "-m", "kvstore.cli.main", "inspect", "nodes", "--json"),
-        *("--socket", str(system.node.socket)),
-    ]
-    shown = subprocess.run(
-        command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
-    )
+    shown = kvstore("inspect", "nodes", "--json", "--socket", str(system.node.socket))
+    assert shown.returncode == 0
     (row,) = json.loads(shown.stdout)["members"]
     assert (row["node"], row["trust"]) == ("n1", "exact")
     assert row["incarnation"] in system.node.ready_line

@@ -24,12 +24,13 @@ import pytest
 from kvstore.cli.top import Sampler, of_index
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
+from kvstore.index.feed import Trust
 from kvstore.testing.process import IndexProcess, Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
-from tests.integration.node.test_inspect import kvstore
+from tests.kit.command import kvstore
 from tests.kit.peers import PeerPair, metric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -62,6 +63,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         there.store(KEYS[:STORED])
         there.release(there.lease_stored(KEYS[:STORED]))
         asks = ("--index", pair.a.index, *Lab(folder).flags("client", "ops"))
+        with IndexClient([pair.a.index], tls=Lab(folder).files("client", "ops")) as index:
+            # Until then more may be there, and commands say so.
+            assert eventually(lambda: index.nodes().trust is Trust.EXACT, timeout_s=CONVERGES_S)
         yield System(pair, there, here, asks, folder)
 
 

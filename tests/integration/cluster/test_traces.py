@@ -12,8 +12,8 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, mak
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseReply, PushClose, PushOpen, Story
 from tests.integration.node.conftest import eventually
-from tests.integration.node.test_inspect import kvstore
 from tests.kit.collector import Collector, Received, check_tree, collecting
+from tests.kit.command import kvstore
 from tests.kit.peers import PeerPair
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker

@@ -16,7 +16,7 @@ from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
-from tests.integration.node.test_inspect import kvstore
+from tests.kit.command import kvstore
 
 pytestmark = pytest.mark.slow
 

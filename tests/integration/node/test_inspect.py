@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,19 +20,9 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
+from tests.kit.command import kvstore
 
 pytestmark = pytest.mark.slow
-
-
-def kvstore(*arguments: str, columns: str = "100") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "COLUMNS": columns, "PYTHONSAFEPATH": "1"},
-    )
 
 
 def inspected(node: NodeProcess, *arguments: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, mak
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
-from tests.integration.node.test_inspect import kvstore
 from tests.kit.collector import Collector, check_tree, collecting
+from tests.kit.command import kvstore
 
 pytestmark = pytest.mark.slow
 
