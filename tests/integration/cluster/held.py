@@ -22,14 +22,12 @@ import itertools
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
@@ -40,6 +38,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply
 from tests.integration.cluster.kit import CONVERGES_S, matches
+from tests.integration.cluster.other_engine import OtherEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import open_now
 from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, transfer_worker_of
@@ -76,36 +75,26 @@ class Progress(NamedTuple):
     moved: float
 
 
-class Request(Protocol):
+class Request:
     """For all blocks of a case, by an engine of the node that fetches."""
 
-    def ask(self) -> None:
-        """Be answered, in time."""
-
-    def coming(self) -> int:
-        """How many are promised and have not come."""
-
-    def end(self) -> None:
-        """Wait for the end of it; what came is right, and is given back."""
-
-
-class OwnRequest:
-    """By an engine of this process."""
-
-    def __init__(self, engine: RawEngine, keys: Sequence[bytes]) -> None:
+    def __init__(self, engine: RawEngine | OtherEngine, keys: Sequence[bytes]) -> None:
         self._engine, self._keys = engine, keys
         self._reply: LeaseReply | None = None
 
     def ask(self) -> None:
+        """Be answered, in time."""
         self._engine.timeout_s = ANSWER_S
         self._reply = self._engine.ask(self._keys)
 
     def coming(self) -> int:
+        """How many are promised and have not come."""
         assert self._reply is not None
         self._engine.hear()
         return self._engine.coming(self._reply)
 
     def end(self) -> None:
+        """Wait for the end of it; what came is right, and is given back."""
         assert self._reply is not None
         self._engine.timeout_s = ENDS_S
         # `finish` tells whether there is anybody to hear it.
@@ -113,69 +102,6 @@ class OwnRequest:
         reply = self._engine.finish(self._reply)
         assert self._engine.is_right(reply, self._keys)
         self._engine.release(reply)
-
-
-PROGRAM: Final = """
-import sys
-from pathlib import Path
-from kvstore.testing.raw_engine import RawEngine, make_keys
-
-keys = make_keys(int(sys.argv[2]), seed=sys.argv[3])
-with RawEngine(Path(sys.argv[1]), engine_id="victim", timeout_s=float(sys.argv[4])) as engine:
-    engine.open()
-    engine.wait(lambda: bool(engine.credits))
-    print("open", flush=True)
-    for word in sys.stdin:
-        match word.strip():
-            case "ask":
-                reply = engine.ask(keys)
-                print(reply.promoting, flush=True)
-            case "coming":
-                engine.hear()
-                print(engine.coming(reply), flush=True)
-            case "end":
-                engine.renew(reply)
-                reply = engine.finish(reply)
-                print(engine.is_right(reply, keys), flush=True)
-                engine.release(reply)
-"""
-
-
-class OtherRequest:
-    """By an engine that is a process of its own, so that it can be killed. Use as a context."""
-
-    def __init__(self, socket: Path, seed: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(socket), str(BLOCKS), seed, str(ENDS_S)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._hears() == "open"
-
-    def ask(self) -> None:
-        self._say("ask")
-
-    def coming(self) -> int:
-        return int(self._say("coming"))
-
-    def end(self) -> None:
-        assert self._say("end") == "True"
-
-    def _say(self, word: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
-        return self._hears()
-
-    def _hears(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        """It is gone, whatever it was doing."""
-        self.process.kill()
-        self.process.communicate()
 
 
 class Scene:
@@ -198,7 +124,7 @@ class Scene:
         self._client = stack.enter_context(
             IndexClient([index.address], tls=lab.files("client", "tests"), timeout_s=ANSWER_S)
         )
-        self._victim: OtherRequest | None = None
+        self._victim: OtherEngine | None = None
         stack.callback(self.let_go)
         self.heal(self.stored(next(self._seeds)))
         self._rest()
@@ -348,10 +274,10 @@ class Scene:
         for seed in itertools.islice(self._seeds, 15):
             keys = self.stored(seed)
             with contextlib.ExitStack() as stack:
-                request: Request = OwnRequest(self._engines["asker"], keys)
+                engine: RawEngine | OtherEngine = self._engines["asker"]
                 if by_process:
-                    request = self._victim = OtherRequest(self.pair.a.socket, seed)
-                    stack.callback(self._victim.close)
+                    engine = self._victim = stack.enter_context(OtherEngine(self.pair.a.socket))
+                request = Request(engine, keys)
                 stack.callback(self.let_go)
                 if self._reach(stage, keys, request):
                     yield keys, request
@@ -361,11 +287,11 @@ class Scene:
             self.heal(keys)
         raise AssertionError(f"a fetch was never seen {stage}")
 
-    def join(self, keys: Sequence[bytes]) -> OwnRequest:
+    def join(self, keys: Sequence[bytes]) -> Request:
         """Another request for what is held. It is answered at once, by a promise or a miss, and so
         is one for what nobody has: by a miss, although the fetch that is held has not ended."""
         other = self._engines["other"]
-        joined = OwnRequest(other, keys)
+        joined = Request(other, keys)
         joined.ask()
         nothing = other.lease(UNKNOWN)
         assert nothing.slots == b""

@@ -15,9 +15,6 @@ Does not cover: what happens then, and what must hold (`test_pushes`, `test_push
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -29,12 +26,11 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import (
     LeaseRelease,
     LeaseReply,
-    Message,
     PushClose,
     PushExpect,
     PushOpen,
-    encode,
 )
+from tests.integration.cluster.other_engine import OtherEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import descriptors
 from tests.kit.peers import PeerPair, attached, metrics, transfer_worker_of
@@ -67,87 +63,6 @@ def fresh() -> tuple[str, list[bytes]]:
     """Name of a transfer, and the keys of its blocks."""
     name = f"cmpl-{next(_numbers)}"
     return name, make_keys(BLOCKS, seed=name)
-
-
-PROGRAM: Final = """
-import sys
-from pathlib import Path
-from kvstore.testing.raw_engine import RawEngine
-from kvstore.types import KEY_BYTES
-from kvstore.wire.messages import decode_from_engine
-
-def keys(data):
-    return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
-
-with RawEngine(Path(sys.argv[1]), engine_id="victim", timeout_s=60) as engine:
-    engine.open()
-    print(0, flush=True)
-    for line in sys.stdin:
-        order, data = line.split(" ")
-        data, said = bytes.fromhex(data), 0
-        match order:
-            case "send":
-                assert engine.scheduler.send(decode_from_engine(data))
-            case "store":
-                engine.store(keys(data))
-            case "ask":
-                reply = engine.ask(keys(data))
-            case "coming":
-                engine.hear()
-                said = engine.coming(reply)
-        print(said, flush=True)
-"""
-
-
-class OtherEngine:
-    """In a process of its own, so that it can be killed; with the part of RawEngine that a `Push`
-    needs. Use as a context: it is gone afterwards, whatever it was doing."""
-
-    def __init__(self, socket: Path) -> None:
-        self.timeout_s = ENDS_S
-        self.scheduler = self
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(socket)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._hears()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def send(self, message: Message) -> bool:
-        self._say("send", encode(message))
-        return True
-
-    def store(self, keys: Sequence[bytes]) -> None:
-        self._say("store", b"".join(keys))
-
-    def ask(self, keys: Sequence[bytes]) -> LeaseReply:
-        """It keeps the reply."""
-        self._say("ask", b"".join(keys))
-        return LeaseReply(0, 0, b"", b"")
-
-    def coming(self, _: LeaseReply) -> int:
-        return self._say("coming", b"")
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        assert eventually(done, timeout_s=self.timeout_s)
-
-    def _say(self, order: str, data: bytes) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{order} {data.hex()}\n")
-        self.process.stdin.flush()
-        return self._hears()
-
-    def _hears(self) -> int:
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
 
 
 class Push:
@@ -236,7 +151,12 @@ class Push:
     def _until_come(self, blocks: int) -> None:
         reply = self.reply
         assert reply is not None
-        self._decode.wait(lambda: self._decode.coming(reply) <= BLOCKS - blocks)
+
+        def have_come() -> bool:
+            self._decode.hear()
+            return self._decode.coming(reply) <= BLOCKS - blocks
+
+        assert eventually(have_come, timeout_s=ENDS_S)
 
     def _stop(self, process: psutil.Process) -> None:
         self.held = process

@@ -195,14 +195,14 @@ def test_a_stopped_watcher_is_hung_up_on(tmp_path: Path) -> None:
     )
 
     def watchers() -> str:
-        with urllib.request.urlopen(index.metrics_url, timeout=ASK_S) as page:
+        with urllib.request.urlopen(replica.metrics_url, timeout=ASK_S) as page:
             found = re.search(r"^kvstore_index_watchers (\S+)", page.read().decode(), re.MULTILINE)
         assert found is not None
         return found[1]
 
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    with IndexProcess.start(tmp_path) as index:
-        command = [sys.executable, "-c", program, index.address]
+    with IndexProcess.start(tmp_path) as replica:
+        command = [sys.executable, "-c", program, replica.address]
         with subprocess.Popen(command, env=env) as watcher:
             try:
                 assert eventually(lambda: watchers() == "1.0", timeout_s=CONVERGES_S)

@@ -28,13 +28,13 @@ from kvstore.testing.raw_engine import BLOCK_TOKENS, EngineGone, RawEngine, make
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushClose, PushOpen, Story
 from tests.amounts import IS_NIGHTLY
+from tests.integration.cluster.other_engine import OtherEngine
 from tests.integration.cluster.pushing import (
     BLOCKS,
     FLAGS,
     LANDING,
     QUARANTINED,
     STAGES,
-    OtherEngine,
     Push,
     at_baseline,
     fresh,
@@ -204,29 +204,6 @@ def test_a_node_that_is_no_member_is_told_at_once(pair: PeerPair) -> None:
     with attached(pair.a.socket) as decode:
         decode.expect(name, "203.0.113.9:80", keys)
         assert "no member" in decode.push_end().reason
-    at_baseline(pair)
-
-
-def test_half_of_all_requests_are_aborted(pair: PeerPair) -> None:
-    with attached(pair.b.socket) as prefill, attached(pair.a.socket) as decode:
-        decode.timeout_s = prefill.timeout_s = 60
-        transfers = [fresh() for _ in range(20)]
-        for number, (name, keys) in enumerate(transfers):
-            assert prefill.scheduler.send(PushOpen(name))
-            decode.expect(name, "b", keys[:8])
-            prefill.store(keys[: 8 if number % 2 else 4])
-            if not number % 4:
-                assert prefill.scheduler.send(PushClose(name, "aborted"))
-            elif not number % 2:
-                decode.cancel(name)
-            else:
-                assert prefill.scheduler.send(PushClose(name))
-        ends = {end.transfer: end for end in (decode.push_end() for _ in transfers)}
-        for number, (name, _) in enumerate(transfers):
-            if number % 2:
-                assert (ends[name].blocks, ends[name].reason) == (8, "")
-            else:
-                assert ends[name].reason in ("aborted", "it was cancelled")
     at_baseline(pair)
 
 

@@ -1,11 +1,8 @@
-"""What a fetching node says of whom it cannot ask, and when it asks who is there."""
+"""When a fetching node asks who is there."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
-
-import pytest
 
 from kvstore.client.index import Members
 from kvstore.index.feed import Trust
@@ -15,20 +12,6 @@ from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.peers import PeerHello
 from tests.sim.world.loop import SimLoop
-
-
-def test_an_index_finds_blocks_and_a_node_serves_them(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    fetcher = cast("Fetcher", SimpleNamespace(_told={}))
-    for name in ("the index", "node n2"):
-        for trouble in ("it is away", "it is away", ""):
-            Fetcher._note(fetcher, name, trouble)
-    assert [record.getMessage() for record in caplog.records] == [
-        "where blocks are cannot be asked: it is away",
-        "where blocks are can be asked again",
-        "blocks are not fetched from node n2: it is away",
-        "blocks are fetched from node n2 again",
-    ]
 
 
 def test_fetchers_do_not_ask_who_is_there_in_step() -> None:

@@ -163,7 +163,9 @@ def test_an_index_that_lies_costs_a_miss(says: str) -> None:
     run(body)
 
 
-def test_a_peer_that_is_gone_costs_a_miss_and_comes_back() -> None:
+def test_a_peer_that_is_gone_costs_a_miss_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
@@ -171,13 +173,38 @@ def test_a_peer_that_is_gone_costs_a_miss_and_comes_back() -> None:
         two.index.addresses["b"] = "127.0.0.1:1"
         await two.knows("b")
         engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
+        for lease in (1, 2):
+            assert (await two.lease(engine, lease, 1)).slots == b""
+            two.a.tick(60_000)
         two.index.addresses["b"] = right
         await two.knows("b")
-        two.a.tick(60_000)
-        assert (await two.lease(engine, 2, 1)).from_peer == 1
+        assert (await two.lease(engine, 3, 1)).from_peer == 1
 
     run(body)
+    said = [line for line in caplog.messages if "are fetched from" in line or "are not" in line]
+    assert [line.split(":")[0] for line in said] == [
+        "blocks are not fetched from node b",
+        "blocks are fetched from node b again",
+    ]
+
+
+def test_an_index_that_is_away_is_logged_once_until_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def body(two: Two) -> None:
+        two.index.is_away = True
+        for lease in (1, 2):
+            assert (await two.lease(Stored(two.a, f"e{lease}"), lease, 1)).slots == b""
+        two.index.is_away = False
+        await two.until(lambda: not two.a.fetcher._told["the index"], "it answers")
+
+    run(body)
+    assert [line for line in caplog.messages if line.startswith("where blocks are")] == [
+        "where blocks are cannot be asked: nobody answers",
+        "where blocks are can be asked again",
+    ]
 
 
 def test_somebody_else_at_the_address_is_not_read_from() -> None:
