@@ -229,7 +229,7 @@ def test_what_dies_or_stops_costs_misses_at_most(
             else:
                 push.close()
                 push.finish()
-                decode.push_end()
+                assert decode.push_end().transfer == push.name
         if (victim, number) == ("decode node", signal.SIGSTOP):
             push.close()
             push.finish()
