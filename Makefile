@@ -44,7 +44,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 # installed one knows kvstore.connector and kvstore.kernels from everywhere.
 PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
 # Processes that share the tests: more than cores, since many wait for something most of the time.
-WORKERS ?= 3
+WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS)
 # Once more if a test fails, five times in a run at most; what passes then is named in the end. Not
 # what it left behind, which would be there already when it runs again.
