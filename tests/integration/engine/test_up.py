@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,17 +20,36 @@ from tests.kit.router_thread import ask
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = tuple(range(3, 203)) * 3
+FORKING = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]:
+    from multiprocessing import context, resource_tracker
+    known = vars(context)["_concrete_contexts"]
+    known["spawn"] = known["fork"]
+    resource_tracker.ensure_running()
+"""
+"""Read when Python starts. Two of an engine's three processes are forked from the first, where vLLM
+on CPUs would spawn them: each would import vLLM anew, for 8 s."""
 
 
 def test_one_command_serves_survives_an_engine_and_leaves_nothing(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "up.log"
+    log, site = tmp_path / "up.log", tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(FORKING)
+    paths = f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "kvstore.cli.main", "up", str(tiny_model), "--port", "0"]
     command += ["--dram", "64MiB", "--", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--num-gpu-blocks-override", "40"]
     with log.open("w") as output:
-        process = popen_tied(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        process = popen_tied(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
+        )
     out = process.stdout
     assert out is not None
     try:
