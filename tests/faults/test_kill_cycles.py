@@ -37,13 +37,25 @@ def test_after_each_kill_bytes_are_right_and_nothing_is_left(tmp_path: Path) -> 
     assert done.verified_blocks > done.asked_blocks // 4, "most was lost: little was tested"
 
 
-def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
+def test_what_a_kill_must_not_leave_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor, a lease, and a wrong byte."""
     with KillCycles(tmp_path, seed=1) as cycles:
+        cycles.wait_for_baseline()
+        monkeypatch.setattr(kills, "P3_S", 0.2)
+        with (
+            RawEngine(cycles.host.node.socket),
+            pytest.raises(AssertionError, match=r"connections is 8, not 6;.* descriptors are"),
+        ):
+            cycles.wait_for_baseline()
         engine = cycles.engines[0]
         (key,) = make_keys(1)
         assert engine.store([key]) == 1
         leased = engine.lease([key])
         assert isinstance(leased, Leased)
+        with pytest.raises(AssertionError, match=r"leases is 1, not 0; slots_leased is 2, not 0"):
+            cycles.wait_for_baseline()
         with RawEngine(cycles.host.node.socket) as vandal:
             vandal.open()
             arena = vandal.ranks[0].arena
@@ -51,24 +63,3 @@ def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
             arena.array[int.from_bytes(leased.slots[4:8], "little") * 4096 + 77] ^= 1
         with pytest.raises(Wrong, match="shard 1: not what was stored"):
             engine.verify([key])
-
-
-def test_a_lease_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with KillCycles(tmp_path, seed=1) as cycles:
-        cycles.wait_for_baseline()
-        monkeypatch.setattr(kills, "P3_S", 0.2)
-        engine = cycles.engines[0]
-        assert engine.store(make_keys(1)) == 1
-        assert isinstance(engine.lease(make_keys(1)), Leased)
-        with pytest.raises(AssertionError, match=r"leases is 1, not 0; slots_leased is 2, not 0"):
-            cycles.wait_for_baseline()
-
-
-def test_a_descriptor_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kills, "P3_S", 0.2)
-    with (
-        KillCycles(tmp_path, seed=1) as cycles,
-        RawEngine(cycles.host.node.socket),
-        pytest.raises(AssertionError, match=r"connections is 8, not 6;.* descriptors are"),
-    ):
-        cycles.wait_for_baseline()

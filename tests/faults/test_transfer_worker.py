@@ -147,13 +147,6 @@ def _resident_bytes(pid: int, name: str) -> int:
     return found
 
 
-@pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
-def test_a_transfer_brings_the_bytes(opened: ExitStack, settings: Settings) -> None:
-    node, peer = _node(opened, settings), _peer(opened, settings)
-    assert node.read(peer.descriptor()) == ""
-    assert np.array_equal(node.memory.array, peer.arena)
-
-
 def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) -> None:
     node, peer = _node(opened, TCP), _peer(opened, TCP)
     peer.pause()
@@ -202,6 +195,7 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
     node, peer = _node(opened, settings), _peer(opened, settings)
     assert node.read(bytes(DESCRIPTOR_BYTES_MAX + 1)) == "the descriptor of b is too long"
     assert node.read(peer.descriptor()) == ""
+    assert np.array_equal(node.memory.array, peer.arena)
     assert node.worker.restarts == 0
 
 
