@@ -30,6 +30,7 @@ import pytest
 
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
+from tests.amounts import amount
 from tests.integration.node.conftest import eventually
 from tests.kit.actor import Failed, Look, State
 from tests.kit.gauges import Gauges, descriptor_kinds, look, processes
@@ -38,7 +39,7 @@ from tests.kit.troupe import SplitEngine, Troupe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-EVERY = 8
+EVERY = amount(4, nightly=8)
 RUNS_MAX = 16
 """A rare call fails one at a time, and is over before this."""
 BATCH = 4
