@@ -34,7 +34,7 @@ from tests.kit.models import SHAPES, build_model
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20261122
-PROMPT_COUNT = amount(16, nightly=60)
+PROMPT_COUNT = amount(10, nightly=60)
 MAX_TOKENS = 4
 CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node
@@ -107,7 +107,7 @@ def assert_mostly_loaded(
     assert full / 2 <= loaded <= full, f"{loaded} tokens from dram of {full}: see {engine.log}"
 
 
-def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_restart(
+def test_two_ranks_give_the_same_tokens_cold_from_dram_and_files_and_may_be_killed(
     vllm: EngineNursery, tiny_model: Path, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
@@ -135,12 +135,7 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         before = engine.hits().external_hits
         assert complete(engine, prompts) == cold
         assert_mostly_loaded(engine, prompts, before=before)
-        engine.stop()
-        with vllm.start(two, log=tmp_path / "again.log") as engine:
-            wait_until(lambda: has_session(node), "all ranks are attached")
-            assert complete(engine, prompts) == cold
-            assert_mostly_loaded(engine, prompts)
-            kill_one_rank_under_load(engine, prompts)
+        kill_one_rank_under_load(engine, prompts)
         wait_until(lambda: at_baseline(node), "the node is back at baseline")
 
 
@@ -189,7 +184,7 @@ def test_replicated_heads_are_stored_once_and_shared_with_an_engine_of_one_rank(
     vllm: EngineNursery, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     model = build_model(tmp_path / "model", size="tiny-one-head")
-    few = prompts[:12]
+    few = prompts[:6]
     with vllm.start(config(model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
         assert len(worker_pids(engine)) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=1)
@@ -210,7 +205,7 @@ def test_pipeline_stages_give_the_same_tokens_cold_and_from_dram(
     prompts: list[tuple[int, ...]],
     tmp_path: Path,
 ) -> None:
-    few = prompts[:12]
+    few = prompts[:6]
     with vllm.start(config(tiny_model, node, *TWO_STAGES), log=tmp_path / "stages.log") as engine:
         assert len(worker_pids(engine)) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=2)
