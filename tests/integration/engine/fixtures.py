@@ -28,8 +28,9 @@ from tests.kit.models import build_model
 from tests.kit.prompts import varied_prompts
 
 SEED = 20261121
-PROMPT_COUNT = amount(60, nightly=120)
-CONVERSATION_COUNT = 12
+PROMPT_COUNT = amount(36, nightly=120)
+"""Three of each kind, or ten."""
+CONVERSATION_COUNT = amount(8, nightly=12)
 MAX_TOKENS = 8
 ANSWER_TOKENS = BLOCK_TOKENS + 72
 """Decoding fills one or two blocks."""

@@ -36,7 +36,7 @@ from tests.kit.prompts import varied_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = amount(24, nightly=120)
+PROMPTS = amount(20, nightly=120)
 CONCURRENCY = 8
 FEW_BLOCKS = {"gemma3": 80, "gpt-oss": 36}
 """Of all groups together: too few for CONCURRENCY requests."""

@@ -53,10 +53,10 @@ from tests.upstream.run import NoSources, fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ABORTS = amount(24, nightly=200)
+ABORTS = amount(12, nightly=200)
 ABREAST = 6
 """Requests at a time."""
-UPSTREAM_PROMPTS = amount(12, nightly=PROMPT_COUNT)
+UPSTREAM_PROMPTS = amount(6, nightly=PROMPT_COUNT)
 SUBMITTED = "vllm:kvstore_store_blocks_submitted_total"
 PUSHED_SHARE = 0.8
 """Of all blocks: several requests of one prefix may be computed at the same time."""

@@ -43,7 +43,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 LOADED_BYTES = "vllm:kvstore_load_bytes_total"
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 ABANDONED_MAX = 8
-ABANDONED = amount(48, nightly=96)
+ABANDONED = amount(24, nightly=96)
 WAITS_S = (0.0, 0.01, 0.03, 0.1, 0.3)
 """Until a request is given up."""
 
@@ -55,7 +55,7 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
     rng = random.Random(SEED + 10)
     lengths = [
         rng.randint(1, 5) * BLOCK_TOKENS + rng.randint(1, 100)
-        for _ in range(amount(24, nightly=60))
+        for _ in range(amount(12, nightly=60))
     ]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
