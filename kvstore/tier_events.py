@@ -186,8 +186,8 @@ class RecoveryDone(msgspec.Struct, frozen=True):
 
 
 class Suspended(msgspec.Struct, frozen=True):
-    """The disk tier refuses orders at once from now on, but for one probe at a time: its driver
-    goes on submitting, so that there are probes."""
+    """The disk tier refuses all orders but one at a time, its probe: the driver must go on
+    submitting."""
 
     reason: str
     writes_only: bool

@@ -1,4 +1,5 @@
-"""`kvstore inspect prefix`: locations of a prompt's blocks, on one node or on all of a cluster.
+"""`kvstore inspect prefix`: locations of a prompt's blocks, asked of one node, or of the index for
+all of a cluster.
 
 Tokens become keys here, in the CLI's own process, with the hash settings of a node's engines; node
 and index receive keys only. Does not cover: the layout (`look`).

@@ -3,7 +3,7 @@
 process, node   its life; how its parts are put together
 driver, turns   the loop, which carries out commands; whose turn it is, its place among threads
 attach          the engines' door, its sockets, processes that were refused
-files           the disk tier's end of the loop; a directory that cannot be opened yet
+files           the disk tier's end of the loop; what operators read of a full or failing disk
 warm            the memory: taken over from the process before, or made
 traces          spans of a request, from its story
 scrub           bytes read again in the background

@@ -15,7 +15,7 @@ more ends the connection), and QUEUED_BATCHES_MAX messages wait in a socket. One
 is taken at a time and applied in pieces, between which other engines have their turn: an engine
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
-Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
+Covers: sockets, threads. Does not cover: numbers, gaps and names
 (`index.engine_feed`), where engines may be (`config.cluster`).
 """
 

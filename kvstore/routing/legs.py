@@ -393,7 +393,9 @@ class Blame:
 
 
 def may_retry(opened: OpenRequest, failure: Failure, *, has_budget: bool) -> bool:
-    """Whether a request that failed at a worker is sent to another one, where there is one."""
+    """Whether a request that failed at a worker is sent to another one, if any: not after
+    REFUSALS_MAX refusals (but always if bound to one) or SUSPECTS_MAX suspect failures, nor for
+    STATUS without a budget."""
     if failure is Failure.REFUSED:
         return opened.refusals < REFUSALS_MAX or opened.request.is_bound_to_one
     if failure in _SUSPECT:

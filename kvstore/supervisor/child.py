@@ -65,8 +65,8 @@ class Process(Child):
     def was_a_life(self, status: int) -> bool:
         """Whether the next process must differ from it in generations and numbers of connections.
 
-        A process that never served has given out none; mute ones and refused starts may outnumber
-        the numbers."""
+        One that never served has given out none, and is not counted: repeated failed starts would
+        use the numbers up."""
         never_served = self.is_mute or status == control.EXIT_REFUSED
         return self.serving_since_ns != 0 or not never_served
 
@@ -146,7 +146,7 @@ def told(status: int) -> str:
 
 
 class Kept:
-    """State beyond a node process: memory, pidfds and places."""
+    """Descriptors held for the next node process: memory, pidfds of ranks, places."""
 
     def __init__(self) -> None:
         self.memory: dict[str, int] = {}

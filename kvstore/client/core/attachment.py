@@ -51,7 +51,7 @@ class DialState(enum.Enum):
 
 
 class Dial:
-    """See the module."""
+    """One connection: when to connect, when its node is silent, when to hang up."""
 
     def __init__(self, heartbeat_timeout_ms: int) -> None:
         self.state = DialState.DOWN
@@ -142,7 +142,8 @@ Credit = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Attachment:
-    """See the module. Times are the engine's monotonic nanoseconds."""
+    """The scheduler's connection, with its session and credits. Times are the engine's monotonic
+    nanoseconds."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.stats = config, SchedulerStats()

@@ -435,8 +435,8 @@ class Pushes:
             self._forget(ask)
 
     def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """An engine on this node has begun to prefill this transfer, or has ended: look at its
-        grants."""
+        """A PushOpen or PushClose of this transfer came: look at its grants. The end of its
+        engine is noticed at their next regular look."""
         for ask in self._groups.of((tenant, transfer)):
             ask.is_called = True
             self._agenda.put(ask, self._state.now_ns)

@@ -347,8 +347,8 @@ class Awaited:
             self.end(its, "it was cancelled")
 
     def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """An engine on this node has begun to prefill this transfer, or has ended: look at its
-        expectations."""
+        """A PushOpen or PushClose of this transfer came: look at its expectations. The end of its
+        engine is noticed at their next regular look."""
         for its in self.expects.named.of((tenant, transfer)):
             self._call(its)
         self._look_at_due()

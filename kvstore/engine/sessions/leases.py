@@ -142,7 +142,8 @@ class Leases:
             self._pin(session, self._by_session[session][lease], words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
-        """Let leases last a whole life from now, within rule 2; unknown ones are ignored."""
+        """Let leases last one ttl from now, and LEASE_LIVES_MAX of them after their grant at most;
+        unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.get(lease)

@@ -2,7 +2,8 @@
 
 prefixes      facts about a prompt, in order of their worth
 rendering     tokens: engines' own, or a tokenizer's that was compared with them
-process       the router's end of `child`, which makes tokens and keys in a process of its own
+child         a prompt's text to tokens, and tokens to keys, in a process of its own
+process       queues of orders for `child`, fair by tenant
 index_calls   the index within milliseconds; scopes of workers in it
 parity        our keys against the blocks that engines store
 """
