@@ -345,6 +345,7 @@ def test_without_keys_of_the_index_nothing_is_pinned() -> None:
     assert isinstance(sent, Routed)
     assert sent.hints is not None
     assert sent.hints.refused == "no-keys"
+    assert pinned(core, "unpinned", pin_s=0.0).hints is None, "not asked for"
 
 
 def test_a_pin_leaves_with_its_worker() -> None:
@@ -353,8 +354,3 @@ def test_a_pin_leaves_with_its_worker() -> None:
     core.step(WorkerLeft("w0"), S)
     assert touched(core, 31 * S) == []
     assert len(core.ahead.pins) == 0
-
-
-def test_a_request_without_hints_gets_no_answer_to_them() -> None:
-    core = core_of(spec(0))
-    assert pinned(core, "r", pin_s=0.0).hints is None

@@ -279,7 +279,7 @@ def test_blocks_that_were_just_sent_count_beside_the_index() -> None:
 policies = st.sampled_from(POLICY_NAMES)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     policies,
     policies,

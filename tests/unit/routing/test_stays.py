@@ -89,15 +89,6 @@ def test_a_session_comes_back_to_a_worker_that_was_only_busy() -> None:
     assert ask(core, "last").worker == home
 
 
-def test_a_session_leaves_a_worker_that_is_down_for_good() -> None:
-    core = sticky(4)
-    home = ask(core, "first").worker
-    goes_down(core, home)
-    other = ask(core, "second").worker
-    comes_back(core, home)
-    assert ask(core, "third").worker == other != home
-
-
 def test_a_session_leaves_a_worker_that_failed_at_it_though_its_probes_are_answered() -> None:
     core = sticky(4)
     home = ask(core, "first").worker

@@ -16,7 +16,7 @@ PROMPTS = {name: keys(name, 6) for name in "abc"}
 WORKERS = ["w0", "w1", "w2"]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(

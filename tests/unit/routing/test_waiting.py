@@ -180,9 +180,9 @@ def test_a_full_room_displaces_the_newest_of_the_lowest_class() -> None:
 def test_the_default_class_waits_without_end_and_without_a_bound() -> None:
     core = core_of(spec(0), policy=parse({"limits": {"queue_max": 1}}))
     routed(arrive(core, request("first")))
-    for n in range(1000):
+    for n in range(200):
         core.step(Arrived(request(f"r{n}", 16)), S)
-    assert len(core.room) == 1000
+    assert len(core.room) == 200
     assert turn(core, RouteTick(), 86_400 * S) == []
     [sent] = turn(core, RequestEnded("first", Ending.DONE), 86_400 * S)
     assert routed(sent).request_id == "r0"
@@ -191,7 +191,7 @@ def test_the_default_class_waits_without_end_and_without_a_bound() -> None:
 def test_those_that_expire_are_found_among_those_that_never_do() -> None:
     classes = {"inline": {"rank": 0}, "batch": {"rank": 3, "ttl_s": 2}}
     core = full(classes=classes)
-    for n in range(3000):
+    for n in range(1500):
         core.step(Arrived(request(f"r{n}", 16, service="batch")), S)
         if n % 1000:  # those that end sooner leave something behind, until it is swept out
             core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
@@ -199,8 +199,8 @@ def test_those_that_expire_are_found_among_those_that_never_do() -> None:
             core.step(Arrived(request(f"i{n}", 16)), S)
     assert len(core.room._expiry) < 1100
     expired = turn(core, RouteTick(), 3 * S)
-    assert {rejected(each).request_id for each in expired} == {"r0", "r1000", "r2000"}
-    assert len(core.room) == 30
+    assert {rejected(each).request_id for each in expired} == {"r0", "r1000"}
+    assert len(core.room) == 15
 
 
 def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
