@@ -57,7 +57,7 @@ HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
 KEEPALIVE_MS: Final = 10_000
 PINGS: Final = pings(KEEPALIVE_MS, 3_000)
-"""Of both ends."""
+"""Options of both ends of a session."""
 _DENIED: Final = grpc.StatusCode.PERMISSION_DENIED
 
 _log = logging.getLogger(__name__)

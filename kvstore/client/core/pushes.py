@@ -71,9 +71,9 @@ class EnginePushes:
         self.close(part.transfer, f"not stored: {reason}")
 
     def answer(self, request: str, tokens: int) -> dict[str, Any] | None:
-        """Parameters for the decode engine of a request whose prefill is complete; None: none. One
-        of which nothing is stored has them, too, by which a router tells that it is not this engine
-        that lacks its node."""
+        """Parameters for the decode engine of a request whose prefill is complete; None: none. A
+        request of which nothing is stored has them, too: without them a router would take this
+        engine for one without a node."""
         entry = self._producing.get(request)
         part = entry.transfer if entry is not None else self._left_out.pop(request, None)
         if not isinstance(part, PrefillPart) or not self.node:
