@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 import pytest
 
 from kvstore.client.index import IndexUnavailable
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.testing.process import NodeProcess
 
 
@@ -46,6 +51,19 @@ def resident_bytes(node: NodeProcess) -> int:
     """Memory of the node itself, the arena left out."""
     info = psutil.Process(node.pid).memory_info()
     return int(info.rss - info.shared)
+
+
+def rows(node: NodeProcess, topic: str) -> list[dict[str, Any]]:
+    """What `kvstore inspect TOPIC` asks a node for, without the command."""
+    with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
+        answer = InspectStub(channel).Rows(pb.RowsRequest(topic=topic), timeout=30)
+    found: list[dict[str, Any]] = json.loads(answer.rows)
+    return found
+
+
+def tiers(node: NodeProcess) -> dict[str, dict[str, Any]]:
+    """Its tiers, by name."""
+    return {tier["tier"]: tier for tier in rows(node, "tiers")}
 
 
 def eventually(check: Callable[[], bool], *, timeout_s: float = 60.0) -> bool:

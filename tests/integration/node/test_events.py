@@ -19,6 +19,7 @@ from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
+from tests.kit.command import kvstore
 from tests.kit.event_indexer import Indexer
 
 pytestmark = pytest.mark.slow
@@ -38,10 +39,7 @@ def knows(indexer: Indexer, medium: str, keys: list[bytes]) -> bool:
 
 
 def clear(node: NodeProcess) -> None:
-    command = [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)]
-    subprocess.run(
-        command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
-    )
+    assert kvstore("clear", "--socket", str(node.socket)).returncode == 0
 
 
 def test_what_is_stored_evicted_and_cleared_is_told(tmp_path: Path) -> None:

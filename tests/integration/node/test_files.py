@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.scenarios import slow_disk
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.load import decode_learned
-from tests.integration.node.conftest import eventually
+from tests.integration.node.conftest import eventually, tiers
 from tests.integration.node.test_process import page, sample
+from tests.kit.command import kvstore
 
 pytestmark = pytest.mark.slow
 
@@ -29,22 +29,19 @@ SIZE = "64MiB"
 def start(
     directory: Path, files: Path, *, dram: str = "16MiB", flags: Sequence[str] = ()
 ) -> NodeProcess:
+    """A node with a disk tier, and all of its dram: what comes from disk needs room there."""
     directory.mkdir(exist_ok=True)
-    return NodeProcess.start(directory, dram=dram, flags=["--file", f"{files}:{SIZE}", *flags])
+    node = NodeProcess.start(directory, dram=dram, flags=["--file", f"{files}:{SIZE}", *flags])
+    with contextlib.ExitStack() as stack:
+        stack.push(node)
 
+        def has_all() -> bool:
+            memory = tiers(node)["dram"]
+            return bool(memory["ready_bytes"] == memory["capacity_bytes"])
 
-def tiers(node: NodeProcess) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kvstore.cli.main", "inspect", "tiers", "--json"),
-            *("--socket", str(node.socket)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return {tier["tier"]: tier for tier in json.loads(done.stdout)["tiers"]}
+        assert eventually(has_all)
+        stack.pop_all()
+    return node
 
 
 def written(node: NodeProcess, count: int) -> bool:
@@ -116,14 +113,7 @@ def test_what_was_cleared_stays_away_after_a_restart(tmp_path: Path) -> None:
         engine.open()
         engine.store(keys)
         assert written(node, 10)
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "kvstore.cli.main", "clear"),
-                *("--socket", str(node.socket)),
-            ],
-            check=True,
-            timeout=60,
-        )
+        assert cleared(node).returncode == 0
         assert written(node, 0)
         engine.store(keys[:2])
         assert written(node, 2)
@@ -200,23 +190,11 @@ def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
 
 
 def cleared(node: NodeProcess) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return kvstore("clear", "--socket", str(node.socket))
 
 
 def fsck(directory: Path, *flags: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "fsck", str(directory), *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = kvstore("fsck", str(directory), *flags)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -341,12 +319,11 @@ def test_the_disk_that_a_benchmark_slows_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slow_disk, "WORK", tmp_path)
-    pace, keys = tmp_path / "pace", make_keys(40)
+    pace, keys = tmp_path / "pace", make_keys(4)
     pace.write_text("5000")  # nanoseconds per byte
     with slow_disk.start_node(pace, "tiny") as node, RawEngine(node.socket) as engine:
         engine.open()
         begun_s = time.monotonic()
         engine.store(keys)
         assert written(node, len(keys))
-    page_bytes = 4096  # beside each block
-    assert time.monotonic() - begun_s > len(keys) * page_bytes * 5000 / 1e9
+    assert time.monotonic() - begun_s > len(keys) * BLOCK_BYTES * 5000 / 1e9

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +17,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
 from kvstore.wire.space import begin_of
+from tests.integration.node.conftest import eventually, rows, tiers
 from tests.kit.simulated_device import UUID, SimulatedDevice
 from tests.style.tree import ROOT
 
@@ -50,13 +46,6 @@ def open_engine(node: NodeProcess) -> RawEngine:
     engine = RawEngine(node.socket, gpu=str(UUID))
     engine.open()
     return engine
-
-
-def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not check() and time.monotonic() < end_s:
-        threading.Event().wait(0.02)
-    return check()
 
 
 def lease_again(engine: RawEngine) -> list[int]:
@@ -102,12 +91,9 @@ def test_copies_are_made_and_another_process_reads_them(
         reply = engine.lease(KEYS)
         assert found == engine.read(reply)
         engine.release(reply)
-        tiers = json.loads(_inspect(node, "tiers"))["tiers"]
-        assert [(tier["tier"], tier["blocks"]) for tier in tiers] == [
-            *(("dram", 4), ("file", 0), ("hbm", 4))
-        ]
-        rows = json.loads(_inspect(node, "blocks"))["blocks"]
-        assert [row["tiers"] for row in rows] == ["hbm+dram"] * len(KEYS)
+        blocks_of = {name: tier["blocks"] for name, tier in tiers(node).items()}
+        assert blocks_of == {"dram": 4, "file": 0, "hbm": 4}
+        assert [row["tiers"] for row in rows(node, "blocks")] == ["hbm+dram"] * len(KEYS)
         node_metrics = urllib.request.urlopen(node.metrics_url, timeout=10).read().decode()
         assert 'kvstore_blocks{tier="hbm"} 4.0' in node_metrics
         assert 'kvstore_capacity_bytes{tier="hbm"} 4.194304e+06' in node_metrics
@@ -153,10 +139,3 @@ def test_without_a_gpu_the_flag_is_refused_in_one_sentence(tmp_path: Path) -> No
     assert "hbm of 4 MiB cannot be had on GPU 0: no NVIDIA driver" in failed.value.stderr
     assert "or leave --hbm out" in failed.value.stderr
     assert "Traceback" not in failed.value.stderr
-
-
-def _inspect(node: NodeProcess, what: str) -> str:
-    command = ["-m", "kvstore.cli.main", "inspect", what, "--json", "--socket", str(node.socket)]
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=True
-    ).stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ HOSTILE = "<script>document.title='x'</script><img src=x onerror=alert(1)>"
 STORED = 3
 KEYS = make_keys(5)
 WAIT_MS = 20_000
-LOOKS = tuple(itertools.product((1400, 390), ("light", "dark")))
+LOOKS = ((1400, "light"), (390, "dark"))
+"""Each width and each scheme once: what is readable in one does not depend on the other."""
 HIDDEN = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'})"
 
 
@@ -114,7 +114,7 @@ def test_a_node_in_any_look(browser: Any, node: NodeProcess, engine: RawEngine) 
             assert button.evaluate("each => each === document.activeElement")
             page.keyboard.press("Enter")
             page.wait_for_selector("#story-body .bar", timeout=WAIT_MS)
-            assert width == 390 or is_readable(page)
+            assert is_readable(page)
             told = page.locator("#story").inner_text()
             assert "Request cmpl-4f1a" in told
             assert "never stored since the node started" in told

@@ -11,8 +11,8 @@ from kvstore.cli.fsck import fsck
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
-from tests.integration.node.conftest import eventually
-from tests.integration.node.test_files import start, tiers, whole, written
+from tests.integration.node.conftest import eventually, tiers
+from tests.integration.node.test_files import start, whole, written
 from tests.integration.node.test_process import page, sample
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,7 @@ searched. KV events are left out: to publish hashes is what they are for.
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,16 +15,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore.engine import TierReport
 from kvstore.index.chain import block_keys
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.proto.rows import decode_rows
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Distrust, LeaseAsk, Seal, Story, encode
-from tests.integration.node.conftest import eventually
+from tests.integration.node.conftest import eventually, tiers
 from tests.integration.node.test_attach import introduce, raw_socket, send
+from tests.kit.command import kvstore
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +46,8 @@ def traces() -> Iterator[bytes]:
 def command(*arguments: str, node: NodeProcess | None = None) -> bytes:
     """What a command says, on both of its streams."""
     where = ["--socket", str(node.socket)] if node else []
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", *arguments, *where],
-        capture_output=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "COLUMNS": "200", "PYTHONSAFEPATH": "1"},
-    )
-    return done.stdout + done.stderr
+    done = kvstore(*arguments, *where, columns="200")
+    return (done.stdout + done.stderr).encode()
 
 
 def pages(node: NodeProcess) -> Iterator[bytes]:
@@ -70,12 +60,6 @@ def pages(node: NodeProcess) -> Iterator[bytes]:
         except urllib.error.HTTPError as error:
             with error:
                 yield error.read()
-
-
-def blocks_on_disk(node: NodeProcess) -> int:
-    with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
-        found = InspectStub(channel).Rows(pb.RowsRequest(topic="tiers"), timeout=20).rows
-        return sum(row.blocks for row in decode_rows(TierReport, found) if row.tier == "file")
 
 
 def misuse(node: NodeProcess, engine: RawEngine) -> None:
@@ -126,7 +110,7 @@ def test_no_key_token_or_prompt_is_said_anywhere(tmp_path: Path) -> None:
         with RawEngine(node.socket) as engine:
             engine.open()
             engine.store(KEYS)
-            assert eventually(lambda: blocks_on_disk(node) == len(KEYS))
+            assert eventually(lambda: tiers(node)["file"]["blocks"] == len(KEYS))
             misuse(node, engine)
             engine.store(KEYS)
             said.append(command("inspect", "blocks", "--json", node=node))

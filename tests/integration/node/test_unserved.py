@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import urllib.request
 
 import pytest
@@ -16,6 +13,7 @@ from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
+from tests.integration.node.test_inspect import inspected
 
 pytestmark = pytest.mark.slow
 
@@ -49,11 +47,7 @@ def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -
 
         assert eventually(told)
         assert page(node, "/healthz") == f"ok, but engine gpu is not served: {REASON}\n"
-        command = [sys.executable, "-m", "kvstore.cli.main", "inspect", "nodes", "--json"]
-        done = subprocess.run(
-            [*command, "--socket", str(node.socket)], capture_output=True, timeout=60, check=True
-        )
-        assert json.loads(done.stdout)["unserved"] == [
+        assert inspected(node, "nodes")["unserved"] == [
             {"engine": "gpu", "tenant": "t", "reason": REASON}
         ]
         side.close()

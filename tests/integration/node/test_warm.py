@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,39 +24,23 @@ from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.messages import generations_array, slots_array
-from tests.integration.node.conftest import eventually
+from tests.amounts import amount
+from tests.integration.node.conftest import eventually, rows, tiers
 from tests.integration.node.test_attach import attach_and_hold
 from tests.integration.node.test_process import get, page, sample
+from tests.kit.command import kvstore
 
-pytestmark = [pytest.mark.slow, pytest.mark.by_exec, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SEED = 18
 
 
-def rows(node: NodeProcess, topic: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kvstore.cli.main", "inspect", topic),
-            *("--json", "--socket", str(node.socket)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
-    found: list[dict[str, Any]] = json.loads(done.stdout)[topic]
-    return found
-
-
 def dram(node: NodeProcess) -> dict[str, Any]:
-    return rows(node, "tiers")[0]
+    return tiers(node)["dram"]
 
 
-CRASHES = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT]
-
-
-@pytest.mark.parametrize("number", CRASHES, ids=lambda number: number.name)
+@pytest.mark.by_exec
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda each: each.name)
 def test_what_was_in_memory_is_served_by_the_next_process(
     node: NodeProcess, number: signal.Signals
 ) -> None:
@@ -94,6 +76,7 @@ def test_what_was_in_memory_is_served_by_the_next_process(
     assert [p.name for p in node.directory.iterdir()] == ["node.log"]
 
 
+@pytest.mark.by_exec  # a start takes its time, in which a thief could come
 def test_nobody_gets_its_port_or_its_directory_between_two_processes(tmp_path: Path) -> None:
     files, directory = tmp_path / "files", tmp_path / "node"
     directory.mkdir()
@@ -299,7 +282,7 @@ def test_killed_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) -> N
     rng = random.Random(SEED)
     with NodeProcess.start(tmp_path, dram="32MiB") as node, Load(node) as load:
         assert eventually(lambda: load.loaded > 100, timeout_s=30)
-        for _ in range(6):
+        for _ in range(amount(4, nightly=8)):
             back = progress(load)
             threading.Event().wait(rng.uniform(0, 0.05))  # anywhere in a step
             node.crash()
@@ -312,7 +295,7 @@ def test_killed_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) -> N
 def test_upgraded_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) -> None:
     with NodeProcess.start(tmp_path, dram="32MiB") as node, Load(node) as load:
         assert eventually(lambda: load.loaded > 100, timeout_s=30)
-        for life in range(1, 5):
+        for life in range(1, amount(2, nightly=4) + 1):
             back = progress(load)
             told = ask_for_upgrade(node.socket)
             assert "were kept in memory; service was interrupted for" in told
@@ -327,15 +310,10 @@ def test_upgraded_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) ->
 
 
 def upgrade(socket: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "kvstore.cli.main", "upgrade", "--socket", str(socket)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return kvstore("upgrade", "--socket", str(socket))
 
 
+@pytest.mark.by_exec
 def test_the_command_says_what_was_kept(node: NodeProcess) -> None:
     done = upgrade(node.socket)
     assert done.returncode == 0
@@ -362,6 +340,7 @@ def processes(node: NodeProcess) -> list[int]:
     return [node.process.pid, *children_of(node.process.pid)]
 
 
+@pytest.mark.by_exec
 def test_a_standby_takes_over_and_is_replaced(node: NodeProcess, processes: list[int]) -> None:
     _, _, standby = processes
     node.crash()
@@ -369,6 +348,7 @@ def test_a_standby_takes_over_and_is_replaced(node: NodeProcess, processes: list
     assert eventually(lambda: len(children_of(node.process.pid)) == 2, timeout_s=30)
 
 
+@pytest.mark.by_exec
 def test_a_standby_that_dies_takes_nothing_with_it(node: NodeProcess, processes: list[int]) -> None:
     _, old, standby = processes
     os.kill(standby, signal.SIGKILL)
@@ -378,6 +358,7 @@ def test_a_standby_that_dies_takes_nothing_with_it(node: NodeProcess, processes:
     assert page(node, "/healthz") == (200, "ok\n")
 
 
+@pytest.mark.by_exec
 def test_the_supervisor_is_small_and_hidden(node: NodeProcess, processes: list[int]) -> None:
     supervisor, *_ = processes
     status = Path(f"/proc/{supervisor}/status").read_text()
