@@ -1,4 +1,4 @@
-"""A real node process for each test, and what can be seen of it from outside."""
+"""Real node processes, one for each test or module, and what can be seen of it from outside."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ import pytest
 from kvstore.client.index import IndexUnavailable
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, popen_tied
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
     with NodeProcess.start(tmp_path) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """One node for all tests of a module that leave it as it was, started as users start it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore.testing.process.launch", popen_tied)
+        node = NodeProcess.start(tmp_path_factory.mktemp("node"))
+    with node:
+        yield node
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from kvstore.testing import process
-from kvstore.testing.process import NodeFailed, NodeProcess, popen_tied
+from kvstore.testing.process import NodeProcess, popen_tied
 from tests.kit.nursery import ROOT, Forked, Nursery
 
 KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
@@ -70,14 +69,6 @@ def test_forked_processes_are_made_of_what_those_by_exec_are(
     with NodeProcess.start(tmp_path) as node:
         assert not isinstance(node.process, Forked)
         assert [_made_of(pid) for pid in (node.supervisor_pid, node.pid)] == forked
-
-
-def test_a_forked_command_that_refuses_says_so_and_its_status_is_seen(tmp_path: Path) -> None:
-    with pytest.raises(NodeFailed, match="dram") as failed:
-        NodeProcess.start(tmp_path, dram="lots")
-    assert failed.value.code == 2
-    with NodeProcess.start(tmp_path) as node:
-        assert node.kill() == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("nursery")

@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,23 +24,13 @@ from kvstore import __version__
 from kvstore.client.link import Lost
 from kvstore.node.turns import ThreadPriority
 from kvstore.obs.metrics import METRICS
-from kvstore.testing.process import NodeFailed, NodeProcess, children_of, popen_tied
+from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """One node for all who only look at it, started as users start it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvstore.testing.process.launch", popen_tied)
-        node = NodeProcess.start(tmp_path_factory.mktemp("node"))
-    with node:
-        yield node
 
 
 def get(url: str) -> tuple[int, str]:

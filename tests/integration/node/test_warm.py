@@ -334,22 +334,24 @@ def test_the_command_says_that_there_is_no_node(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def processes(node: NodeProcess) -> list[int]:
+def processes(started: NodeProcess) -> list[int]:
     """Supervisor, node process and standby."""
-    assert eventually(lambda: len(children_of(node.process.pid)) == 2, timeout_s=30)
-    return [node.process.pid, *children_of(node.process.pid)]
+    assert eventually(lambda: len(children_of(started.process.pid)) == 2, timeout_s=30)
+    return [started.process.pid, *children_of(started.process.pid)]
 
 
-@pytest.mark.by_exec
-def test_a_standby_takes_over_and_is_replaced(node: NodeProcess, processes: list[int]) -> None:
+def test_a_standby_takes_over_and_is_replaced(started: NodeProcess, processes: list[int]) -> None:
+    node = started
     _, _, standby = processes
     node.crash()
     assert eventually(lambda: node.pid == standby)
     assert eventually(lambda: len(children_of(node.process.pid)) == 2, timeout_s=30)
 
 
-@pytest.mark.by_exec
-def test_a_standby_that_dies_takes_nothing_with_it(node: NodeProcess, processes: list[int]) -> None:
+def test_a_standby_that_dies_takes_nothing_with_it(
+    started: NodeProcess, processes: list[int]
+) -> None:
+    node = started
     _, old, standby = processes
     os.kill(standby, signal.SIGKILL)
     assert eventually(lambda: standby not in children_of(node.process.pid))
@@ -358,8 +360,7 @@ def test_a_standby_that_dies_takes_nothing_with_it(node: NodeProcess, processes:
     assert page(node, "/healthz") == (200, "ok\n")
 
 
-@pytest.mark.by_exec
-def test_the_supervisor_is_small_and_hidden(node: NodeProcess, processes: list[int]) -> None:
+def test_the_supervisor_is_small_and_hidden(processes: list[int]) -> None:
     supervisor, *_ = processes
     status = Path(f"/proc/{supervisor}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
