@@ -54,7 +54,10 @@ HEADS = [b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /healthz HTTP/1.0\r\
 
 def talk(path: Path, hello: bytes | None, datagrams: Sequence[bytes]) -> int:
     """Say these on one connection, as long as the node listens; how many it took."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stray,
+    ):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         sock.connect(str(path))  # blocking: a full backlog is waited for
         sock.settimeout(20)
@@ -68,7 +71,8 @@ def talk(path: Path, hello: bytes | None, datagrams: Sequence[bytes]) -> int:
                     os.close(pidfd)
                 sent += 1
             for datagram in datagrams:
-                sock.send(datagram)
+                # Some bring sockets that nobody asked for, and that are counted in the end.
+                socket.send_fds(sock, [datagram], [stray.fileno()] * (sent % 4 // 3 * 5))
                 sent += 1
     return sent
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileLate, FileRead, FileWritten, Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.parts import Health
-from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
     PATIENCE_S,
@@ -365,27 +363,6 @@ def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) ->
     driver.close()
 
 
-def test_breaker_opens_probes_and_closes() -> None:
-    breaker = Breaker(failures_max=3, cooldown_ms=10)
-    assert [breaker.failed(0) for _ in range(3)] == [False, False, True]
-    assert not breaker.allows(10 * NS_PER_MS - 1)
-    assert breaker.allows(10 * NS_PER_MS)
-    assert not breaker.allows(10 * NS_PER_MS), "one probe"
-    waits = []
-    now = 10 * NS_PER_MS
-    for _ in range(8):
-        breaker.failed(now)
-        begin = now
-        while not breaker.allows(now):
-            now += NS_PER_MS
-        waits.append((now - begin) // NS_PER_MS)
-    assert waits == [20, 40, 80, 160, 320, 320, 320, 320]
-    assert breaker.succeeded()
-    assert not breaker.succeeded()
-    assert breaker.allows(now)
-    assert not breaker.failed(now), "the count begins anew"
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_keeps_no_slot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = start(reader_count=1)
@@ -490,10 +467,3 @@ def test_a_deleted_segment_makes_room_unless_writes_fail_otherwise() -> None:
     health.failed_writing(0, None)
     assert health.room_again() == []
     assert not health.allows_write(0)
-
-
-def test_what_fails_behind_a_probe_under_way_does_not_count() -> None:
-    breaker = Breaker(failures_max=1, cooldown_ms=10)
-    breaker.failed(0)
-    assert not breaker.failed(5 * NS_PER_MS), "no probe was sent"
-    assert breaker.allows(10 * NS_PER_MS), "so the wait is no longer"
