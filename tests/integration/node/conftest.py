@@ -76,6 +76,12 @@ def tiers(node: NodeProcess) -> dict[str, dict[str, Any]]:
     return {tier["tier"]: tier for tier in rows(node, "tiers")}
 
 
+def has_all_dram(node: NodeProcess) -> bool:
+    """Whether all of it is ready: before, what comes from a disk may find no room."""
+    dram = tiers(node)["dram"]
+    return bool(dram["ready_bytes"] == dram["capacity_bytes"])
+
+
 def eventually(check: Callable[[], bool], *, timeout_s: float = 60.0) -> bool:
     """True as soon as `check` is; for what another process does in its own time. An index that is
     late, on a machine that others use too, has not answered yet."""

@@ -17,7 +17,7 @@ from bench.scenarios import slow_disk
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.load import decode_learned
-from tests.integration.node.conftest import eventually, tiers
+from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.integration.node.test_process import page, sample
 from tests.kit.command import kvstore
 
@@ -27,19 +27,15 @@ SIZE = "64MiB"
 
 
 def start(
-    directory: Path, files: Path, *, dram: str = "16MiB", flags: Sequence[str] = ()
+    directory: Path, files: Path, *, dram: str = "16MiB", how: str = "", flags: Sequence[str] = ()
 ) -> NodeProcess:
-    """A node with a disk tier, and all of its dram: what comes from disk needs room there."""
+    """A node with a disk tier, once it has all of its dram. `how`: options of --file."""
     directory.mkdir(exist_ok=True)
-    node = NodeProcess.start(directory, dram=dram, flags=["--file", f"{files}:{SIZE}", *flags])
+    file = f"{files}:{SIZE}{how}"
+    node = NodeProcess.start(directory, dram=dram, flags=["--file", file, *flags])
     with contextlib.ExitStack() as stack:
         stack.push(node)
-
-        def has_all() -> bool:
-            memory = tiers(node)["dram"]
-            return bool(memory["ready_bytes"] == memory["capacity_bytes"])
-
-        assert eventually(has_all)
+        assert eventually(lambda: has_all_dram(node))
         stack.pop_all()
     return node
 
@@ -224,25 +220,17 @@ def test_fsck_tells_damage_and_moves_it_aside(tmp_path: Path) -> None:
 
 def test_two_nodes_on_one_directory_are_told_apart(tmp_path: Path) -> None:
     keys = make_keys(6)
-    shared = f"{tmp_path / 'shared'}:{SIZE},shared"
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    with (
-        NodeProcess.start(
-            tmp_path / "a", dram="4MiB", flags=["--file", shared, "--node-name", "a"]
-        ) as first,
-        RawEngine(first.socket) as engine,
-    ):
+
+    def named(name: str) -> NodeProcess:
+        flags = ["--node-name", name]
+        return start(tmp_path / name, tmp_path / "shared", dram="4MiB", how=",shared", flags=flags)
+
+    with named("a") as first, RawEngine(first.socket) as engine:
         engine.open()
         engine.store(keys)
         assert written(first, 6)
         first.kill()
-    with (
-        NodeProcess.start(
-            tmp_path / "b", dram="4MiB", flags=["--file", shared, "--node-name", "b"]
-        ) as second,
-        RawEngine(second.socket) as engine,
-    ):
+    with named("b") as second, RawEngine(second.socket) as engine:
         engine.open()
         assert written(second, 6)
         assert engine.read(engine.lease(keys)) == whole(keys, engine)

@@ -21,7 +21,7 @@ from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Distrust, LeaseAsk, Seal, Story, encode
-from tests.integration.node.conftest import eventually, tiers
+from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.integration.node.test_attach import introduce, raw_socket, send
 from tests.kit.command import kvstore
 
@@ -129,6 +129,7 @@ def test_no_key_token_or_prompt_is_said_anywhere(tmp_path: Path) -> None:
     said.append(command("fsck", str(store)))
     with NodeProcess.start(tmp_path, flags=flags) as node, RawEngine(node.socket) as engine:
         engine.open()
+        assert eventually(lambda: has_all_dram(node))
         engine.lease(KEYS)
         said.append(node.log.encode())
     whole = b"\n".join(said)
