@@ -84,8 +84,7 @@ def test_after_a_kill_the_node_is_at_baseline(
         os.kill(pid, signal.SIGKILL)
         if victim == "engine":
             engine.kill()
-        load.join(60)
-        assert not load.is_alive()
+        load.join()  # within the time limit of the test
         # vLLM ends its other processes when one dies; none of ours may keep them.
         assert engine.wait(60), "vLLM did not end"
         wait_until(lambda: at_baseline(node), "the node is back at baseline")

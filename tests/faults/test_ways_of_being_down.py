@@ -206,8 +206,8 @@ def test_noise_that_was_loaded_in_vain_is_in_nobodys_way(victim: Victim, tmp_pat
     with victim.with_node(tmp_path):
         pass  # its loads close the breakers
     with lying(victim, [NOISE]):
-        counts = victim.through(at_once=REQUESTS)
-    assert counts["load_failures"] > 0
+        # On a busy machine the breakers may be open still, and all is computed.
+        wait_until(lambda: victim.through(at_once=REQUESTS)["load_failures"] > 0, "it is loaded")
 
 
 def test_lying(victim: Victim) -> None:
