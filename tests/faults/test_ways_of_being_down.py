@@ -29,6 +29,7 @@ from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import LIES, NOISE, Liar
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, cache_off_lines, wait_until
+from tests.integration.node.conftest import eventually
 from tests.kit.engines import EngineConfig, EngineServer
 from tests.kit.programs import need
 
@@ -207,7 +208,7 @@ def test_noise_that_was_loaded_in_vain_is_in_nobodys_way(victim: Victim, tmp_pat
         pass  # its loads close the breakers
     with lying(victim, [NOISE]):
         # On a busy machine the breakers may be open still, and all is computed.
-        wait_until(lambda: victim.through(at_once=REQUESTS)["load_failures"] > 0, "it is loaded")
+        assert eventually(lambda: victim.through(at_once=REQUESTS)["load_failures"] > 0)
 
 
 def test_lying(victim: Victim) -> None:
