@@ -391,7 +391,7 @@ def pings(every_ms: int, timeout_ms: int) -> tuple[tuple[str, int], ...]:
 
 def channel_options(name: str = ANY_INDEX, ping_ms: int = PING_MS) -> list[tuple[str, Any]]:
     """Options of every channel to the index. `name`: name in the server's certificate, if it is
-    another kind of server."""
+    another kind of server. `ping_ms`: time between two pings."""
     return [
         # Addresses are not in certificates; that it is an index is.
         ("grpc.ssl_target_name_override", name),

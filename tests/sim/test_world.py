@@ -40,7 +40,8 @@ def cases(seeds: Iterable[int]) -> list[Case]:
 
 def total(results: Iterable[WorldResult]) -> Totals:
     totals = Totals(first_seed=0)
-    for totals.seeds, result in enumerate(results, 1):
+    for result in results:
+        totals.seeds += 1
         totals.add(result)
     return totals
 

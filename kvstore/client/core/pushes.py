@@ -43,7 +43,7 @@ class EnginePushes:
         self._producing: dict[str, Request] = {}
         """Requests that are being prefilled."""
         self._left_out: dict[str, PrefillPart] = {}
-        """Those of which nothing is stored, by their names."""
+        """By request id: the part of one that is prefilled, of which nothing is stored."""
         self._closing: list[tuple[str, int, int]] = []
         """(transfer, last store of its request, time of its end)."""
         self._waiting: dict[str, Request] = {}
@@ -71,7 +71,7 @@ class EnginePushes:
         self.close(part.transfer, f"not stored: {reason}")
 
     def answer(self, request: str, tokens: int) -> dict[str, Any] | None:
-        """Parameters for the decode engine of a request whose prefill is complete; None: none. A
+        """Parameters for the decode engine of a request that ends; None: none. Called once. A
         request of which nothing is stored has them, too: without them a router would take this
         engine for one without a node."""
         entry = self._producing.get(request)

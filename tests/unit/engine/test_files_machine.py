@@ -250,7 +250,7 @@ def test_any_order_of_stores_lookups_and_disk_keeps_the_promises() -> None:
 
 @pytest.mark.usefixtures("crowded")
 def test_whoever_queues_for_the_disk_is_told_when_it_ends() -> None:
-    verify_machine(DiskMachine, examples=amount(40, nightly=250))
+    verify_machine(DiskMachine, examples=amount(100, nightly=250))
 
 
 class ThriftyMachine(DiskMachine):
