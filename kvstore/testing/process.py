@@ -162,7 +162,7 @@ class ChildServer:
 
     def pause(self) -> None:
         """Stop the process (SIGSTOP) until `resume`."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def resume(self) -> None:
         """Continue the process (SIGCONT)."""
@@ -273,7 +273,7 @@ class NodeProcess(ChildServer):
 
     def pause(self) -> None:
         """Stop the node process (SIGSTOP) until `resume`."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def resume(self) -> None:
         """Continue the node process (SIGCONT)."""
@@ -288,6 +288,23 @@ def children_of(pid: int) -> list[int]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return found
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP, and wait until every thread has stopped: on a busy machine a process goes on
+    for some 10 ms, and serves others meanwhile. Raises ProcessLookupError.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    while any(map(_runs, Path(f"/proc/{pid}/task").glob("*/stat"))):
+        threading.Event().wait(0.001)
+
+
+def _runs(stat: Path) -> bool:
+    """Whether a thread is neither stopped nor gone."""
+    try:
+        return stat.read_text(encoding="utf-8").rpartition(") ")[2][0] not in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _wait_gone(pidfd: int) -> None:

@@ -27,7 +27,7 @@ from kvstore.peers.transfer_worker import (
     TransferWorker,
     TransferWorkerChild,
 )
-from kvstore.testing.process import Lab
+from kvstore.testing.process import Lab, stop_process
 from kvstore.transport import guests, watch
 from kvstore.transport.tcp import Address
 from kvstore.types import Incarnation
@@ -214,7 +214,7 @@ def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Pat
 def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
     node = _node(opened, TCP)
     pid = node.pid
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     node.until(lambda: node.worker.restarts)
     assert _is_gone(pid)
     assert node.worker.trouble == "the transfer worker ended: it is silent"
@@ -251,7 +251,7 @@ def test_the_end_of_one_that_was_killed_is_awaited_without_haste(
     peer.pause()
     read = node.begin(peer.descriptor())
     node.until(lambda: node.worker._awaited)
-    os.kill(node.pid, signal.SIGSTOP)
+    stop_process(node.pid)
     monkeypatch.setattr(TransferWorkerChild, "signal", lambda *_: None)  # a kernel that is busy
     node.worker.recycle("for this")
     turns = []
@@ -291,7 +291,7 @@ def test_a_transfer_worker_says_that_it_may_write_for_as_long_as_it_lives(
     node = _node(opened, TCP)
     memory, fd = node.memory, node.memory.holders_fd
     os.dup2(fd, memory.hold_fd)  # as if the node had ended
-    os.kill(node.pid, signal.SIGSTOP)
+    stop_process(node.pid)
     assert not wait_for_holders(fd, timeout_s=0)
     node.worker.recycle("the test is over")
     assert wait_for_holders(fd, timeout_s=LIMIT_S)

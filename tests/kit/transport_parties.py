@@ -19,6 +19,7 @@ from kvstore.arena import Arena
 from kvstore.errors import TransportError
 from kvstore.peers.transfer_worker import TransferWorkerChild
 from kvstore.ports import End, Landing, Pieces
+from kvstore.testing.process import stop_process
 from kvstore.transport.pieces import joined, make_pieces
 from kvstore.types import Incarnation
 from kvstore.wire import transfer_worker as wire
@@ -172,7 +173,7 @@ class TransferWorkerParty:
         return found
 
     def pause(self) -> None:
-        self.child.signal(signal.SIGSTOP)
+        stop_process(self.child.pid)
 
     def resume(self) -> None:
         self.child.signal(signal.SIGCONT)

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import mmap
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from kvstore.arena import (
     wait_for_holders,
 )
 from kvstore.errors import AttachError, ProtocolError
+from kvstore.testing.process import stop_process
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 
 INCARNATION = Incarnation(0x1234)
@@ -408,7 +408,7 @@ def test_who_holds_an_arena_is_waited_for_until_it_has_ended(arena: Arena) -> No
             let_go(arena)
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
-            holder.send_signal(signal.SIGSTOP)
+            stop_process(holder.pid)
             assert not ended(arena), "it only stands still"
         finally:
             holder.kill()

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from kvstore.client.index import IndexClient
-from kvstore.testing.process import IndexProcess, Lab, NodeProcess
+from kvstore.testing.process import IndexProcess, Lab, NodeProcess, stop_process
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply
@@ -227,8 +227,7 @@ class Scene:
         if name in self.stopped:
             return
         process = self.stopped[name] = self.process(name)
-        process.suspend()
-        assert eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+        stop_process(process.pid)
 
     def go(self, name: str) -> None:
         """It goes on, if it is there."""
@@ -383,4 +382,4 @@ def _let_go_for_a_moment(pid: int) -> None:
     until_s = time.monotonic() + SLICE_S
     while time.monotonic() < until_s:
         pass  # a pause would take longer
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)

@@ -31,7 +31,7 @@ from kvstore.demo.engine import SERVED_NAME, CompletionClient
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
 from kvstore.routing.receipts import Receipt
-from kvstore.testing.process import NodeProcess, popen_tied, reap
+from kvstore.testing.process import NodeProcess, popen_tied, reap, stop_process
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
@@ -261,7 +261,7 @@ def test_an_abort_leaves_nothing_behind(
 def stopped(pids: Sequence[int]) -> Iterator[None]:
     """SIGSTOP to these processes, until the context ends."""
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from kvstore.installation import lacking
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.process import NodeFailed, NodeProcess, stop_process
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
@@ -208,7 +208,7 @@ def test_a_subscriber_that_is_stopped_or_killed_slows_nobody(tmp_path: Path) -> 
         engine.open()
         try:
             assert deaf.stdout.readline() == "connected\n"
-            deaf.send_signal(signal.SIGSTOP)
+            stop_process(deaf.pid)
             engine.store(keys[:10])
             assert knows(indexer, "CPU", keys[:10])
             deaf.send_signal(signal.SIGKILL)

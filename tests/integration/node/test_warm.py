@@ -20,7 +20,7 @@ import pytest
 
 from kvstore.errors import AttachError
 from kvstore.supervisor.sockets import ask_for_upgrade
-from kvstore.testing.process import NodeProcess, children_of
+from kvstore.testing.process import NodeProcess, children_of, stop_process
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.messages import generations_array, slots_array
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_while_there_is_no_node_gives_its_slots_back(node: Node
         assert ours.poll(30)
         assert ours.recv()[2] > 0
         # With the supervisor stopped nobody starts another process meanwhile.
-        node.process.send_signal(signal.SIGSTOP)
+        stop_process(node.process.pid)
         node.crash()
         child.kill()
         child.join(10)

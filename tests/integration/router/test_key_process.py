@@ -18,6 +18,7 @@ from kvstore.index.chain import block_keys
 from kvstore.router.keys import process
 from kvstore.router.keys.child import KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
+from kvstore.testing.process import stop_process
 
 
 def order(count: int, **more: object) -> KeyOrder:
@@ -101,7 +102,7 @@ def test_a_hanging_child_costs_time_outs_and_is_replaced(
         keeper = KeyProcess({})
         try:
             await answered(keeper)
-            (await keeper.lanes[0].running()).send_signal(signal.SIGSTOP)
+            stop_process((await keeper.lanes[0].running()).pid)
             answers = await asyncio.gather(*(keeper.make(order(8)) for _ in range(4)))
             assert answers == [None] * 4
             assert keeper.refused_count == 2, "a tenant owes half of BYTES_MAX at most"
@@ -125,7 +126,7 @@ def test_a_child_that_loads_has_longer(
         keeper = KeyProcess({})
         try:
             child = await keeper.lanes[0].running()
-            child.send_signal(signal.SIGSTOP)
+            stop_process(child.pid)
             assert await keeper.make(order(8)) is None
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGCONT)
@@ -173,7 +174,7 @@ def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
         keeper = KeyProcess({})
         lane = keeper.lanes[1]
         try:
-            (await lane.running()).send_signal(signal.SIGSTOP)
+            stop_process((await lane.running()).pid)
             asked = [asyncio.create_task(keeper.make(body, f"t{n % 4}")) for n in range(64)]
             done, rest = await asyncio.wait(asked, timeout=0.2)
             assert (len(done), len(rest), keeper.refused_count) == (62, 2, 62)

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.errors import AttachError
 from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
-from kvstore.testing.process import children_of
+from kvstore.testing.process import children_of, stop_process
 
 SCRIPT = Path(__file__).with_name("scripted_process.py")
 SUPERVISE = """
@@ -245,7 +245,7 @@ def test_a_standby_that_does_not_answer_is_replaced_and_costs_nothing(supervise:
     serving = one.child
     standby = one.waits_for_standby()
     one.waits_until_prepared(times=2)
-    os.kill(standby, signal.SIGSTOP)
+    stop_process(standby)
     os.kill(serving, signal.SIGKILL)
     assert one.serves().endswith(" serves")
     assert "the standby process did not respond: another one is started" in one.told()
@@ -270,7 +270,7 @@ def test_a_heart_that_stands_still_is_ended(supervise: Make) -> None:
 def test_a_stopped_process_ends_when_it_is_asked_to(supervise: Make) -> None:
     one = supervise("serve", "quick")
     one.serves()
-    os.kill(one.child, signal.SIGSTOP)
+    stop_process(one.child)
     assert one.stop() == 0, "SIGCONT comes with SIGTERM"
 
 
@@ -344,7 +344,7 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(supervise: Make) -> None
     one = supervise("serve")
     one.serves()
     old = one.child
-    os.kill(one.process.pid, signal.SIGSTOP)
+    stop_process(one.process.pid)
     try:
         with pytest.raises(AttachError, match=f"supervisor, process {one.process.pid}, did not"):
             ask_for_upgrade(one.socket, timeout_s=60, first_word_s=0.1)
