@@ -37,8 +37,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -109,20 +108,23 @@ class Stream:
     """A connection that sends and receives bytes without waiting."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        secure: Callable[[socket.socket], ssl.SSLSocket] | None,
-        events: int = selectors.EVENT_READ | selectors.EVENT_WRITE,
+        self, sock: socket.socket, tls: ssl.SSLContext | None, dialled: str | None = None
     ) -> None:
-        """`events`: events of the selector to wait for first."""
-        self._socket, self._secure = sock, secure
+        """`tls` None: insecure. `dialled`: name of the node at the other end; None: it dialled this
+        one.
+        """
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._tls, self._dialled = sock, tls, dialled
         self.fd = sock.fileno()
         self.deadline_ns = time.monotonic_ns() + HELLO_NS
         """Time by which it must be open, in ns; 0: it is open, that is connected, and certificates
         are verified."""
         self.node = ""
         """Name of the node at the other end, by its certificate."""
-        self.events = events
+        # The end that dialled speaks first: one that is silent costs no more than a place.
+        self.events = selectors.EVENT_READ | (selectors.EVENT_WRITE if dialled else 0)
+        """Events of the selector to wait for."""
 
     def shake(self) -> bool:
         """Go on with connecting and the handshake. Returns whether it is open by now. Raises
@@ -135,8 +137,14 @@ class Stream:
                 self._socket.getpeername()
             except OSError:  # not yet
                 return False
-            if self._secure is not None:
-                self._socket, self._secure = self._secure(self._socket), None
+            if self._tls is not None:
+                self._socket = self._tls.wrap_socket(
+                    self._socket,
+                    server_side=self._dialled is None,
+                    server_hostname=self._dialled,
+                    do_handshake_on_connect=False,
+                )
+                self._tls = None
             if isinstance(self._socket, ssl.SSLSocket):
                 try:
                     self._socket.do_handshake()
@@ -213,27 +221,37 @@ class _Places:
 
 
 class _TcpEnd:
-    """Either end: what it has to send, and the message that it receives next."""
+    """Either end: what it has to send, and the places of what it receives next."""
+
+    stream: Stream | None = None
 
     def __init__(self) -> None:
-        self._out = _Places()
-        self._expect_header()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Drop what is not sent, and expect the beginning of a message."""
+        self._out, self._parts = _Places(), self._messages()
+        self._in = next(self._parts)
 
     @property
     def wants_to_write(self) -> bool:
         return bool(self._out)
 
-    def _expect_header(self) -> None:
-        self._header, self._pieces, self._is_body = bytearray(HEADER.size), bytearray(), False
-        self._in = _Places(memoryview(self._header))
+    def _messages(self) -> Iterator[_Places]:
+        """Places for the parts of messages that come, one after the other: each is full when the
+        next is asked for. Raises ConnectionClosed.
+        """
+        raise NotImplementedError
 
 
 class TcpReader(_TcpEnd):
     """A peer that reads from and writes to this node, over a stream that is open at its turns."""
 
+    stream: Stream
+
     def __init__(self, stream: Stream, source: NDArray[np.uint8], landing: Landing | None) -> None:
-        self.stream, self._view = stream, memoryview(source.data)
         super().__init__()
+        self.stream, self._view = stream, memoryview(source.data)
         self._landing = landing or Landing(0, np.empty(0, np.uint8))
         self._unanswered: deque[int] = deque()
         """For each answer that is not sent: total of bytes sent once it is."""
@@ -245,7 +263,7 @@ class TcpReader(_TcpEnd):
         """
         moved = self._in.move(self.stream.receive, TURN_BYTES)
         while not self._in:
-            self._heard()
+            self._in = next(self._parts)
             moved += self._in.move(self.stream.receive, TURN_BYTES)
         given = self._out.move(self.stream.send, TURN_BYTES)
         self._given += given
@@ -253,22 +271,31 @@ class TcpReader(_TcpEnd):
             self._unanswered.popleft()
         return given >= TURN_BYTES or moved >= TURN_BYTES
 
-    def _heard(self) -> None:
-        magic, count, number, size_bytes = HEADER.unpack(self._header)
-        if self._is_body:  # of a write, which is in its places
-            self._answer(number, [])
-            return
-        if not self._pieces:
+    def _messages(self) -> Iterator[_Places]:
+        while True:
+            header = bytearray(HEADER.size)
+            yield _Places(memoryview(header))
+            magic, count, number, size_bytes = HEADER.unpack(header)
             if magic not in (REQUEST, WRITE) or not 0 < count <= PIECES_MAX:
                 raise ConnectionClosed("its request is invalid")
-            self._pieces = bytearray(PIECE_BYTES * count)
-            self._in = _Places(memoryview(self._pieces))
-            return
-        if len(self._unanswered) >= REQUESTS_MAX:
-            raise ConnectionClosed("it asks for too much")
-        begin, length = np.frombuffer(self._pieces, "<u8").reshape(-1, 2).T.astype(np.uint64)
+            pieces = bytearray(PIECE_BYTES * count)
+            yield _Places(memoryview(pieces))
+            if len(self._unanswered) >= REQUESTS_MAX:
+                raise ConnectionClosed("it asks for too much")
+            places = self._places(pieces, size_bytes, is_write=magic == WRITE)
+            if magic == WRITE:
+                yield _Places(*places)
+                places = []
+            size_bytes = sum(map(len, places))
+            self._out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *places)
+            self._put += HEADER.size + size_bytes
+            self._unanswered.append(self._put)
+
+    def _places(self, pieces: bytearray, size_bytes: int, *, is_write: bool) -> list[memoryview]:
+        """Memory that a request names. Raises ConnectionClosed."""
+        begin, length = np.frombuffer(pieces, "<u8").reshape(-1, 2).T.astype(np.uint64)
         first, view = 0, self._view
-        if magic == WRITE:
+        if is_write:
             first, view = self._landing.begin, memoryview(self._landing.memory.data)
         try:
             check_within(begin, length, first, len(view), "what a peer may use")
@@ -277,27 +304,19 @@ class TcpReader(_TcpEnd):
         if total_bytes(Pieces(begin, begin, length)) != size_bytes:
             raise ConnectionClosed("its request is invalid")
         ranges = zip((begin - np.uint64(first)).tolist(), length.tolist(), strict=True)
-        places = [view[at : at + size] for at, size in ranges]
-        if magic == WRITE:
-            self._is_body, self._in = True, _Places(*places)
-        else:
-            self._answer(number, places)
-
-    def _answer(self, number: int, parts: list[memoryview]) -> None:
-        size_bytes = sum(map(len, parts))
-        self._out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *parts)
-        self._put += HEADER.size + size_bytes
-        self._unanswered.append(self._put)
-        self._expect_header()
+        return [view[at : at + size] for at, size in ranges]
 
 
 class TcpOwner(_TcpEnd):
     """A peer that this node reads from and writes to; its requests are answered in order."""
 
-    def __init__(self, name: str, found: Descriptor, address: Address) -> None:
+    def __init__(
+        self, name: str, found: Descriptor, address: Address, done: Callable[[int], None]
+    ) -> None:
+        """`done`: takes the number of each transfer that is done."""
         super().__init__()
-        self.name, self.found, self.address = name, found, address
-        self.stream: Stream | None = None
+        self.name, self.found, self.address, self._done = name, found, address, done
+        self.stream = None
         """Connection; None until the first transfer, and after a failure until the next."""
         self.waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
         self.asked: deque[tuple[int, int, list[memoryview]]] = deque()
@@ -305,31 +324,29 @@ class TcpOwner(_TcpEnd):
         order.
         """
 
-    def turn(self) -> tuple[list[int], bool]:
-        """Send requests and receive answers. Returns (transfers that are done, whether there may be
-        more to do at once). Raises OSError, ConnectionClosed.
+    def turn(self) -> bool:
+        """Send requests and receive answers. Returns whether there may be more to do at once.
+        Raises OSError, ConnectionClosed.
         """
         assert self.stream is not None
-        done: list[int] = []
         if not self.stream.shake():
-            return done, False
+            return False
         moved = 0
         while moved < TURN_BYTES:
             self._ask()
             self._out.move(self.stream.send, TURN_BYTES)
             moved += self._in.move(self.stream.receive, TURN_BYTES)
             if self._in:
-                return done, moved >= TURN_BYTES
-            done += self._heard()
-        return done, True
+                return moved >= TURN_BYTES
+            self._in = next(self._parts)
+        return True
 
     def lose(self) -> list[int]:
         """Return the numbers of all transfers that have not ended, and forget them."""
         found = [each[0] for each in self.asked] + [each[0] for each in self.waiting]
         self.asked.clear()
         self.waiting.clear()
-        self._out = _Places()
-        self._expect_header()
+        self.start_over()
         return found
 
     def _ask(self) -> None:
@@ -346,16 +363,16 @@ class TcpOwner(_TcpEnd):
                 self._out.put(*places)
                 self.asked.append((number, 0, []))
 
-    def _heard(self) -> list[int]:
-        if self._is_body:
-            number, *_ = self.asked.popleft()
-            self._expect_header()
-            return [number]
-        magic, _, number, size_bytes = HEADER.unpack(self._header)
-        if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
-            raise ConnectionClosed("its response is invalid")
-        self._is_body, self._in = True, _Places(*self.asked[0][2])
-        return []
+    def _messages(self) -> Iterator[_Places]:
+        while True:
+            header = bytearray(HEADER.size)
+            yield _Places(memoryview(header))
+            magic, _, number, size_bytes = HEADER.unpack(header)
+            if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
+                raise ConnectionClosed("its response is invalid")
+            yield _Places(*self.asked[0][2])
+            self.asked.popleft()
+            self._done(number)
 
 
 # ── the transport ─────────────────────────────────────────────────────────────────────────────────
@@ -413,7 +430,7 @@ class Tcp:
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
             raise TransportError(f"no certificate can name {peer}")
-        self._owners[peer] = TcpOwner(peer, found, address)
+        self._owners[peer] = TcpOwner(peer, found, address, self._done)
 
     def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         owner = self._owners.get(peer)
@@ -474,20 +491,14 @@ class Tcp:
     def _dial(self, owner: TcpOwner) -> Stream:
         address = owner.address
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = Stream(sock, self._ours, owner.name)
             with contextlib.suppress(BlockingIOError):
                 sock.connect((address.host, address.port))
         except UNREACHABLE:
             sock.close()
             raise
-        secure = None
-        if self._ours is not None:
-            secure = partial(
-                self._ours.wrap_socket, server_hostname=owner.name, do_handshake_on_connect=False
-            )
-        stream = Stream(sock, secure)
         self._selector.register(stream.fd, stream.events, owner)
         return stream
 
@@ -499,7 +510,10 @@ class Tcp:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._turn_away()
                 return
-            self._arrived(sock)
+            reader = TcpReader(Stream(sock, self._theirs), self._source, self._landing)
+            self._selector.register(reader.stream.fd, reader.stream.events, reader)
+            if (oldest := self._guests.arrive(reader)) is not None:
+                self._end(oldest)
 
     def _turn_away(self) -> None:
         """Out of descriptors: accept one connection and close it, or the listener would stay ready
@@ -513,21 +527,6 @@ class Tcp:
         self._spare_fd = -1
         with contextlib.suppress(OSError):
             self._spare_fd = os.eventfd(0)
-
-    def _arrived(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        secure = None
-        if self._theirs is not None:
-            secure = partial(
-                self._theirs.wrap_socket, server_side=True, do_handshake_on_connect=False
-            )
-        # It speaks first. Who is silent costs no more than a place.
-        stream = Stream(sock, secure, selectors.EVENT_READ)
-        reader = TcpReader(stream, self._source, self._landing)
-        self._selector.register(reader.stream.fd, reader.stream.events, reader)
-        if (oldest := self._guests.arrive(reader)) is not None:
-            self._end(oldest)
 
     def _serve(self, reader: TcpReader) -> bool:
         """Serve a peer that connected. Returns whether there may be more to do at once. Raises
@@ -550,11 +549,7 @@ class Tcp:
         if end.stream is None or (isinstance(end, TcpReader) and end not in self._guests):
             return
         try:
-            if isinstance(end, TcpOwner):
-                done, more = end.turn()
-                self._outcomes += [Outcome(number, End.DONE) for number in done]
-            else:
-                more = self._serve(end)
+            more = end.turn() if isinstance(end, TcpOwner) else self._serve(end)
         except (OSError, ConnectionClosed) as error:
             if isinstance(end, TcpOwner):
                 self._fail(end, str(error))
@@ -565,6 +560,9 @@ class Tcp:
         if more:
             self._again.add(end)
             self._wake.set()
+
+    def _done(self, number: int) -> None:
+        self._outcomes.append(Outcome(number, End.DONE))
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Close the connection to an owner, and fail its transfers: nothing of it writes
