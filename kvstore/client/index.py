@@ -32,7 +32,6 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.types import Incarnation
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 RECONNECT_MIN_MS: Final = 100
@@ -154,8 +153,7 @@ class IndexClient:
         """All nodes, with the engines that they serve if wanted. Raises IndexUnavailable."""
         request = pb.NodesRequest(engines=engines)
         reply = self._ask(lambda stub: stub.Nodes, request, timeout_s)
-        trust = forms.trust_of(reply.trust)
-        return Members(Trust.STALE if trust is None else trust, _members(reply.nodes))
+        return Members(forms.trust_of(reply.trust), [*map(forms.member_of, reply.nodes)])
 
     def watch(
         self,
@@ -198,7 +196,7 @@ class IndexClient:
                     gone = known - named if is_first else set(reply.gone)
                     known, is_first = (known | named) - gone, False
                     yield News(
-                        _members(reply.nodes),
+                        [*map(forms.member_of, reply.nodes)],
                         sorted(gone),
                         forms.answer_of(reply.prefix) if reply.HasField("prefix") else None,
                     )
@@ -301,21 +299,6 @@ def _check_understood(error: grpc.RpcError) -> None:
     """Raises ValueError: a replica answered that the question is invalid."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(error.details()) from None
-
-
-def _members(rows: Sequence[pb.Node]) -> list[Member]:
-    return [
-        Member(
-            row.node,
-            Incarnation(row.incarnation),
-            row.address,
-            forms.trust_of(row.trust),
-            row.sequence,
-            forms.load_of(row),
-            forms.engines_of(row.engines),
-        )
-        for row in rows
-    ]
 
 
 def _sentence(error: grpc.RpcError) -> str:

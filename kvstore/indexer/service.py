@@ -169,10 +169,10 @@ class IndexService(IndexServicer):
             trust = await self.trust()
             now_ms = loop_ms()
             members = self.store.members(now_ms)
-            rows = [_row(member, engines=request.engines) for member in members]
+            rows = [forms.node_row(member, engines=request.engines) for member in members]
             if not self._listed:
                 self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
-            reply = pb.NodesReply(trust=forms.trust_number(trust), nodes=rows)
+            reply = pb.NodesReply(trust=forms.TRUSTS[trust], nodes=rows)
             self._listed[request.engines] = reply
         return self._listed[request.engines]
 
@@ -202,7 +202,7 @@ class IndexService(IndexServicer):
             if request.nodes and (news := sight.look(loop_ms())) is not told:
                 changed = [name for name, its in news.items() if its != told.get(name)]
                 reply.nodes.extend(
-                    _row(sight.members[name], engines=request.engines) for name in changed
+                    forms.node_row(sight.members[name], engines=request.engines) for name in changed
                 )
                 reply.gone.extend(told.keys() - news.keys())
                 told = news
@@ -410,18 +410,6 @@ async def _refuse_older(_words: AsyncIterator[bytes], context: Context) -> Async
     text = "this index is of a later version of kvstore: run one on nodes and indexes"
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
     yield b""  # never: it makes this a stream
-
-
-def _row(member: Member, *, engines: bool) -> pb.Node:
-    return pb.Node(
-        node=member.node,
-        incarnation=member.incarnation,
-        address=member.address,
-        trust=forms.trust_number(member.trust),
-        sequence=member.sequence,
-        load=forms.load_message(member.load) if member.load is not None else None,
-        engines=forms.engine_rows(member.engines) if engines else (),
-    )
 
 
 def _keys_of_tokens(tokens: pb.Tokens) -> bytes:

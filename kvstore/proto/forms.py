@@ -9,16 +9,15 @@ bytes each; no prompt; more keys or tokens than fit a question; a name that is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match
+from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.proto import index_pb2 as pb
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Incarnation
 from kvstore.wire.feed import KEYS_MAX
 from kvstore.wire.load import EngineEntry, Load
 
@@ -26,27 +25,13 @@ REPLY_BYTES_MAX: Final = 20 << 20
 """Limit of an answer: 4,096 nodes with the largest names and registries."""
 TOKENS_MAX: Final = 262_144
 NAME_BYTES_MAX: Final = 256
-_TRUSTS: Final[dict[Trust | None, pb.Trust]] = {
+TRUSTS: Final[dict[Trust | None, pb.Trust]] = {
     None: pb.TRUST_OUT,
     Trust.EXACT: pb.TRUST_EXACT,
     Trust.CATCHING_UP: pb.TRUST_CATCHING_UP,
     Trust.STALE: pb.TRUST_STALE,
 }
-_OF_TRUST: Final[dict[int, Trust]] = {n: trust for trust, n in _TRUSTS.items() if trust is not None}
-
-
-def engines_of(rows: Sequence[pb.Engine]) -> tuple[EngineEntry, ...]:
-    """Engines of a message, not checked."""
-    found = []
-    for row in rows:
-        its = {name: getattr(row, name) for name in EngineEntry.__struct_fields__}
-        found.append(EngineEntry(**its | {"queue": row.queue if row.HasField("queue") else None}))
-    return tuple(found)
-
-
-def engine_rows(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
-    """Engines as a message has them."""
-    return [pb.Engine(**msgspec.structs.asdict(each)) for each in engines]
+_OF_TRUST: Final[dict[int, Trust]] = {n: trust for trust, n in TRUSTS.items() if trust is not None}
 
 
 def check_match(request: pb.MatchRequest) -> None:
@@ -75,6 +60,11 @@ def _check_name(text: str) -> None:
         raise ProtocolError(f"a name is longer than {NAME_BYTES_MAX}")
 
 
+def trust_of(number: int) -> Trust:
+    """Trust in an answer; an unknown one counts as the lowest."""
+    return _OF_TRUST.get(number, Trust.STALE)
+
+
 def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
     """An answer as a message."""
     holders = [
@@ -83,46 +73,59 @@ def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
             hbm_blocks=match.hbm_blocks,
             dram_blocks=match.dram_blocks,
             file_blocks=match.file_blocks,
-            trust=_TRUSTS[match.trust],
+            trust=TRUSTS[match.trust],
         )
         for match in answer.matches
     ]
-    return pb.MatchReply(trust=_TRUSTS[answer.trust], holders=holders, blocks=blocks)
+    return pb.MatchReply(trust=TRUSTS[answer.trust], holders=holders, blocks=blocks)
 
 
 def answer_of(reply: pb.MatchReply) -> Answer:
-    """The answer in a message. An unknown trust counts as the lowest."""
+    """The answer in a message."""
     matches = [
         Match(
             Holder(each.node, each.engine, each.rank),
             each.hbm_blocks,
             each.dram_blocks,
             each.file_blocks,
-            _OF_TRUST.get(each.trust, Trust.STALE),
+            trust_of(each.trust),
         )
         for each in reply.holders
     ]
-    return Answer(_OF_TRUST.get(reply.trust, Trust.STALE), matches)
+    return Answer(trust_of(reply.trust), matches)
 
 
-def load_message(load: Load) -> pb.Load:
-    """A load as a message."""
-    return pb.Load(**msgspec.structs.asdict(load))
+def node_row(member: Member, *, engines: bool) -> pb.Node:
+    """A node as a message. `engines`: with the engines that it serves."""
+    return pb.Node(
+        node=member.node,
+        incarnation=member.incarnation,
+        address=member.address,
+        trust=TRUSTS[member.trust],
+        sequence=member.sequence,
+        load=None if member.load is None else pb.Load(**msgspec.structs.asdict(member.load)),
+        engines=[pb.Engine(**msgspec.structs.asdict(each)) for each in member.engines if engines],
+    )
 
 
-def load_of(message: pb.Node) -> Load | None:
-    """The load in a message, if there is one."""
-    if not message.HasField("load"):
-        return None
-    told = message.load
-    return Load(**{name: getattr(told, name) for name in Load.__struct_fields__})
+def member_of(row: pb.Node) -> Member:
+    """The node in a message; load and engines are not checked. An unknown trust counts as out."""
+    return Member(
+        row.node,
+        Incarnation(row.incarnation),
+        row.address,
+        _OF_TRUST.get(row.trust),
+        row.sequence,
+        Load(**_fields(Load, row.load)) if row.HasField("load") else None,
+        tuple(
+            EngineEntry(
+                **_fields(EngineEntry, each)
+                | {"queue": each.queue if each.HasField("queue") else None}
+            )
+            for each in row.engines
+        ),
+    )
 
 
-def trust_number(trust: Trust | None) -> pb.Trust:
-    """A trust as messages have it; None: out."""
-    return _TRUSTS[trust]
-
-
-def trust_of(number: int) -> Trust | None:
-    """The trust in a message; None: out, or unknown."""
-    return _OF_TRUST.get(number)
+def _fields(kind: type[msgspec.Struct], message: object) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in kind.__struct_fields__}

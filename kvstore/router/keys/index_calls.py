@@ -23,7 +23,7 @@ import msgspec
 from kvstore.breaker import Breaker
 from kvstore.client.index import aio_channel, reason_of
 from kvstore.client.tls import Tls
-from kvstore.index.index import Answer
+from kvstore.index.index import Answer, Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.router.engines.workers import Worker, Workers
@@ -111,22 +111,19 @@ class IndexCalls:
         ends; its owner repeats it.
         """
         number = self._first
-        members: dict[str, tuple[EngineEntry, ...]] = {}
-        addresses: dict[str, str] = {}
+        members: dict[str, Member] = {}
         call = self._stubs[number].Watch(pb.WatchRequest(nodes=True, engines=True))
         try:
             async for reply in call:
                 self._lost_count, self.lost = 0, ""
                 for row in reply.nodes:
-                    members[row.node] = forms.engines_of(row.engines)
-                    addresses[row.node] = row.address
+                    members[row.node] = forms.member_of(row)
                 for gone in reply.gone:
                     members.pop(gone, None)
-                    addresses.pop(gone, None)
-                self.addresses = {node: at for node, at in addresses.items() if at}
+                self.addresses = {n: its.address for n, its in members.items() if its.address}
                 self.epoch += 1
                 self.listed = tuple(
-                    Listed(node, entry) for node, entries in members.items() for entry in entries
+                    Listed(node, entry) for node, its in members.items() for entry in its.engines
                 )
                 changed()
         except grpc.aio.AioRpcError as error:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Place, Trust, Verdict
-from kvstore.index.index import Holder, Index, Match
+from kvstore.index.index import Holder, Index, Match, Member
 from kvstore.proto import forms, index_pb2 as pb
+from kvstore.types import Incarnation
 from kvstore.wire.feed import Left
 from kvstore.wire.load import Load
 from tests.kit.index_check import check
@@ -189,6 +190,7 @@ def test_what_a_node_does_is_what_it_said_last_until_its_process_is_another() ->
 def test_what_a_node_does_travels_in_answers_whole() -> None:
     fields = list(Load.__struct_fields__)
     busy = Load(**{name: 2**40 + number for number, name in enumerate(fields)})
-    message = pb.Node(load=forms.load_message(busy))
-    assert forms.load_of(pb.Node.FromString(message.SerializeToString())) == busy
+    told = Member("a", Incarnation(1), "", Trust.EXACT, 0, busy)
+    message = forms.node_row(told, engines=False).SerializeToString()
+    assert forms.member_of(pb.Node.FromString(message)) == told
     assert [field.name for field in pb.Load.DESCRIPTOR.fields] == fields

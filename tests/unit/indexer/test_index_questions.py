@@ -13,11 +13,10 @@ import pytest
 
 from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer, Member
-from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
 from kvstore.net.server import RefusedCall
 from kvstore.ports import IndexStore
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import Delta, FeedBeat, Hello, SnapshotPart
@@ -84,8 +83,8 @@ class Crowd:
         self.callers = [Caller() for _ in range(WATCHERS)]
         self.rows: list[str] = []
         """Of whom a row was made."""
-        self._make_row = index._row
-        monkeypatch.setattr(index, "_row", self._row)
+        self._make_row = forms.node_row
+        monkeypatch.setattr(forms, "node_row", self._row)
         for caller in self.callers:
             watching = service.Watch(pb.WatchRequest(nodes=True), cast("Any", caller))
             self.loop.create_task(watching)

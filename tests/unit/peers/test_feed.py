@@ -15,6 +15,7 @@ from kvstore.config.cluster import ReplicaConfig
 from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy
 from kvstore.index.feed import Trust
+from kvstore.index.index import Member
 from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.peers import changes, feed
@@ -491,5 +492,7 @@ def test_nodes_and_replicas_of_two_versions_say_so_in_one_sentence(
 def test_trust_zero_is_a_trust() -> None:
     """EXACT is 0, which is easily taken for nothing."""
     for trust in Trust:
-        assert forms.trust_of(forms.trust_number(trust)) is trust
-    assert forms.trust_of(forms.trust_number(None)) is None
+        assert forms.trust_of(forms.TRUSTS[trust]) is trust
+    for its in (*Trust, None):
+        told = Member("a", Incarnation(1), "", its, 0)
+        assert forms.member_of(forms.node_row(told, engines=True)).trust is its
