@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorkers, scattered
 from kvstore.engine.events import Land
+from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.pushes import Lander
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard, SpaceId
@@ -48,14 +49,9 @@ def layout_s(there: int, here: int, block_bytes: int) -> float:
     """Processor seconds of copying out 64 MiB."""
     nothing: Any = None
     landed: asyncio.Queue[object] = asyncio.Queue()
-    lander = Lander(
-        landed.put_nowait,
-        fetcher=nothing,
-        transfer_worker=nothing,
-        memory=np.ones(2 * SIZE_BYTES, np.uint8),
-        clock=_OwnTime(),
-        draw_epoch=lambda: 1,
-    )
+    memory = np.ones(2 * SIZE_BYTES, np.uint8)
+    context = PeerContext(landed.put_nowait, nothing, nothing, memory, _OwnTime(), None)
+    lander = Lander(context, nothing, draw_epoch=lambda: 1)
 
     async def land() -> None:
         for order in orders(there, here, block_bytes):

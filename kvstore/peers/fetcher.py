@@ -22,25 +22,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexUnavailable, Members
-from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located, PeerEvent
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
 from kvstore.obs.metrics import Stopwatch, Timings
-from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
-from kvstore.peers.transfer_worker import TransferWorker
-from kvstore.ports import Clock
+from kvstore.peers.peer_session import Dial, PeerContext, PeerSession, SessionLost
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.identity import Identity
-from kvstore.wire.peers import PeerHello, ServeAnswer
+from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import scopes_of
 
 LOCATE_TIMEOUT_S: Final = 0.25
@@ -113,31 +110,21 @@ class Fetcher:
 
     def __init__(
         self,
-        post: Callable[[PeerEvent], None],
+        context: PeerContext,
         *,
-        who: PeerHello,
-        transfer_worker: TransferWorker,
-        memory: NDArray[np.uint8],
-        clock: Clock,
-        credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
-        jitter: Callable[[], float] | None = None,
+        jitter: Callable[[], float] = aio.jitter,
     ) -> None:
-        """`post`: passes an event to the engine. `who`: this node. `memory`: the arena. `dial`: see
-        `PeerSession.open`. `jitter`: returns a random number from 0 to 1."""
+        """`dial`: see `PeerSession.open`. `jitter`: returns a random number from 0 to 1."""
         self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
         self.index: IndexQueries | None = None
         """The index to query; set before `start`."""
-        self._post, self._who = post, who
-        self._transfer_worker = transfer_worker
-        self._memory = memory
-        self._clock = clock
-        self._credentials = credentials
-        self._dial = dial
-        self._jitter = jitter or aio.jitter
-        self._members = {who.node}
+        self._context, self._post, self._who = context, context.post, context.who
+        self._transfer_worker, self._clock = context.transfer_worker, context.clock
+        self._dial, self._jitter = dial, jitter
+        self._members = {self._who.node}
         """Names of all nodes that the index listed last, and of this one."""
         self._addresses: dict[str, str] = {}
         """Peer address of each node that serves fetches."""
@@ -359,7 +346,7 @@ class Fetcher:
         """Checksums of our shards for each block, None for a block whose bytes are not those
         stored. Runs on a thread."""
         # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
-        its = self._memory, command.keys, answer.checksums
+        its = self._context.memory, command.keys, answer.checksums
         begins = (slots * PAGE_BYTES).tolist()
         return [assembly.verify_at(number, row, *its) for number, row in enumerate(begins)]
 
@@ -413,9 +400,7 @@ class Fetcher:
                 raise SessionLost(f"node {node} is no member with an address for other nodes")
             self._forget(node, None if opening is None else _session_of(opening))
             opening = asyncio.get_running_loop().create_task(
-                PeerSession.open(
-                    node, address, me=self._who, credentials=self._credentials, dial=self._dial
-                )
+                PeerSession.open(node, address, self._context, dial=self._dial)
             )
             self._sessions[node] = opening
         session = await asyncio.shield(opening)

@@ -17,7 +17,6 @@ import contextlib
 import ipaddress
 import itertools
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +25,7 @@ import msgspec
 
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
+from kvstore.client.tls import Tls
 from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
 from kvstore.config.values import joined
 from kvstore.engine import events
@@ -44,7 +44,7 @@ from kvstore.net.server import (
 from kvstore.obs.metrics import TRANSFERS, Family, Timings, family, histogram
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
-from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer
+from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
 from kvstore.peers.preparer import Preparer, drain_node
 from kvstore.peers.pushes import SLOW_S, SLOW_TCP_S, Lander, Pusher
 from kvstore.peers.transfer_worker import TransferWorker
@@ -129,8 +129,7 @@ class Peering:
         Raises:
             ConfigError: the address cannot be listened on.
         """
-        self._loop, self._tls = loop, cluster.tls
-        transport = peers.transport
+        self._loop, transport = loop, peers.transport
         begin = Begin(
             transport.name,
             transfer_worker_name(cluster.node),
@@ -141,59 +140,39 @@ class Peering:
             landing_bytes=peers.landing_bytes,
         )
         self.transfer_worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, clock)
-        self._who, self._memory = PeerHello(cluster.node, incarnation), arena.array
-        self.transport, self._clock = transport.name, clock
+        self.exchange = Exchange(loop.loop, self._handle)
+        self._context = PeerContext(
+            self.exchange.post,
+            PeerHello(cluster.node, incarnation),
+            self.transfer_worker,
+            arena.array,
+            clock,
+            cluster.tls.channel_credentials() if cluster.tls else None,
+        )
+        self.transport = transport.name
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
             _log.warning(PLAIN, transport.name)
-        self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
+        self.address = loop.call(self._listen(peers, cluster.tls), timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
-    async def _listen(self, peers: PeerConfig) -> str:
-        self.exchange = Exchange(self._loop.loop, self._handle)
-        self.fetcher = Fetcher(
-            self.exchange.post,
-            who=self._who,
-            transfer_worker=self.transfer_worker,
-            memory=self._memory,
-            clock=self._clock,
-            credentials=self._tls.channel_credentials() if self._tls else None,
-        )
-        self.block_server = BlockServer(
-            self.exchange.post,
-            who=self._who,
-            descriptor=lambda: self.transfer_worker.descriptor,
-            demands_certificates=self._tls is not None,
-        )
+    async def _listen(self, peers: PeerConfig, tls: Tls | None) -> str:
+        context = self._context
+        self.fetcher, self.block_server = Fetcher(context), BlockServer(context)
         slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
         self.pusher = self.block_server.pusher = Pusher(
-            self.exchange.post,
-            transfer_worker=self.transfer_worker,
-            address_of=self.fetcher.address_of,
-            answer=self.block_server.answer,
-            clock=self._clock,
-            slow_s=slow_s,
+            context, self.fetcher.address_of, self.block_server.answer, slow_s=slow_s
         )
-        self.lander = Lander(
-            self.exchange.post,
-            fetcher=self.fetcher,
-            transfer_worker=self.transfer_worker,
-            memory=self._memory,
-            clock=self._clock,
-            draw_epoch=lambda: secrets.randbelow(2**63 - 1) + 1,
-            slow_s=slow_s,
-        )
+        self.lander = Lander(context, self.fetcher, slow_s=slow_s)
         self.preparer = Preparer(
-            self.exchange.post,
-            now_ns=self._clock.now_ns,
-            demands_certificates=self._tls is not None,
+            context.post, now_ns=context.clock.now_ns, demands_certificates=tls is not None
         )
         self.transfer_worker.changed = self._transfer_worker_changed
         self._server = _server()
         handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
         address = joined(peers.host, peers.port)
-        return joined(peers.host, listen(self._server, address, self._tls, "--peer-listen"))
+        return joined(peers.host, listen(self._server, address, tls, "--peer-listen"))
 
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()
@@ -202,8 +181,7 @@ class Peering:
     async def drain(self, runs: Sequence[PrepareRequest], *, timeout_s: float) -> None:
         """Hand blocks to the other nodes."""
         addresses = await self.fetcher.find_addresses()
-        credentials = self._tls.channel_credentials() if self._tls else None
-        await drain_node(runs, addresses, credentials, timeout_s)
+        await drain_node(runs, addresses, self._context.credentials, timeout_s)
 
     def start(self, index: IndexClient) -> None:
         """Begin to serve and fetch. `index` is queried for locations; the caller closes it."""

@@ -30,7 +30,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 import numpy as np
@@ -40,12 +40,14 @@ from kvstore.client.index import aio_channel, pings, plain_reason
 from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.net.server import RefusedCall, require_node
+from kvstore.ports import Clock
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
 
 if TYPE_CHECKING:
     from kvstore.peers.pushes import Pusher
+    from kvstore.peers.transfer_worker import TransferWorker
 
 
 OPEN_TIMEOUT_S: Final = 2.0
@@ -64,6 +66,21 @@ _log = logging.getLogger(__name__)
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
+
+
+class PeerContext(NamedTuple):
+    """What all parts of a node's exchange with peers share."""
+
+    post: Callable[[PeerEvent], None]
+    """Passes an event to the engine."""
+    who: wire.PeerHello
+    """This node."""
+    transfer_worker: TransferWorker
+    memory: NDArray[np.uint8]
+    """The arena."""
+    clock: Clock
+    credentials: grpc.ChannelCredentials | None
+    """None: nobody shows certificates, in labs."""
 
 
 class SessionLost(KVStoreError):
@@ -94,21 +111,20 @@ class PeerSession:
         cls,
         name: str,
         address: str,
+        context: PeerContext,
         *,
-        me: wire.PeerHello,
-        credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
     ) -> Self:
-        """Open a session with node `name` at `address`; `me`: this node. `dial`: makes the channel;
-        None: gRPC. Raises SessionLost."""
-        channel = (dial or _channel)(name, address, credentials)
+        """Open a session with node `name` at `address`. `dial`: makes the channel; None: gRPC.
+        Raises SessionLost."""
+        channel = (dial or _channel)(name, address, context.credentials)
         call: Any = None
         trouble = ""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await channel.channel_ready()
                 call = channel.stream_stream(f"/{wire.PEERS}/Session", wire.encode, bytes)()
-                await call.write(me)
+                await call.write(context.who)
                 data = await call.read()
             welcome = None if data is grpc.aio.EOF else wire.decode_answer(data)
             if not isinstance(welcome, wire.PeerWelcome):
@@ -272,21 +288,10 @@ class _Session:
 class BlockServer:
     """The gRPC service `PEERS`, by which other nodes read blocks here. Runs on the asyncio loop."""
 
-    def __init__(
-        self,
-        post: Callable[[PeerEvent], None],
-        *,
-        who: wire.PeerHello,
-        descriptor: Callable[[], bytes],
-        demands_certificates: bool,
-    ) -> None:
-        """`post`: passes an event to the engine. `who`: this node. `descriptor`: returns that of
-        the present transfer worker, empty while there is none. `demands_certificates`: a peer must
-        have the certificate of the node that it says it is."""
-        self._pass_on = post
-        self._who = who
-        self._descriptor = descriptor
-        self._demands_certificates = demands_certificates
+    def __init__(self, context: PeerContext) -> None:
+        """With credentials in `context`, a peer must have the certificate of the node that it says
+        it is."""
+        self._pass_on, self._context = context.post, context
         self.pusher: Pusher | None = None
         """Handles grants of peers; None: a grant ends the peer's session."""
         self._numbers = itertools.count(1)
@@ -322,7 +327,8 @@ class BlockServer:
         reading = asyncio.get_running_loop().create_task(self._read(session, asks))
         _log.info("node %s reads here", node)
         try:
-            yield wire.PeerWelcome(self._who.node, self._who.incarnation, self._descriptor())
+            who, worker = self._context.who, self._context.transfer_worker
+            yield wire.PeerWelcome(who.node, who.incarnation, worker.descriptor)
             while (answer := await session.answers.get()) is not None:
                 session.unanswered -= isinstance(answer, wire.ServeAnswer | wire.GivenBack)
                 if session.answers.qsize() < UNREAD_MAX:
@@ -356,7 +362,7 @@ class BlockServer:
         Hello, or the certificate is another node's."""
         if not isinstance(first, wire.PeerHello):
             raise RefusedCall(_DENIED, "the first word of a session is Hello")
-        if self._demands_certificates:
+        if self._context.credentials is not None:
             require_node(context, first.node)
         return first.node
 

@@ -30,21 +30,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.engine import events
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
 from kvstore.obs.metrics import Timings
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
-from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.peers.transfer_worker import TransferWorker
+from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.ports import Clock
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
@@ -132,19 +131,16 @@ class Pusher:
 
     def __init__(
         self,
-        post: Callable[[events.PushEvent], None],
-        *,
-        transfer_worker: TransferWorker,
+        context: PeerContext,
         address_of: Callable[[str], Awaitable[str]],
         answer: Callable[[int, PushWord], None],
-        clock: Clock,
+        *,
         slow_s: float = SLOW_S,
     ) -> None:
-        """`post`: passes an event to the engine. `address_of`: peer address of a node, empty if it
-        is no member. `answer`: sends a message to a peer, by its number (`BlockServer`). `slow_s`:
-        see `Stages`."""
-        self.stages = Stages(("write",), clock, slow_s=slow_s)
-        self._post, self._transfer_worker, self._clock = post, transfer_worker, clock
+        """`address_of`: peer address of a node, empty if it is no member. `answer`: sends a message
+        to a peer, by its number (`BlockServer`). `slow_s`: see `Stages`."""
+        self.stages = Stages(("write",), context.clock, slow_s=slow_s)
+        self._context, self._post, self._clock = context, context.post, context.clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
         self._tasks = Tasks("a bug in what pushes blocks")
@@ -227,7 +223,7 @@ class Pusher:
         extents = extents[command.first : command.first + len(slots)]
         remote = extents[:, None] + (np.cumsum(sizes) - sizes)
         lengths = np.broadcast_to(sizes, slots.shape)
-        trouble = await self._transfer_worker.move(
+        trouble = await self._context.transfer_worker.move(
             transfer_worker_name(node),
             its.descriptor,
             make_pieces(slots, remote, lengths),
@@ -263,20 +259,17 @@ class Lander:
 
     def __init__(
         self,
-        post: Callable[[events.PushEvent], None],
-        *,
+        context: PeerContext,
         fetcher: Fetcher,
-        transfer_worker: TransferWorker,
-        memory: NDArray[np.uint8],
-        clock: Clock,
-        draw_epoch: Callable[[], int],
+        *,
+        draw_epoch: Callable[[], int] = lambda: secrets.randbelow(2**63 - 1) + 1,
         slow_s: float = SLOW_S,
     ) -> None:
-        """`post`: passes an event to the engine. `memory`: the arena. `draw_epoch`: returns a
-        random number that is not 0. `slow_s`: see `Stages`."""
-        self.stages = Stages(KINDS, clock, slow_s=slow_s)
-        self._post, self._fetcher, self._transfer_worker = post, fetcher, transfer_worker
-        self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
+        """`draw_epoch`: returns a random number that is not 0. `slow_s`: see `Stages`."""
+        self.stages = Stages(KINDS, context.clock, slow_s=slow_s)
+        self._post, self._transfer_worker = context.post, context.transfer_worker
+        self._memory, self._clock = context.memory, context.clock
+        self._fetcher, self._draw_epoch = fetcher, draw_epoch
         self.epoch = 0
         """Epoch of the transfer worker that serves; 0: there is none."""
         self._given: dict[int, _OpenGrant] = {}

@@ -49,7 +49,7 @@ from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.feed import FeedLink, FeedLog
 from kvstore.peers.fetcher import Fetcher
-from kvstore.peers.peer_session import BlockServer
+from kvstore.peers.peer_session import BlockServer, PeerContext
 from kvstore.peers.pushes import Lander, Pusher
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
@@ -139,25 +139,18 @@ class SimPeers:
         self._heard: list[tuple[str, bool, bool]] = []
         self._heard_ns = 0
         self.transfer_worker = SimTransferWorker(self, cluster.net, cluster.transfer_workers)
-        who = PeerHello(self.name, Incarnation(incarnation))
-        self.fetcher = Fetcher(
+        context = PeerContext(
             self.post,
-            who=who,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory.bytes, np.uint8),
-            clock=_Clock(machine),
-            credentials=None,
-            dial=self._dial_peer,
-            jitter=lambda: 0.5,
+            PeerHello(self.name, Incarnation(incarnation)),
+            self.transfer_worker,  # type: ignore[arg-type]
+            np.frombuffer(self.memory.bytes, np.uint8),
+            _Clock(machine),
+            None,
         )
+        self.fetcher = Fetcher(context, dial=self._dial_peer, jitter=lambda: 0.5)
         self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)
-        self.block_server = BlockServer(
-            self.post,
-            who=who,
-            descriptor=lambda: self.transfer_worker.descriptor,
-            demands_certificates=False,
-        )
-        self._make_pushes()
+        self.block_server = BlockServer(context)
+        self._make_pushes(context)
         self.log, self.links = self._make_links()
 
     def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
@@ -178,7 +171,7 @@ class SimPeers:
         ]
         return log, links
 
-    def _make_pushes(self) -> None:
+    def _make_pushes(self, context: PeerContext) -> None:
         self._revoked: dict[int, int] = {}
         """Grants that were taken back, and when."""
         self._over: set[int] = set()
@@ -196,19 +189,10 @@ class SimPeers:
         self._pushed: dict[tuple[int, int, int], Pushing] = {}
         """Writes by peer, grant, and place of the first block."""
         self.pusher = self.block_server.pusher = Pusher(
-            self.post,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            address_of=self.fetcher.address_of,
-            answer=self.block_server.answer,
-            clock=_Clock(self.machine),
+            context, self.fetcher.address_of, self.block_server.answer
         )
         self.lander = Lander(
-            self.post,
-            fetcher=self.fetcher,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory.bytes, np.uint8),
-            clock=_Clock(self.machine),
-            draw_epoch=lambda: self.random.randint(1, 1 << 62),
+            context, self.fetcher, draw_epoch=lambda: self.random.randint(1, 1 << 62)
         )
 
     @property

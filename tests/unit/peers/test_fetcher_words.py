@@ -8,6 +8,7 @@ from kvstore.client.index import Members
 from kvstore.index.feed import Trust
 from kvstore.node.node import MonotonicClock
 from kvstore.peers.fetcher import MEMBERS_EVERY_S, Fetcher
+from kvstore.peers.peer_session import PeerContext
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.peers import PeerHello
@@ -25,15 +26,10 @@ def test_fetchers_do_not_ask_who_is_there_in_step() -> None:
             return Members(Trust.EXACT, [])
 
     jitters = iter([0.0, 0.25, 0.75, 0.5])
-    fetcher = Fetcher(
-        cast("Any", None),
-        who=PeerHello("n1", Incarnation(1)),
-        transfer_worker=cast("Any", None),
-        memory=cast("Any", None),
-        clock=MonotonicClock(),
-        credentials=None,
-        jitter=lambda: next(jitters),
-    )
+    nothing: Any = None
+    who = PeerHello("n1", Incarnation(1))
+    context = PeerContext(nothing, who, nothing, nothing, MonotonicClock(), None)
+    fetcher = Fetcher(context, jitter=lambda: next(jitters))
     fetcher.index = cast("Any", Index())
     loop.call_soon(fetcher.start)
     step_ns = int(MEMBERS_EVERY_S * NS_PER_S) // 4

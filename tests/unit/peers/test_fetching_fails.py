@@ -9,13 +9,15 @@ import pytest
 
 from kvstore.errors import ProtocolError
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.types import Incarnation, Shard
+from kvstore.types import Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import RANKS_MAX
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.peers.two_nodes import (
     Stored,
+    Together,
     Two,
+    Whereabouts,
     release,
     run,
 )
@@ -57,14 +59,10 @@ def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
+        context = Together("a", Whereabouts()).context
         try:
             with pytest.raises(SessionLost, match="node b speaks another peer protocol"):
-                await PeerSession.open(
-                    "b",
-                    f"127.0.0.1:{port}",
-                    me=wire.PeerHello("a", Incarnation(1)),
-                    credentials=None,
-                )
+                await PeerSession.open("b", f"127.0.0.1:{port}", context)
         finally:
             await server.stop(0)
 

@@ -15,6 +15,7 @@ import pytest
 from kvstore.engine.events import AskPush, Land, PushRevoked, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import peer_session
+from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.pushes import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
@@ -232,13 +233,9 @@ def test_grants_of_one_number_are_those_of_two_peers() -> None:
         def answer(peer: int, told: wire.PushWord) -> None:
             answers.append((peer, told.epoch))
 
-        pusher = Pusher(
-            posted.append,
-            transfer_worker=transfer_worker,  # type: ignore[arg-type]
-            address_of=address_of,
-            answer=answer,
-            clock=MonotonicClock(),
-        )
+        nothing: Any = None
+        its = nothing, transfer_worker, nothing, MonotonicClock(), None
+        pusher = Pusher(PeerContext(posted.append, *its), address_of, answer)  # type: ignore[arg-type]
         for peer in (1, 2, 3):
             grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
             pusher.asked(peer, f"d{peer}", grant)

@@ -33,7 +33,7 @@ from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.node.node import MonotonicClock
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.member import Exchange
-from kvstore.peers.peer_session import BlockServer
+from kvstore.peers.peer_session import BlockServer, PeerContext
 from kvstore.peers.pushes import Lander, Pusher
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
@@ -154,18 +154,17 @@ class Together(Node):
         super().__init__(fetches=True, **config)
         self.memory = bytearray(self.config.arena_bytes)
         self.transfer_worker = MemoryTransferWorker(self.memory)
-        who = PeerHello(name, Incarnation(abs(hash(name)) + 1))
-        self.fetcher = Fetcher(
+        self.context = PeerContext(
             self._post,
-            who=who,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory, np.uint8),
-            clock=MonotonicClock(),
-            credentials=None,
-            jitter=lambda: 0.0,  # members are read as often as may be
+            PeerHello(name, Incarnation(abs(hash(name)) + 1)),
+            self.transfer_worker,  # type: ignore[arg-type]
+            np.frombuffer(self.memory, np.uint8),
+            MonotonicClock(),
+            None,
         )
+        # Members are read as often as may be.
+        self.fetcher = Fetcher(self.context, jitter=lambda: 0.0)
         self.fetcher.index = index
-        self._who = who
         self._index = index
 
     def _post(self, event: PeerEvent) -> None:
@@ -177,27 +176,11 @@ class Together(Node):
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
         self.exchange = Exchange(loop, self.handle)
-        self.block_server = BlockServer(
-            self.exchange.post,
-            who=self._who,
-            descriptor=lambda: self.transfer_worker.descriptor,
-            demands_certificates=False,
-        )
+        self.block_server = BlockServer(self.context)
         self.pusher = self.block_server.pusher = Pusher(
-            self.exchange.post,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            address_of=self.fetcher.address_of,
-            answer=self.block_server.answer,
-            clock=MonotonicClock(),
+            self.context, self.fetcher.address_of, self.block_server.answer
         )
-        self.lander = Lander(
-            self.exchange.post,
-            fetcher=self.fetcher,
-            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory, np.uint8),
-            clock=MonotonicClock(),
-            draw_epoch=lambda: 7,
-        )
+        self.lander = Lander(self.context, self.fetcher, draw_epoch=lambda: 7)
         self.lander.transfer_worker_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
