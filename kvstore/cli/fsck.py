@@ -34,7 +34,7 @@ from kvstore.cli.commands import as_json
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.contents import Contents, SegmentFile, read_head, walk
+from kvstore.tiers.file.contents import Contents, SegmentFile, opened_segment, walk
 from kvstore.tiers.file.directory import (
     Directory,
     InUse,
@@ -49,7 +49,7 @@ from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
 from kvstore.wire.record import Void
-from kvstore.wire.segment import SegmentHead, Table, parse_store_page
+from kvstore.wire.segment import SegmentHead, parse_store_page
 
 _PIECE_BYTES = 4 * MIB
 _LOOKS_MAX, _LOOK_PAUSE_S = 5, 0.2
@@ -191,19 +191,16 @@ def reports_as_json(reports: Sequence[Report]) -> str:
 class _Checked:
     """One segment that can be read. `bad` are rows of the table."""
 
-    number: int
-    size: int
     head: SegmentHead
-    table: Table
+    size: int
+    found: Contents
     bad: list[int]
-    skipped_pages: int
-    closed: bool
     cut_short: bool = False
     """The segment was closed, and has no footer any more."""
 
     @property
     def is_damaged(self) -> bool:
-        return bool(self.bad or self.skipped_pages or self.cut_short)
+        return bool(self.bad or self.found.skipped_pages or self.cut_short)
 
 
 def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None) -> Report:
@@ -307,14 +304,14 @@ def _check_all(
     for number in numbers:
         name = segment_name(number)
         try:
-            with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, size):
-                checked = _check(report, disk, fd, size, number, store_id)
+            with opened_segment(disk, name, os.O_RDONLY, dir_fd) as (file, _):
+                checked = _check(report, file, number, store_id)
         except FileNotFoundError:
             continue  # a running node reclaimed it
         except OSError as error:
             report.blame(name, f"unreadable ({error.strerror})")
             continue
-        voids += checked.table.voids if checked is not None else ()
+        voids += checked.found.table.voids if checked is not None else ()
         if checked is not None:
             found.append(checked)
         elif locked is not None:
@@ -330,33 +327,32 @@ def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
     """Count segments without a footer: one that the next one records as closed was cut short, which
     is damage; others were never closed.
     """
-    once_closed = {checked.number - 1 for checked in found if checked.head.follows_closed}
+    once_closed = {checked.head.number - 1 for checked in found if checked.head.follows_closed}
     for checked in found:
-        checked.cut_short = not checked.closed and checked.number in once_closed
-        report.torn += not checked.closed and not checked.cut_short
+        number, is_closed = checked.head.number, checked.found.is_closed
+        checked.cut_short = not is_closed and number in once_closed
+        report.torn += not is_closed and not checked.cut_short
         if checked.cut_short:
-            report.blame(segment_name(checked.number), _CUT_SHORT)
+            report.blame(segment_name(number), _CUT_SHORT)
 
 
 def _check(
-    report: Report, disk: Disk, fd: int, size: int, number: int, store_id: bytes
+    report: Report, file: SegmentFile | None, number: int, store_id: bytes
 ) -> _Checked | None:
     """Check one file. None: it is not a segment of this store."""
     name = segment_name(number)
-    head = read_head(disk, fd)
-    if head is None or head.store_id != store_id or head.number != number:
-        report.blame(name, "damaged header" if head is None else "foreign segment")
+    if file is None or file.head.store_id != store_id or file.head.number != number:
+        report.blame(name, "damaged header" if file is None else "foreign segment")
         return None
     report.segments += 1
-    report.file_bytes += size
-    file = SegmentFile(disk, fd, head, size)
+    report.file_bytes += file.size_bytes
     found, bad = _read(file)
     for _ in range(_LOOKS_MAX if report.node_runs and not found.is_closed else 0):
         if not (bad or found.skipped_pages):
             break
         threading.Event().wait(_LOOK_PAUSE_S)
         found, bad = _read(file)
-    table, skipped = found.table, found.skipped_pages
+    table = found.table
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
     if len(table.pages):
@@ -364,9 +360,9 @@ def _check(
         report.record_bytes += int(lengths[good].sum())
     if bad:
         report.blame(name, _DAMAGED, len(bad))
-    if skipped:
-        report.blame(name, _GAPS, skipped)
-    return _Checked(number, size, head, table, bad, skipped, found.is_closed)
+    if found.skipped_pages:
+        report.blame(name, _GAPS, found.skipped_pages)
+    return _Checked(file.head, file.size_bytes, found, bad)
 
 
 def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
@@ -397,8 +393,9 @@ def _move_aside(
     reclaimer = Reclaimer(locked, catalog, disk, writer)
     with contextlib.closing(catalog):
         for checked in damaged:
-            name = segment_name(checked.number)
-            segment = Segment(checked.number, checked.head, name, locked.fd, checked.size)
+            number = checked.head.number
+            name = segment_name(number)
+            segment = Segment(number, checked.head, name, locked.fd, checked.size)
             catalog.add(segment)
             parts = reclaimer.ask(segment, voids).parts
             _, error = reclaimer.move(segment, b"".join(part.locations for part in parts))

@@ -68,15 +68,15 @@ class Bytes(PosixDisk):
 class OneSegment:
     """A catalog with nothing else in it."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+    def __init__(self, segment: Segment, medium: PosixDisk) -> None:
+        self._segment, self._medium = segment, medium
 
     def get(self, number: int) -> Segment | None:
         return self._segment if number == self._segment.number else None
 
     @contextlib.contextmanager
-    def reading(self, segment: Segment) -> Iterator[int]:
-        yield -1
+    def reading(self, segment: Segment) -> Iterator[SegmentFile]:
+        yield SegmentFile(self._medium, -1, segment.head, segment.taken_bytes)
 
 
 class Found(NamedTuple):
@@ -95,8 +95,8 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
         return None
     table = SegmentFile(medium, -1, head, len(data)).contents().table
     memory = _pages(SLOT_PAGES * PAGE_BYTES)
-    catalog: Any = OneSegment(Segment(number, head, segment_name(number), -1, len(data)))
-    reading = Reader(catalog, medium, memory.view, direct=True)
+    catalog: Any = OneSegment(Segment(number, head, segment_name(number), -1, len(data)), medium)
+    reading = Reader(catalog, memory.view, direct=True)
     good = []
     for row, page in enumerate(table.pages.tolist()):
         scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()

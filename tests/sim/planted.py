@@ -45,7 +45,7 @@ from kvstore.index.feed import Feed, Heard
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.tiers.file.catalog import Segment
+from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.discovery import Peers
 from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
@@ -84,9 +84,9 @@ def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
     is_good = Reader._is_good
 
     def broken(
-        self: Reader, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
+        self: Reader, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
     ) -> bool:
-        return row > 0 or is_good(self, segment, scope, prefix, wanted, row)
+        return row > 0 or is_good(self, file, scope, prefix, wanted, row)
 
     return mock.patch.object(Reader, "_is_good", broken)
 
@@ -417,7 +417,7 @@ def record_of_another_space() -> contextlib.AbstractContextManager[Any]:
     """A record on disk is good, wherever it lies, for whoever asks for its key."""
 
     def broken(
-        self: Reader, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
+        self: Reader, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
     ) -> bool:
         page = self._headers.page(row)
         found = parse_page(

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.disk import Disk, close_at_last, open_regular, read_flags
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
@@ -47,8 +48,11 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class _Open:
+    """A descriptor that its last user closes. While it is kept for later readers, the catalog is
+    one of its users."""
+
     fd: int
-    users: int
+    users: int = 1
 
 
 class Catalog:
@@ -62,7 +66,6 @@ class Catalog:
         self._segments: dict[int, Segment] = {}
         self._unread: dict[int, int] = {}
         self._open: OrderedDict[int, _Open] = OrderedDict()
-        self._doomed: list[_Open] = []
         self._own_bytes = 0
         self.aside_bytes = 0
         self.hidden_bytes = 0
@@ -77,7 +80,13 @@ class Catalog:
     def expect(self, sizes: dict[int, int]) -> None:
         """Count files that recovery has not looked at yet."""
         with self._lock:
-            self._unread = dict(sizes)
+            self._unread = sizes
+
+    @property
+    def expected(self) -> dict[int, int]:
+        """Number → bytes of the files that recovery has not looked at yet."""
+        with self._lock:
+            return dict(self._unread)
 
     def drop_expected(self, number: int) -> None:
         """Stop counting a file that recovery looked at, and that is gone."""
@@ -109,8 +118,7 @@ class Catalog:
             if segment is not None and not segment.is_foreign:
                 self._own_bytes -= segment.taken_bytes
             opened = self._open.pop(number, None)
-            idle = self._retire([opened] if opened is not None else [])
-        _close(idle)
+        self._release(opened)
         return segment
 
     def oldest(self) -> Segment | None:
@@ -131,23 +139,20 @@ class Catalog:
             return sorted(n for n in self._segments if n < FOREIGN_BASE)
 
     @contextlib.contextmanager
-    def reading(self, segment: Segment) -> Iterator[int]:
-        """A descriptor to read from, open as long as the block runs.
+    def reading(self, segment: Segment) -> Iterator[SegmentFile]:
+        """The segment's file, open as long as the block runs.
 
         Raises:
             OSError: the file is gone, or is no regular file any more.
         """
         opened = self._lease(segment)
         try:
-            yield opened.fd
+            yield SegmentFile(self._disk, opened.fd, segment.head, segment.taken_bytes)
         finally:
             with self._lock:
-                opened.users -= 1
-                idle = self._trim()
-                if opened.users == 0 and opened in self._doomed:
-                    self._doomed.remove(opened)
-                    idle.append(opened.fd)
-            _close(idle)
+                too_many = len(self._open) > _OPEN_MAX
+                longest_unused = self._open.popitem(last=False)[1] if too_many else None
+            self._release(opened, longest_unused)
 
     def _lease(self, segment: Segment) -> _Open:
         with self._lock:
@@ -157,41 +162,25 @@ class Catalog:
                 self._open.move_to_end(segment.number)
                 return opened
         fd, _ = open_regular(self._disk, segment.name, self._flags, segment.dir_fd)
-        opened = _Open(fd, 1)
+        opened = _Open(fd)
         with self._lock:
-            if segment.number in self._open or self._segments.get(segment.number) is not segment:
-                self._doomed.append(opened)  # another thread was faster, or it left meanwhile
-            else:
+            # Not kept if another thread was faster, or the segment left meanwhile.
+            if segment.number not in self._open and self._segments.get(segment.number) is segment:
+                opened.users += 1
                 self._open[segment.number] = opened
         return opened
 
-    def _trim(self) -> list[int]:
-        """Descriptors for the caller to close, without the lock, because too many are open."""
-        if len(self._open) > _OPEN_MAX:
-            for number, opened in self._open.items():
-                if opened.users == 0:
-                    del self._open[number]
-                    return [opened.fd]
-        return []
-
-    def _retire(self, leaving: Iterable[_Open]) -> list[int]:
-        """Descriptors for the caller to close, without the lock; last readers close the others."""
-        idle = []
-        for opened in leaving:
-            if opened.users == 0:
-                idle.append(opened.fd)
-            else:
-                self._doomed.append(opened)
-        return idle
+    def _release(self, *leaving: _Open | None) -> None:
+        """A user less for each; descriptors without one are closed, without the lock."""
+        with self._lock:
+            for opened in filter(None, leaving):
+                opened.users -= 1
+            idle = {opened.fd for opened in filter(None, leaving) if not opened.users}
+        for fd in idle:
+            close_at_last(fd)
 
     def close(self) -> None:
         """Close the descriptors that nobody reads from; the last readers close the others."""
         with self._lock:
-            idle = self._retire(self._open.values())
-            self._open.clear()
-        _close(idle)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        close_at_last(fd)
+            kept, self._open = self._open, OrderedDict()
+        self._release(*kept.values())

@@ -14,6 +14,7 @@ reading for use (`reader.py`, which verifies by the same checksums).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 
 from kvstore.tier_events import FileKnown
-from kvstore.tiers.file.disk import Disk, Pages, read_all, read_bytes
+from kvstore.tiers.file.disk import Disk, Pages, opened, read_all, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import (
     PAGE_MAGIC,
@@ -182,8 +183,19 @@ class SegmentFile(NamedTuple):
         return end
 
 
+@contextlib.contextmanager
+def opened_segment(
+    disk: Disk, name: str, flags: int, dir_fd: int
+) -> Iterator[tuple[SegmentFile | None, int]]:
+    """A file with the name of a segment, and its size, open as long as the block runs; None: its
+    page 0 is none. Raises OSError."""
+    with opened(disk, name, flags, dir_fd) as (fd, size):
+        head = read_head(disk, fd) if size >= PAGE_BYTES else None
+        yield SegmentFile(disk, fd, head, size) if head is not None else None, size
+
+
 def record_sets(
-    table: Table, number: int, *, own_number: int, voids: Sequence[Void], first_page: int = 0
+    table: Table, number: int, own_number: int, *, voids: Sequence[Void], first_page: int = 0
 ) -> Iterator[FileKnown]:
     """The living records, per scope, at most BATCH_KEYS at a time.
 

@@ -24,6 +24,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.contents import SegmentFile, opened_segment
 from kvstore.tiers.file.disk import (
     FULL,
     Disk,
@@ -39,7 +40,6 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import (
     ID_BYTES,
     SEGMENT_BYTES_LIMIT,
-    parse_segment_page,
     parse_store_page,
     store_page,
 )
@@ -79,11 +79,10 @@ def segments_identity(disk: Disk, dir_fd: int) -> bytes | None:
     found: set[bytes] = set()
     for name in filter(segment_number, os.listdir(dir_fd)):
         try:
-            with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, _):
-                head = parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
+            with opened_segment(disk, name, os.O_RDONLY, dir_fd) as (file, _):
+                found.update([file.head.store_id] if file is not None else ())
         except OSError:
             continue
-        found.update([head.store_id] if head is not None else ())
     return found.pop() if len(found) == 1 else None
 
 
@@ -356,15 +355,16 @@ class Directory:
                 found[number] = info.st_size
         return found
 
-    def opened(self, name: str) -> contextlib.AbstractContextManager[tuple[int, int]]:
-        """A file to be read as segments are, and its size, as long as the block runs. Raises
-        OSError."""
-        return opened(self._disk, name, read_flags(direct=self.direct), self.fd)
+    def segment(
+        self, name: str
+    ) -> contextlib.AbstractContextManager[tuple[SegmentFile | None, int]]:
+        """As `opened_segment`."""
+        return opened_segment(self._disk, name, read_flags(direct=self.direct), self.fd)
 
     def is_readable(self) -> bool:
         """Whether the page that says whose this store is can be read from the disk now."""
         try:
-            with self.opened(_STORE) as (fd, _):
+            with opened(self._disk, _STORE, read_flags(direct=self.direct), self.fd) as (fd, _):
                 return len(read_bytes(self._disk, fd, PAGE_BYTES, 0)) == PAGE_BYTES
         except OSError:
             return False

@@ -29,14 +29,14 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from kvstore.tier_events import FileGone, FileKnown
-from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
-from kvstore.tiers.file.contents import SegmentFile, read_head, record_sets
-from kvstore.tiers.file.directory import Directory, segment_name, segment_number
-from kvstore.tiers.file.disk import Disk, close_at_last, opened, read_flags
+from kvstore.tier_events import FileGone
+from kvstore.tiers.file.catalog import FOREIGN_BASE, Segment
+from kvstore.tiers.file.contents import SegmentFile, opened_segment, record_sets
+from kvstore.tiers.file.directory import segment_name, segment_number
+from kvstore.tiers.file.disk import close_at_last, read_flags
+from kvstore.tiers.file.parts import Parts
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
@@ -47,7 +47,7 @@ PAUSES_S: Final = (0.1, 0.4, 1.5)
 DISK_PAUSE_S: Final = 5.0
 """Pause between attempts while nothing at all can be read."""
 
-_Announce = Callable[[FileKnown], bool]
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -57,50 +57,46 @@ _log = logging.getLogger(__name__)
 class Restart:
     """Finds the segments that the directory held before, and their blocks. One thread uses it."""
 
-    def __init__(
-        self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int
-    ) -> None:
-        self._directory = directory
-        self._catalog = catalog
-        self._disk = disk
-        self._aside_max = catalog.capacity_bytes // 16
-        self._sizes = directory.segments(keep_bytes=self._aside_max)
-        self._catalog.aside_bytes = directory.aside_bytes()
+    def __init__(self, parts: Parts) -> None:
+        config, self._outbox = parts.config, parts.outbox
+        self._directory, self._catalog = parts.directory, parts.catalog
+        self._aside_max = config.capacity_bytes // 16
+        self._catalog.expect(self._directory.segments(keep_bytes=self._aside_max))
+        self._catalog.aside_bytes = self._directory.aside_bytes()
         self.newest_is_closed = False
         self.next_number = self._survey()
-        self._shrink(catalog.capacity_bytes - 2 * segment_bytes)
+        self._shrink(config.capacity_bytes - 2 * config.segment_size)
         self.voids: list[Void] = []
 
     def _survey(self) -> int:
         """One more than the newest segment that is really ours; what claims more is put aside."""
-        for number in sorted(self._sizes, reverse=True):
+        for number in sorted(self._catalog.expected, reverse=True):
             try:
-                if (head := self._head_of(number)) is not None:
-                    with self._directory.opened(segment_name(number)) as (fd, size):
-                        footer = SegmentFile(self._disk, fd, head, size).footer()
-                    self.newest_is_closed = footer is not None
-                    return number + 1
+                is_closed = self._read(number, lambda file: file.footer() is not None)
             except OSError:
                 # Ours by its name, until it can be read: a gap in the numbers hurts nobody.
+                return number + 1
+            if is_closed is not None:
+                self.newest_is_closed = is_closed
                 return number + 1
         return 1
 
     def _shrink(self, bytes_max: int) -> None:
         """Delete the oldest until the rest fits a capacity that may have become smaller."""
-        self._catalog.expect(self._sizes)
-        removed_bytes, there_bytes = 0, sum(self._sizes.values())
-        for number in sorted(self._sizes):
+        sizes, removed_bytes = self._catalog.expected, 0
+        for number in sorted(sizes):
             if self._catalog.taken_bytes <= bytes_max:
                 break
-            removed_bytes += self._sizes[number]
-            self._directory.remove(segment_name(number))
-            self._forget(number)
+            removed_bytes += sizes[number]
+            self._delete(number)
         if removed_bytes:
             _log.warning(
                 "%s held more than --file allows now: its oldest blocks are deleted, %s %s",
                 self._directory.path,
                 format_size(removed_bytes),
-                f"of {format_size(there_bytes)}" if self._sizes else "and nothing is left",
+                f"of {format_size(sum(sizes.values()))}"
+                if self._catalog.expected
+                else "and nothing is left",
             )
         if self._catalog.aside_bytes:
             _log.warning(
@@ -109,25 +105,17 @@ class Restart:
                 self._directory.path / "quarantine",
             )
 
-    def recover(self, announce: _Announce, leaving: Callable[[float], bool]) -> bool:
-        """Announce the content of every segment. False: stopped.
+    def recover(self, leaving: Callable[[float], bool]) -> bool:
+        """Announce the content of every segment. False: stopped. `leaving` waits the given seconds;
+        True: stop."""
+        numbers = sorted(self._catalog.expected, reverse=True)
+        return all(self._recover_patiently(number, leaving) for number in numbers)
 
-        Args:
-            announce: takes the events; False: stop.
-            leaving: waits the given seconds; True: stop.
-        """
-        return all(
-            self._recover_patiently(number, announce, leaving)
-            for number in sorted(self._sizes, reverse=True)
-        )
-
-    def _recover_patiently(
-        self, number: int, announce: _Announce, leaving: Callable[[float], bool]
-    ) -> bool:
+    def _recover_patiently(self, number: int, leaving: Callable[[float], bool]) -> bool:
         pauses_s = iter(PAUSES_S)
         while True:
             try:
-                return self._recover_one(number, announce)
+                return self._recover_one(number)
             except OSError as error:
                 reason = error
             pause_s = next(pauses_s, None)
@@ -151,65 +139,56 @@ class Restart:
             if leaving(pause_s):
                 return False
 
-    def _recover_one(self, number: int, announce: _Announce) -> bool:
-        head = self._head_of(number)
-        if head is None:
+    def _recover_one(self, number: int) -> bool:
+        read = self._read(number, lambda file: (file.head, file.size_bytes, file.contents().table))
+        if read is None:
             return True
-        name = segment_name(number)
-        with self._directory.opened(name) as (fd, size):
-            table = SegmentFile(self._disk, fd, head, size).contents().table
+        head, size, table = read
         if not len(table.pages) and not table.voids:
-            self._directory.remove(name)
-            self._forget(number)
+            self._delete(number)
             return True
-        self._catalog.add(Segment(number, head, name, self._directory.fd, size))
-        if not all(map(announce, record_sets(table, number, own_number=number, voids=self.voids))):
+        self._catalog.add(Segment(number, head, segment_name(number), self._directory.fd, size))
+        sets = record_sets(table, number, own_number=number, voids=self.voids)
+        if not all(self._outbox.known(known, own=True) for known in sets):
             return False
         self.voids += [void for void in table.voids if void not in self.voids]
         return True
 
-    def _head_of(self, number: int) -> SegmentHead | None:
-        """The header, if the file is a segment of this store under its own name; else it is put
-        aside (or deleted, when it is no more than a torn beginning).
+    def _read(self, number: int, read: Callable[[SegmentFile], _T]) -> _T | None:
+        """Result of `read` for a segment of this store under its own name. None: the file is none,
+        and is put aside, or deleted when it is no more than a torn beginning.
 
         Raises:
             OSError: it cannot be read now.
         """
-        name = segment_name(number)
         try:
-            with self._directory.opened(name) as (fd, size):
-                head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
+            with self._directory.segment(segment_name(number)) as (file, size):
+                if file is None and size <= PAGE_BYTES:
+                    self._delete(number)
+                elif size > SEGMENT_BYTES_LIMIT:
+                    self._aside(number, "too long")  # its size could not be had before
+                elif file is None:
+                    self._aside(number, "damaged")
+                elif file.head.store_id != self._directory.store_id or file.head.number != number:
+                    self._aside(number, "foreign")
+                else:
+                    return read(file)
         except FileNotFoundError:
-            self._forget(number)
-            return None
-        if head is None and size <= PAGE_BYTES:
-            self._directory.remove(name)
-            self._forget(number)
-            return None
-        if size > SEGMENT_BYTES_LIMIT:
-            self._aside(number, "too long")  # its size could not be had before
-            return None
-        if head is None:
-            self._aside(number, "damaged")
-            return None
-        if head.store_id != self._directory.store_id or head.number != number:
-            self._aside(number, "foreign")
-            return None
-        return head
+            self._catalog.drop_expected(number)
+        return None
 
     def _aside(self, number: int, reason: str) -> None:
         self._directory.put_aside(segment_name(number), reason, keep_bytes=self._aside_max)
         self._catalog.aside_bytes = self._directory.aside_bytes()
-        self._forget(number)
+        self._catalog.drop_expected(number)
 
-    def _forget(self, number: int) -> None:
-        self._sizes.pop(number, None)
+    def _delete(self, number: int) -> None:
+        self._directory.remove(segment_name(number))
         self._catalog.drop_expected(number)
 
 
 # ── other nodes ───────────────────────────────────────────────────────────────────────────────────
 
-_Vanished = Callable[[list[FileGone]], None]
 _AT_CWD: Final = -100
 """AT_FDCWD of openat(2): the path is not relative to a directory's descriptor."""
 
@@ -234,41 +213,28 @@ class _OtherNode:
 class Peers:
     """Segments of the other nodes of a shared parent. One thread calls it."""
 
-    def __init__(
-        self,
-        parent: Path,
-        own: str,
-        catalog: Catalog,
-        disk: Disk,
-        *,
-        direct: bool,
-        segments_max: int,
-    ) -> None:
-        self._parent = parent
-        self._own = own
-        self._catalog = catalog
-        self._disk = disk
-        self._flags = read_flags(direct=direct)
-        self._segments_max = segments_max
+    def __init__(self, parts: Parts) -> None:
+        self._config, self._disk = parts.config, parts.disk
+        self._catalog, self._outbox = parts.catalog, parts.outbox
+        self._parent = parts.config.directory
+        self._flags = read_flags(direct=parts.directory.direct)
         self._peers: dict[str, _OtherNode] = {}
-        self._segment_count = 0
-        """Segments of all other nodes together."""
         self._next_number = FOREIGN_BASE
 
-    def look(self, announce: _Announce, vanished: _Vanished) -> bool:
+    def look(self) -> bool:
         """Look once at all other nodes' segments: announce new blocks, and those that vanished.
-        False: `announce` returned False, stop."""
+        False: stopped."""
         try:
             names = sorted(os.listdir(self._parent))
         except OSError:
             return True
         for name in list(self._peers):
             if not self._is_same(name):
-                self._leave(name, vanished)
+                self._leave(name)
         for name in names:
-            if name != self._own and name not in self._peers:
+            if name != self._config.node and name not in self._peers:
                 self._meet(name)
-        return all(self._look_at(peer, announce, vanished) for peer in self._peers.values())
+        return all(map(self._look_at, self._peers.values()))
 
     def close(self) -> None:
         """Close the directories of the others."""
@@ -297,36 +263,36 @@ class Peers:
             return error.errno != errno.ESTALE
         return (mine.st_dev, mine.st_ino) == (its.st_dev, its.st_ino)
 
-    def _leave(self, name: str, vanished: _Vanished) -> None:
+    def _leave(self, name: str) -> None:
         peer = self._peers.pop(name)
         for segment in list(peer.segments):
-            self._forget(peer, segment, vanished)
+            self._forget(peer, segment)
         close_at_last(peer.fd)
 
-    def _look_at(self, peer: _OtherNode, announce: _Announce, vanished: _Vanished) -> bool:
+    def _look_at(self, peer: _OtherNode) -> bool:
         try:
             present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
         except OSError:
             return True
         for name in sorted(set(peer.segments) - present):
-            self._forget(peer, name, vanished)
+            self._forget(peer, name)
         for name in sorted(present, reverse=True):
             try:
-                if not self._read(peer, name, announce, vanished):
+                if not self._read(peer, name):
                     return False
             except OSError:
                 continue  # gone meanwhile, or not readable yet
         return True
 
-    def _forget(self, peer: _OtherNode, name: str, vanished: _Vanished) -> None:
+    def _forget(self, peer: _OtherNode, name: str) -> None:
         seen = peer.segments.pop(name)
-        self._segment_count -= 1
         self._catalog.remove(seen.segment.number)
-        vanished(seen.announced)
+        self._outbox.put(seen.announced)
 
-    def _read(self, peer: _OtherNode, name: str, announce: _Announce, vanished: _Vanished) -> bool:
+    def _read(self, peer: _OtherNode, name: str) -> bool:
         seen = peer.segments.get(name)
-        if seen is None and self._segment_count >= self._segments_max:
+        count = sum(len(each.segments) for each in self._peers.values())
+        if seen is None and count >= self._config.foreign_segments_max:
             return True  # not even opened: there may be many, and each look comes by
         info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         size_and_time = (info.st_size, info.st_mtime_ns)
@@ -334,15 +300,14 @@ class Peers:
             return True
         if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
             return True
-        with opened(self._disk, name, self._flags, peer.fd) as (fd, size):
-            head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
-            if head is None or head.number != segment_number(name):
+        with opened_segment(self._disk, name, self._flags, peer.fd) as (file, _):
+            if file is None or file.head.number != segment_number(name):
                 return True
-            if seen is not None and seen.segment.head != head:
-                self._forget(peer, name, vanished)
+            if seen is not None and seen.segment.head != file.head:
+                self._forget(peer, name)
                 seen = None
-            seen = seen or self._begin(peer, name, head)
-            if not self._announce_new(seen, fd, size, announce):
+            seen = seen or self._begin(peer, name, file.head)
+            if not self._announce_new(seen, file):
                 return False
             seen.size_and_time = size_and_time
             return True
@@ -351,16 +316,14 @@ class Peers:
         segment = Segment(self._next_number, head, name, peer.fd, 0)
         self._next_number += 1
         self._catalog.add(segment)
-        self._segment_count += 1
         peer.segments[name] = _Seen(segment)
         return peer.segments[name]
 
-    def _announce_new(self, seen: _Seen, fd: int, size: int, announce: _Announce) -> bool:
-        head, first, number = seen.segment.head, seen.end_page, seen.segment.number
-        found = SegmentFile(self._disk, fd, head, size).contents(first_page=first, search=False)
-        sets = record_sets(found.table, number, own_number=head.number, voids=(), first_page=first)
-        for known in sets:
-            if not announce(known):
+    def _announce_new(self, seen: _Seen, file: SegmentFile) -> bool:
+        first, numbers = seen.end_page, (seen.segment.number, file.head.number)
+        found = file.contents(first_page=first, search=False)
+        for known in record_sets(found.table, *numbers, voids=(), first_page=first):
+            if not self._outbox.known(known, own=False):
                 return False
             seen.announced.append(FileGone(known.scope, known.keys, known.locations))
         seen.end_page = found.end_page

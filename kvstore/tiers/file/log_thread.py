@@ -37,7 +37,7 @@ from kvstore.tier_events import (
     VoidFile,
 )
 from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.contents import SegmentFile, record_sets
+from kvstore.tiers.file.contents import record_sets
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.parts import Parts
@@ -398,8 +398,7 @@ class Reclaimer:
     def _table(self, segment: Segment) -> Table | None:
         """Table of the segment; None: it cannot be read, though the disk can be."""
         try:
-            with self._catalog.reading(segment) as fd:
-                file = SegmentFile(self._disk, fd, segment.head, segment.taken_bytes)
+            with self._catalog.reading(segment) as file:
                 return file.contents().table
         except OSError:
             if not self._directory.is_readable():
@@ -430,7 +429,7 @@ class Reclaimer:
         scope = records.scope
         pages = payload_pages(scope.block_bytes)
         scratch = Pages(len(rows) * pages * PAGE_BYTES)
-        reader = Reader(self._catalog, self._disk, scratch.view, direct=self._directory.direct)
+        reader = Reader(self._catalog, scratch.view, direct=self._directory.direct)
         places = np.frombuffer(records.locations, np.uint64)[rows]
         keys, sums = np.frombuffer(records.keys, "V32"), np.frombuffer(records.checksums, "V16")
         keys, sums = keys[rows], sums[rows]

@@ -24,18 +24,18 @@ import msgspec
 import numpy as np
 
 from kvstore.tier_events import ReadFile
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.disk import Disk, Pages, forget_cached, read_all
+from kvstore.tiers.file.catalog import Catalog
+from kvstore.tiers.file.contents import SegmentFile
+from kvstore.tiers.file.disk import Pages, forget_cached, read_all
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import (
     BlockPage,
     Scope,
     checksum_of,
-    parse_page,
     payload_pages,
     record_pages,
 )
-from kvstore.wire.segment import PAGE_SHIFT, place_of
+from kvstore.wire.segment import PAGE_SHIFT
 
 RUN_BYTES_MAX: Final = 4 << 20
 RUN_RECORDS_MAX: Final = 128
@@ -125,7 +125,6 @@ class Reader:
     def __init__(
         self,
         catalog: Catalog,
-        disk: Disk,
         memory: memoryview,
         *,
         direct: bool,
@@ -134,7 +133,6 @@ class Reader:
         self._look = look
         self._copy = memoryview(b"")
         self._catalog = catalog
-        self._disk = disk
         self._memory = memory
         self._direct = direct
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
@@ -145,18 +143,16 @@ class Reader:
         if segment is None:
             return RunResult([ReadVerdict.UNREAD] * len(run))
         try:
-            with self._catalog.reading(segment) as fd:
-                return self._read(fd, segment, scope, run)
+            with self._catalog.reading(segment) as file:
+                return self._read(file, scope, run)
         except FileNotFoundError:
             return RunResult([ReadVerdict.UNREAD] * len(run))
         except OSError as error:
             return RunResult([ReadVerdict.UNREAD] * len(run), error)
 
-    def _read(
-        self, fd: int, segment: Segment, scope: Scope, run: Sequence[WantedBlock]
-    ) -> RunResult:
+    def _read(self, file: SegmentFile, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
         try:
-            done = self._fill(fd, scope, run)
+            done = self._fill(file, scope, run)
         except OSError as error:
             if len(run) == 1:
                 # EFAULT: the slot's page was given back, and there is no other. The disk is well.
@@ -164,37 +160,32 @@ class Reader:
                 return RunResult([ReadVerdict.UNREAD if is_ours else ReadVerdict.DAMAGED], error)
             result = RunResult([], error)  # one bad sector does not cost its neighbours
             for wanted in run:
-                result.verdicts += self._read(fd, segment, scope, [wanted]).verdicts
+                result.verdicts += self._read(file, scope, [wanted]).verdicts
             return result
         prefix, size = scope.prefix(), record_pages(scope) * PAGE_BYTES
         verdicts = []
         for row, wanted in enumerate(run):
             whole = (row + 1) * size <= done
-            good = whole and self._is_good(segment, scope, prefix, wanted, row)
+            good = whole and self._is_good(file, scope, prefix, wanted, row)
             verdicts.append(ReadVerdict.GOOD if good else ReadVerdict.DAMAGED)
         return RunResult(verdicts)
 
-    def _fill(self, fd: int, scope: Scope, run: Sequence[WantedBlock]) -> int:
+    def _fill(self, file: SegmentFile, scope: Scope, run: Sequence[WantedBlock]) -> int:
         length = payload_pages(scope.block_bytes) * PAGE_BYTES
         buffers = []
         for row, wanted in enumerate(run):
             begin = wanted.slot * PAGE_BYTES
             buffers += [self._headers.page(row), self._memory[begin : begin + length]]
         offset = run[0].page * PAGE_BYTES
-        done = read_all(self._disk, fd, buffers, offset)
+        done = read_all(file.disk, file.fd, buffers, offset)
         if not self._direct:
-            forget_cached(fd, offset, done)
+            forget_cached(file.fd, offset, done)
         return done
 
     def _is_good(
-        self, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
+        self, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
     ) -> bool:
-        head = segment.head
-        found = parse_page(
-            self._headers.page(row),
-            segment_id=head.segment_id,
-            place=place_of(head.number, wanted.page),
-        )
+        found = file.parsed(self._headers.page(row), wanted.page)
         if not isinstance(found, BlockPage) or found.key != wanted.key or found.scope != scope:
             return False
         expected = found.checksum if wanted.checksum is None else wanted.checksum

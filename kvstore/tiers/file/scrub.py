@@ -65,7 +65,7 @@ class Scrub:
         is_wanted: whether a read or write waits or runs; asked with the lock held.
         """
         self._rate, self._log, self._leaving, self._is_wanted = rate, log, leaving, is_wanted
-        self._clock, self._disk, self._catalog = parts.clock, parts.disk, parts.catalog
+        self._clock, self._catalog = parts.clock, parts.catalog
         self._outbox, self._health, self._lock = parts.outbox, parts.health, parts.lock
         self._direct = parts.directory.direct
         self._buffer = Pages(PIECE_BYTES)
@@ -96,8 +96,7 @@ class Scrub:
 
     def _scrub(self, segment: Segment) -> None:
         try:
-            with self._catalog.reading(segment) as fd:
-                file = SegmentFile(self._disk, fd, segment.head, segment.taken_bytes)
+            with self._catalog.reading(segment) as file:
                 table = self._table(segment, file)
                 if table is None:
                     return
@@ -108,7 +107,7 @@ class Scrub:
                     before_read=self._take_turn,
                     failed=self._failed,
                 ):
-                    self._verified(segment, fd, record, good=good)
+                    self._verified(segment, file.fd, record, good=good)
                     if self._catalog.get(segment.number) is not segment:
                         return  # reclaimed meanwhile
         except FileNotFoundError:

@@ -95,25 +95,17 @@ class FileTier:
         self._read_bytes = 0
         self._closing = False
         self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=directory.direct)
-        self._restart = Restart(directory, self._catalog, disk, segment_bytes=config.segment_size)
         its = self._catalog, self._outbox, self._health, self._lock
         parts = Parts(config, clock, disk, directory, *its)
+        self._restart = Restart(parts)
         self._log = LogThread(
             parts, number=self._restart.next_number, follows_closed=self._restart.newest_is_closed
         )
         readers = [
-            Reader(self._catalog, disk, self._memory, direct=directory.direct, look=look)
+            Reader(self._catalog, self._memory, direct=directory.direct, look=look)
             for _ in range(config.reader_count)
         ]
-        self._peers = (
-            Peers(
-                *(config.directory, config.node, self._catalog, disk),
-                direct=directory.direct,
-                segments_max=config.foreign_segments_max,
-            )
-            if config.shared
-            else None
-        )
+        self._peers = Peers(parts) if config.shared else None
         self._peers_lock = threading.Lock()
         self._leaving = threading.Event()
         self._ended = threading.Event()
@@ -315,7 +307,7 @@ class FileTier:
         if self._peers is None:
             return
         with self._peers_lock:
-            self._peers.look(lambda known: self._outbox.known(known, own=False), self._outbox.put)
+            self._peers.look()
         with self._lock:
             due = self._log.due(self._clock.now_ns())
         for name, taken_bytes in due:
@@ -327,9 +319,7 @@ class FileTier:
 
     def _recover(self) -> None:
         try:
-            if not self._restart.recover(
-                lambda known: self._outbox.known(known, own=True), self._leaving.wait
-            ):
+            if not self._restart.recover(self._leaving.wait):
                 return
         finally:
             with self._lock:

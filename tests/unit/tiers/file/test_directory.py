@@ -92,13 +92,13 @@ def test_only_so_many_segments_are_kept_open_and_none_is_closed_under_a_reader(
         catalog.add(segments[-1])
 
     def first_byte(segment: Segment) -> int:
-        with catalog.reading(segment) as fd:
-            return os.pread(fd, 1, 0)[0]
+        with catalog.reading(segment) as file:
+            return os.pread(file.fd, 1, 0)[0]
 
     with catalog.reading(segments[0]) as held:
         assert [first_byte(segment) for segment in segments[1:]] == [2, 3, 4, 5]
-        assert len(_descriptors_in(tmp_path)) == 3, "the folder, the one being read, the last"
-        assert os.pread(held, 1, 0) == b"\1"
+        assert len(_descriptors_in(tmp_path)) == 4, "the folder, the one being read, the last two"
+        assert os.pread(held.fd, 1, 0) == b"\1"
     catalog.close()
     os.close(folder)
     assert _descriptors_in(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -212,8 +213,11 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
             on_read()
             return super().preadv(fd, buffers, offset)
 
+    watched = Watched()
+    catalog = copy.copy(tier._catalog)
+    catalog._disk = watched
     parts = Parts(
-        *(tier._config, driver.clock, Watched(), tier._directory, tier._catalog),
+        *(tier._config, driver.clock, watched, tier._directory, catalog),
         *(tier._outbox, tier._health, tier._lock),
     )
     return scrub_module.Scrub(

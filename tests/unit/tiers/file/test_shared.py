@@ -258,18 +258,22 @@ def test_no_more_foreign_segments_are_kept_than_told(tmp_path: Path) -> None:
     b.close()
 
 
-def test_who_is_told_to_stop_looking_stops_and_goes_on_there(nodes: list[Driver]) -> None:
+def test_who_is_told_to_stop_looking_stops_and_goes_on_there(
+    nodes: list[Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = nodes
     a.write([1])
     peers = b.tier._peers
     assert peers is not None
     asked: list[int] = []
 
-    def refuse(_known: object) -> bool:
+    def refuse(_known: object, *, own: bool) -> bool:
         asked.append(1)
-        return False
+        return own
 
-    assert not peers.look(refuse, lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(b.tier._outbox, "known", refuse)
+        assert not peers.look()
     assert asked == [1]
     b.tier.look_at_peers()
     b.take()
