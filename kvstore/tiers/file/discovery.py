@@ -291,8 +291,7 @@ class Peers:
 
     def _read(self, peer: _OtherNode, name: str) -> bool:
         seen = peer.segments.get(name)
-        count = sum(len(each.segments) for each in self._peers.values())
-        if seen is None and count >= self._config.foreign_segments_max:
+        if seen is None and self._is_full:
             return True  # not even opened: there may be many, and each look comes by
         info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         size_and_time = (info.st_size, info.st_mtime_ns)
@@ -311,6 +310,11 @@ class Peers:
                 return False
             seen.size_and_time = size_and_time
             return True
+
+    @property
+    def _is_full(self) -> bool:
+        count = sum(len(each.segments) for each in self._peers.values())
+        return count >= self._config.foreign_segments_max
 
     def _begin(self, peer: _OtherNode, name: str, head: SegmentHead) -> _Seen:
         segment = Segment(self._next_number, head, name, peer.fd, 0)
