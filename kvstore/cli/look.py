@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from rich.text import Text
 from kvstore.cli import prefix
 from kvstore.cli.ask import index_client, node_client
 from kvstore.cli.commands import as_json, fail
-from kvstore.cli.prefix import ClusterPrefix, HolderReport, PrefixReport
+from kvstore.cli.prefix import PrefixRow
 from kvstore.cli.tables import TableColumn, console, number, show, table
 from kvstore.config.defaults import (
     BLOCK_ROWS_MAX,
@@ -138,21 +137,24 @@ def inspect_prefix(
         with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
             known = client.rows("hashings", HashingReport)
             hashing = prefix.choose(known, space=space, tenant=tenant or "")
-            if keys:
-                prompt = prefix.prompt_of_keys(keys, hashing)
-            else:
-                prompt = prefix.prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+            prompt = (
+                prefix.prompt_of_keys(keys, hashing)
+                if keys
+                else prefix.prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+            )
             if asked is None:
-                found: PrefixReport | ClusterPrefix = prefix.look_up(client, prompt)
+                found = prefix.look_up(client, prompt)
     if asked is not None:
         with index_client(asked) as index:
             try:
                 found = prefix.look_up_everywhere(index, prompt)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+    if json_ and asked is None:
+        found["ranges"] = [reasons.range_as_dict(row, None) for row in found["ranges"]]
     if json_:
-        click.echo(as_json(prefix=prefix_as_dict(found)))
-    elif isinstance(found, PrefixReport):
+        click.echo(as_json(prefix=found))
+    elif asked is None:
         show_prefix(found)
     else:
         show_cluster_prefix(found)
@@ -191,14 +193,6 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
 
-def prefix_as_dict(found: PrefixReport | ClusterPrefix) -> dict[str, Any]:
-    """A prefix answer as JSON values, with reasons as words and sentences."""
-    row = msgspec.structs.asdict(found)
-    if isinstance(found, PrefixReport):
-        row["ranges"] = [reasons.range_as_dict(each, None) for each in found.ranges]
-    return row
-
-
 def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
     """Print one request to stdout."""
     lines = {
@@ -233,51 +227,48 @@ _STORIES: Final = (
 """Columns of the list of requests, which has one line each, newest first."""
 
 
-def show_prefix(found: PrefixReport) -> None:
+def show_prefix(found: PrefixRow) -> None:
     """Print the locations of a prompt's blocks on one node to stdout."""
     lines = {
-        "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
-        "prompt": f"{found.prompt_tokens} tokens, of which a request would find "
-        f"{found.held_tokens}",
+        "space": f"{_named(found['space'], found['label'])}, tenant {found['tenant']}",
+        "prompt": f"{found['prompt_tokens']} tokens, of which a request would find "
+        f"{found['held_tokens']}",
     }
-    if found.engines:
+    if found["engines"]:
         lines["hbm"] = ", ".join(
-            f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in found.engines
+            f"{row.blocks} blocks in engine {row.engine} rank {row.rank}"
+            for row in found["engines"]
         )
     _facts(lines)
-    _blocks(found.ranges, found.block_tokens, found.prompt_tokens, None)
+    _blocks(found["ranges"], found["block_tokens"], found["prompt_tokens"], None)
 
 
-def show_cluster_prefix(found: ClusterPrefix) -> None:
+def show_cluster_prefix(found: PrefixRow) -> None:
     """Print the locations of a prompt's blocks, each with its prefix length, to stdout."""
-    size = found.block_tokens
-    prompt = f"{found.asked_blocks} blocks asked for; at most {found.held_blocks} of them"
+    size, asked = found["block_tokens"], found["asked_blocks"]
+    prompt = f"{asked} blocks asked for; at most {found['held_blocks']} of them"
     if size is not None:
-        prompt = f"{found.prompt_tokens} tokens, {found.asked_blocks} blocks of {size} asked for"
-        prompt += f"; at most {found.held_tokens} of them"
-    is_known = found.holders or found.trust != Trust.STALE.word
+        prompt = f"{found['prompt_tokens']} tokens, {asked} blocks of {size} asked for"
+        prompt += f"; at most {found['held_tokens']} of them"
+    is_known = found["holders"] or found["trust"] != Trust.STALE.word
     lines = {
-        "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
+        "space": f"{_named(found['space'], found['label'])}, tenant {found['tenant']}",
         "prompt": f"{prompt} at one location" if is_known else prompt.partition(";")[0],
-        "index": _TRUSTS.get(found.trust, found.trust),
+        "index": _TRUSTS.get(found["trust"], found["trust"]),
     }
     _facts(lines)
-    if found.holders:
+    if found["holders"]:
         title = "blocks from the first on, in this tier or a faster one"
-        console().print(table(_HOLDERS, found.holders, title=title))
+        console().print(table(_HOLDERS, found["holders"], title=title))
     else:
         nobody = "no node holds the first block"
         text = nobody if is_known else "not known: the index is stale"
         console().print(Text(text, style="dim"))
 
 
-def _engine(row: HolderReport) -> str:
-    return f"{row.engine} rank {row.rank}" if row.engine else ""
-
-
 _HOLDERS: Final = (
     TableColumn("node", "node"),
-    TableColumn("engine", _engine),
+    TableColumn("engine", lambda row: row["engine"] and f"{row['engine']} rank {row['rank']}"),
     TableColumn("trust", "trust"),
     number("gpu", "hbm_blocks"),
     number("dram", "dram_blocks"),
@@ -401,7 +392,6 @@ def _from_to(begin: int, end: int) -> str:
 
 MS_PER_HOUR: Final = 3_600_000
 ALL: Final = "(all)"
-KINDS: Final = ("saved", "spent", "lost")
 
 SavingsRow = dict[str, Any]
 """Savings of one model, tenant and tier, or of all of them: fields of a SavingsReport, with hours
@@ -443,14 +433,14 @@ def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> Non
 
 def _savings_columns(gpu_hour: float | None) -> list[TableColumn]:
     """Columns of the table; money only where there is a price."""
-    shown = [
-        *(TableColumn(name, itemgetter(name)) for name in ("model", "tenant", "tier")),
-        number("loaded tokens", itemgetter("loaded_tokens"), "{:,}".format),
-        *(number(f"{kind} h", itemgetter(f"{kind}_hours"), _figure) for kind in KINDS),
-        number("net GPU h", itemgetter("net_gpu_hours"), _figure),
+    money = number("net money", "net_money", _figure)
+    return [
+        *(TableColumn(name, name) for name in ("model", "tenant", "tier")),
+        number("loaded tokens", "loaded_tokens", "{:,}".format),
+        *(number(f"{kind} h", f"{kind}_hours", _figure) for kind in ("saved", "spent", "lost")),
+        number("net GPU h", "net_gpu_hours", _figure),
+        *([money] if gpu_hour is not None else []),
     ]
-    money = number("net money", itemgetter("net_money"), _figure)
-    return shown if gpu_hour is None else [*shown, money]
 
 
 def _figure(value: Any) -> Text:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -36,53 +36,8 @@ TOKEN_MAX: Final = 2**32 - 1
 TOKENIZER_TIMEOUT_S: Final = 20.0
 
 
-class PrefixReport(msgspec.Struct, frozen=True):
-    """A prompt's blocks on one node, now."""
-
-    space: str
-    tenant: str
-    label: str
-    block_tokens: int
-    prompt_tokens: int
-    held_tokens: int
-    """Tokens from the start of the prompt that a request would find."""
-    ranges: list[RangeReport]
-    engines: list[MemoryReport]
-    """Leading blocks in each engine's own memory."""
-
-
-class HolderReport(msgspec.Struct, frozen=True):
-    """Prefix length at one node or engine: leading blocks in each tier or in a faster one."""
-
-    node: str
-    engine: str
-    """Engine with the blocks in its own memory; empty: the node's tiers."""
-    rank: int
-    """Data-parallel rank."""
-    trust: str
-    hbm_blocks: int
-    dram_blocks: int
-    file_blocks: int
-    """Leading blocks in any tier."""
-
-
-class ClusterPrefix(msgspec.Struct, frozen=True):
-    """A prompt's blocks on all nodes, according to the index."""
-
-    space: str
-    tenant: str
-    label: str
-    block_tokens: int | None
-    """None if no node was asked for the size of blocks; so are the tokens below."""
-    prompt_tokens: int | None
-    asked_blocks: int
-    held_blocks: int
-    """Longest prefix length, in blocks."""
-    held_tokens: int | None
-    trust: str
-    """exact: no other node has the first block; catching-up: another may; stale: not known."""
-    holders: list[HolderReport]
-    """Longest prefix first."""
+PrefixRow = dict[str, Any]
+"""Locations of a prompt's blocks, as --json prints them."""
 
 
 class Prompt(NamedTuple):
@@ -230,28 +185,28 @@ def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
     return Prompt(hashing, keys, len(keys) * hashing.block_tokens)
 
 
-def look_up(client: NodeClient, prompt: Prompt) -> PrefixReport:
-    """Ask the node about a prompt's blocks. Raises AttachError."""
-    hashing = prompt.hashing
+def look_up(client: NodeClient, prompt: Prompt) -> PrefixRow:
+    """Ask the node about a prompt's blocks. Raises AttachError.
+
+    `held_tokens` are those from the start of the prompt that a request would find; `ranges` are
+    RangeReports, `engines` the leading blocks in each engine's own memory (MemoryReports).
+    """
+    size = prompt.hashing.block_tokens
     ranges = [
         msgspec.structs.replace(row, first_block=begin + row.first_block)
         for begin, _, asked in _batches(prompt)
         for row in client.rows("prefix", RangeReport, asked)
     ]
     held = sum(row.blocks for row in itertools.takewhile(lambda row: not row.reason, ranges))
-    return PrefixReport(
-        *_space(hashing),
-        block_tokens=hashing.block_tokens,
-        prompt_tokens=prompt.tokens,
-        held_tokens=held * hashing.block_tokens,
-        ranges=ranges,
-        engines=_in_engines(client, prompt),
-    )
+    counts = {"block_tokens": size, "prompt_tokens": prompt.tokens, "held_tokens": held * size}
+    return _space(prompt) | counts | {"ranges": ranges, "engines": _in_engines(client, prompt)}
 
 
-def _space(hashing: HashingReport) -> tuple[str, str, str]:
-    """(first digits, tenant, label) of a space, as they are shown."""
-    return hashing.space[:SPACE_DIGITS], hashing.tenant, hashing.label
+def _space(prompt: Prompt) -> PrefixRow:
+    """Space of a prompt, as it is shown."""
+    hashing = prompt.hashing
+    shown = hashing.space[:SPACE_DIGITS]
+    return {"space": shown, "tenant": hashing.tenant, "label": hashing.label}
 
 
 def _batches(prompt: Prompt) -> Iterator[tuple[int, int, pb.Filter]]:
@@ -279,27 +234,36 @@ def _in_engines(client: NodeClient, prompt: Prompt) -> list[MemoryReport]:
     return list(found.values())
 
 
-def look_up_everywhere(index: IndexClient, prompt: Prompt) -> ClusterPrefix:
-    """Ask the index about a prompt's first KEYS_MAX blocks. Raises IndexUnavailable."""
+def look_up_everywhere(index: IndexClient, prompt: Prompt) -> PrefixRow:
+    """Ask the index about a prompt's first KEYS_MAX blocks. Raises IndexUnavailable.
+
+    `trust` is exact: no other node has the first block; catching-up: another may; stale: not known.
+    `holders`, the longest prefix first, are nodes and engines with the blocks in their own memory,
+    and their leading blocks in each tier or in a faster one. Tokens are None if no node was asked
+    for the size of blocks.
+    """
     hashing, keys = prompt.hashing, prompt.keys[:KEYS_MAX]
     answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
-    holders = [
-        HolderReport(
-            *(match.holder.node, match.holder.engine, match.holder.rank, match.trust.word),
-            *(match.hbm_blocks, match.dram_blocks, match.file_blocks),
-        )
-        for match in answer.matches
-    ]
-    held = max((each.file_blocks for each in holders), default=0)
-    size = hashing.block_tokens
-    holders.sort(key=lambda each: (-each.file_blocks, each.node, each.engine, each.rank))
-    return ClusterPrefix(
-        *_space(hashing),
-        block_tokens=size or None,
-        prompt_tokens=prompt.tokens if size else None,
-        asked_blocks=len(keys),
-        held_blocks=held,
-        held_tokens=held * size if size else None,
-        trust=answer.trust.word,
-        holders=holders,
+    ranked = sorted(
+        answer.matches,
+        key=lambda match: (-match.file_blocks, *msgspec.structs.astuple(match.holder)),
     )
+    held, size = max((match.file_blocks for match in ranked), default=0), hashing.block_tokens
+    return _space(prompt) | {
+        "block_tokens": size or None,
+        "prompt_tokens": prompt.tokens if size else None,
+        "asked_blocks": len(keys),
+        "held_blocks": held,
+        "held_tokens": held * size if size else None,
+        "trust": answer.trust.word,
+        "holders": [
+            msgspec.structs.asdict(match.holder)
+            | {
+                "trust": match.trust.word,
+                "hbm_blocks": match.hbm_blocks,
+                "dram_blocks": match.dram_blocks,
+                "file_blocks": match.file_blocks,
+            }
+            for match in ranked
+        ],
+    }

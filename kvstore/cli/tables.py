@@ -30,16 +30,22 @@ class TableColumn(NamedTuple):
 
     title: str
     value: str | Callable[[Any], object]
-    """Name of a field of the row, or a function of the row; None and "" are shown as -."""
+    """Name of a field of the row, which may be a mapping, or a function of the row; None and "" are
+    shown as -."""
     form: Callable[[Any], str | Text] = str
     justify: Literal["left", "right"] = "left"
 
     def cell(self, row: object) -> Text:
         """Content of this column in a row."""
-        value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+        value = _field(self.value, row) if isinstance(self.value, str) else self.value(row)
         if not isinstance(value, Text):
             value = "-" if value in (None, "") else self.form(value)
         return value if isinstance(value, Text) else Text(printable(value))
+
+
+def _field(name: str, row: object) -> Any:
+    """Value of a field; None: a mapping lacks it."""
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name)
 
 
 def number(
@@ -156,7 +162,7 @@ def cell(name: str, row: Row | Mapping[str, Any]) -> Text | str | None:
     """Value of a field as people read it, formatted by the field's name. A mapping may lack the
     field.
     """
-    value = getattr(row, name) if isinstance(row, Row) else row.get(name)
+    value = _field(name, row)
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return "any"
     if (name, value) in (("pinned_bytes", 0), ("scrub_age_ms", NO_PASS)):
