@@ -21,9 +21,9 @@ from kvstore.engine.moves.jobs import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey, Refusals
 from kvstore.engine.why.curve import Ages, Curve
+from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Names, Reason, stamp
-from kvstore.engine.why.trail import Trail
 from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import Learned

@@ -22,7 +22,7 @@ Stages of a push, each with a warning where it takes longer than any load explai
 `push_first` and `push` follow a prefill that may still run, and are never slow.
 
 Does not cover: which blocks, and when (`engine.moves.pushes`), room (`engine.moves.grants`), pushes
-one by one (`engine.why.trail`).
+one by one (`engine.why.findings`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from kvstore.engine.memory.policies import Words
 from kvstore.engine.moves.files import ReadQueue
 from kvstore.engine.sessions import leases as leases_module
 from kvstore.engine.sessions.leases import Leases
-from kvstore.engine.why import findings, trail as trail_module
-from kvstore.engine.why.trail import Trail
+from kvstore.engine.why import findings, reasons
+from kvstore.engine.why.findings import Trail
 
 
 def check_leases(leases: Leases) -> None:
@@ -44,11 +44,11 @@ def published(journal: Journal) -> Words:
 
 def check_trail(trail: Trail) -> None:
     """Everything that is kept is bounded."""
-    assert len(trail._findings) <= trail_module.FINDINGS_MAX
+    assert len(trail._findings) <= findings.FINDINGS_MAX
     waiting = [len(f.keys) for f in trail._pending if f.keys is not None]
-    assert sum(waiting) == trail._pending_keys <= trail_module.PENDING_KEYS_MAX
+    assert sum(waiting) == trail._pending_keys <= findings.PENDING_KEYS_MAX
     for finding in trail._findings.values():
         assert len(finding.rest) <= findings.RANGES_MAX
         assert (finding.keys is None) or not finding.rest
-    assert len(trail._pushes) <= trail_module.TRANSFERS_MAX
-    assert len(trail.searches._by_number) <= findings.SEARCHES_MAX
+    assert len(trail._pushes) <= findings.TRANSFERS_MAX
+    assert len(trail.searches._by_number) <= reasons.SEARCHES_MAX

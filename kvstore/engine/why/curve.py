@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -261,12 +261,8 @@ class Curve:
             keys: of the blocks, [n, 4].
             ns_per_token: compute time per token on this engine; 0: not known.
         """
-        if self.trouble or self._waiting_keys >= WAITING_KEYS_MAX:
-            return
-        try:
-            self._see(seen, asker, keys, ns_per_token)
-        except Exception as error:
-            self._stop(error)
+        if self._waiting_keys < WAITING_KEYS_MAX:
+            self._guarded(self._see, seen, asker, keys, ns_per_token)
 
     def see_stored(self, asker: Asker, keys: Keys) -> None:
         """Take note of blocks that were sealed."""
@@ -291,12 +287,7 @@ class Curve:
     def tick(self, now_ns: int) -> None:
         """Let the simulated caches process some of the samples that wait. Counts fade by half every
         12 hours."""
-        if self.trouble:
-            return
-        try:
-            self._tick(now_ns)
-        except Exception as error:
-            self._stop(error)
+        self._guarded(self._tick, now_ns)
 
     def _tick(self, now_ns: int) -> None:
         if self._since_ns < 0:
@@ -315,18 +306,20 @@ class Curve:
             for cache in self.caches:
                 cache.fade()
 
-    def _stop(self, error: Exception) -> None:
-        self.trouble = f"{type(error).__name__}: {error}"[:200]
-        self._waiting.clear()
+    def _guarded(self, work: Callable[..., None], *args: object) -> None:
+        """Do this work, unless the curve is off. Rule 1: an error switches it off."""
+        if self.trouble:
+            return
+        try:
+            work(*args)
+        except Exception as error:
+            self.trouble = f"{type(error).__name__}: {error}"[:200]
+            self._waiting.clear()
 
     def report(self, now_ns: int) -> list[CurveReport]:
         """One row per capacity, ascending."""
-        if not self.trouble:
-            try:
-                for cache in self.caches:
-                    cache.flush()
-            except Exception as error:
-                self._stop(error)
+        for cache in self.caches:
+            self._guarded(cache.flush)
         its, dram_bytes = self._totals, self.caches[SCALES.index(1)].capacity_bytes
         needed = max(BLOCKS_MIN, int(dram_bytes * its.blocks / max(its.size_bytes, 1)))
         days = max(1, now_ns - self._since_ns) / NS_PER_DAY

@@ -1,5 +1,5 @@
 """Findings: results of lookups, block by block, kept when a lease is asked for, examined later;
-and of queries to other nodes about their blocks.
+and the trail that keeps them, beside what moves and tables report.
 
     LeaseAsk ──▶ Finding (blocks held then) ──Tick──▶ ranges (why the rest was not held)
 
@@ -8,30 +8,33 @@ missed is looked up at the next ticks, a bounded number of keys each, and a bloc
 tables meanwhile leaves a tombstone with a later time. Then the keys are dropped.
 
 Rule: a finding describes the tables at the time of the lookup, not of its examination.
-Does not cover: keeping findings (`trail`), requests (`explain`).
+Does not cover: the values that are reported (`reasons`), requests (`explain`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Candidate, Fetched
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.sessions.owners import OwnerKey
+from kvstore.engine.sessions.owners import Asker, Connection, OwnerKey
 from kvstore.engine.why.reasons import (
     NAME_SHIFT,
     SEARCH_SHIFT,
     TIME_SHIFT,
     Origin,
     Origins,
+    PushReport,
     Reason,
+    Search,
+    Searches,
+    Tombstones,
+    Wanted,
     tiers_of,
     unpack,
 )
@@ -40,147 +43,8 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
 
 if TYPE_CHECKING:
+    from kvstore.engine.memory.residency import Run
     from kvstore.engine.state import State
-
-
-# ── searches ──────────────────────────────────────────────────────────────────────────────────────
-# Searches of other nodes for blocks: one record for each query to the index.
-#
-#     asked ─▶ no node, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
-#
-# Lookups that wait for the same blocks share the record, and so do those that would have asked
-# again. The newest SEARCHES_MAX are kept, with counts, times and the names of nodes, no keys. Does
-# not cover: decisions (`moves.fetches`), the blocks of a lookup that a search is about
-# (`findings`).
-
-SEARCHES_MAX: Final = 4096
-
-
-class Search(msgspec.Struct):
-    """One query to the index, and the results of its fetches."""
-
-    number: int
-    asked: int
-    """Number of blocks in the query."""
-    sought: Reason
-    node: str = ""
-    """Node that was chosen; if none was, the one that was too slow or in back-off."""
-    known: int = 0
-    """Leading blocks that the node has, by the index."""
-    wanted: int = 0
-    """Number of blocks for whose fetch there was room."""
-    missing: int = 0
-    """Known blocks that were not here when the index answered."""
-    fetched: int = 0
-    not_served: int = 0
-    not_kept: int = 0
-    damaged: int = 0
-    is_void: bool = False
-    """Cleared or switched off here while the blocks were on their way."""
-    trouble: str = ""
-    """Last failure, as the shell reported it."""
-    failures: int = 0
-    """Failures of the node in a row, when it was avoided."""
-    fetch_ns: int = 0
-    """Estimated time to fetch, as against `compute_ns` to compute, if computing was as quick."""
-    compute_ns: int = 0
-    begun_ns: int = 0
-    ended_ns: int = 0
-    under_way: int = 0
-    """Number of fetches under way."""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the fetched blocks come, or came, after the request had stopped waiting."""
-        return self.sought is Reason.ON_ITS_WAY or (
-            self.sought is Reason.FETCHED and self.wanted == self.missing
-        )
-
-
-class Searches:
-    """Searches by the number of their query, and by the number of each fetch that followed from
-    it."""
-
-    def __init__(self) -> None:
-        self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
-        """(search, place in the question of each key of this question or fetch)."""
-
-    def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
-        """The search with this number of a query or fetch, and the place in the query of key number
-        `at`; (None, 0) if the search is not kept any more."""
-        search, places = self._by_number.get(number, (None, ()))
-        return search, int(places[at]) if search is not None else 0
-
-    def _keep(self, number: int, search: Search, places: Sequence[int]) -> None:
-        self._by_number[number] = search, places
-        if len(self._by_number) > SEARCHES_MAX:
-            self._by_number.popitem(last=False)
-
-    def asked(self, question: int, blocks: int, why: Reason) -> None:
-        """Record a query about this many blocks. `why`: NO_ANSWER_YET, or the reason why the index
-        was not asked."""
-        self._keep(question, Search(question, blocks, why), range(blocks))
-
-    def judged(
-        self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
-    ) -> None:
-        """Record the result of a query, or of one candidate in its answer. Among several nodes the
-        one that was chosen last counts, else the one that was too slow for most blocks, else the
-        first that was in back-off.
-
-        Args:
-            question: number of the query.
-            why: the result.
-            candidate: the node; None: the result concerns all of them.
-            figures: failures of the node in a row; or estimated times in ns for fetching and for
-                computing a block; or blocks to be fetched, without a candidate.
-        """
-        search, _ = self.get(question)
-        if search is None:
-            return
-        if candidate is None:
-            search.sought, search.missing = why, int(sum(figures))
-            return
-        known = min(candidate.blocks, search.asked)
-        if why is Reason.NODE_AVOIDED and search.sought is not Reason.NOBODY_HAS_IT:
-            return
-        if why is Reason.FETCH_COST:
-            if search.sought is Reason.HERE_BY_NOW or (search.fetch_ns and search.known >= known):
-                return
-            search.fetch_ns, search.compute_ns = (int(cost * known) for cost in figures)
-        search.sought, search.node = why, candidate.node
-        search.known, search.failures = known, int(figures[0]) if figures else 0
-
-    def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
-        """A fetch began, of the blocks at these places of a question."""
-        search, _ = self.get(question)
-        if search is not None:
-            search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns
-            search.wanted += len(places)
-            search.under_way += 1
-            self._keep(job, search, places)
-
-    def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> None:
-        """A fetch ended with `good` good blocks. `is_void`: they were cleared or switched off
-        meanwhile."""
-        search, places = self._by_number.get(event.job, (None, ()))
-        if search is None:
-            return  # it is not kept any more
-        self._by_number[event.job] = search, [int(places[0])]
-        search.fetched += good
-        search.not_served += event.not_served
-        search.not_kept += event.not_kept
-        search.damaged += event.damaged
-        search.trouble = event.trouble or search.trouble
-        search.is_void |= is_void
-        search.under_way -= 1
-        search.ended_ns = now_ns
-        if not search.under_way:
-            is_whole = search.fetched == search.wanted
-            search.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
-
-
-# ── findings ──────────────────────────────────────────────────────────────────────────────────────
 
 RANGES_MAX: Final = 32
 """Most ranges of one lookup; the last one takes all further blocks."""
@@ -427,3 +291,156 @@ def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
         return []
     begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
     return list(zip(begins, [*begins[1:], len(codes)], strict=True))
+
+
+# ── trail ─────────────────────────────────────────────────────────────────────────────────────────
+# What moves, lookups and tables report, in a bounded history.
+#
+#     left ─▶ tombstones     looked up, grew ─▶ findings     asked, judged, fetched ─▶ searches
+#     pushes: asked ─▶ granted ─▶ first byte ─▶ last byte ─▶ verified and sealed ─▶ pushed
+#
+# Rules. 1: calls that report return nothing, so that no move depends on them. 2: all is bounded:
+# FINDINGS_MAX lookups, PENDING_KEYS_MAX keys that wait to be examined, TRANSFERS_MAX transfers of
+# PARTS_MAX pushes, with counts, times and names of nodes only.
+
+FINDINGS_MAX: Final = 4096
+PENDING_KEYS_MAX: Final = 1 << 16
+LOOKS_PER_TICK: Final = 16_384
+"""Looks at a key in a shard: some milliseconds of the loop."""
+LOOKS_OF_ONE: Final = 256
+"""Looks that a lookup is charged at least."""
+TRANSFERS_MAX: Final = 1024
+PARTS_MAX: Final = 64
+"""Pushes of one transfer: a group of a long prompt has several."""
+
+
+class Trail:
+    """The trail of one node."""
+
+    def __init__(self, *, block_count_max: int) -> None:
+        self.tombstones = Tombstones(block_count_max=block_count_max)
+        self.searches = Searches()
+        self._findings: OrderedDict[tuple[int, int], Finding] = OrderedDict()
+        """The latest lookups, by (session, lease)."""
+        self._pending: deque[Finding] = deque()
+        self._pending_keys = 0
+        self._pushes: OrderedDict[tuple[str, str], list[PushReport]] = OrderedDict()
+        """Pushes that have ended, by (tenant, transfer), the oldest in front."""
+
+    # ── reports ──────────────────────────────────────────────────────────────────────────────────
+
+    def looked_up(
+        self,
+        connection: Connection,
+        lease: int,
+        asker: Asker,
+        run: Run,
+        rest: Keys,
+        origins: Origins | None,
+        promoting: int,
+        refused: int,
+        wanted: Wanted,
+        *,
+        now_ns: int,
+    ) -> None:
+        """A LeaseAsk was answered.
+
+        Args:
+            connection: of its engine.
+            lease: its number.
+            asker: the group that it is for.
+            run: blocks leased at once.
+            rest: keys behind the run.
+            origins: those of the run; None: all were in dram.
+            promoting: leading blocks of the rest that are on their way.
+            refused: leading blocks of the rest that are in dram and may not be pinned.
+            wanted: the part of other nodes.
+            now_ns: time of the lookup.
+        """
+        key, address = connection.owner.key, asker.address
+        finding = Finding(key, address, asker.scopes, now_ns, promoting=promoting)
+        finding.take(origins)
+        finding.held, finding.refused = run.count, (0, refused)
+        if len(rest):
+            # Copies: they may be a few of a large message, all of which would be kept.
+            finding.keys = rest.copy()
+            # Flags: to keep the arrays would cost more than to make these.
+            finding.present = run.rows_by_shard[0][run.count :] >= 0
+            finding.in_dram = run.words_by_shard[0][run.count :] >= 0
+        if wanted.number:
+            # Other nodes are asked for what lies behind what comes from disk.
+            finding.searched, place = self.searches.get(wanted.number, wanted.at)
+            finding.search_begin = promoting - wanted.coming - place
+        self._add(connection, lease, finding)
+
+    def switched_off(
+        self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
+    ) -> None:
+        """A lookup of a space that is off was answered with nothing."""
+        finding = Finding(connection.owner.key, asker.address, asker.scopes, now_ns)
+        finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
+        self._add(connection, lease, finding)
+
+    def _add(self, connection: Connection, lease: int, finding: Finding) -> None:
+        """Keep a finding; the oldest one gives way. Its keys are queued to be examined."""
+        self._findings[connection.owner.open_session, lease] = finding
+        if len(self._findings) > FINDINGS_MAX:
+            self._findings.popitem(last=False)
+        if finding.keys is not None:
+            count = len(finding.keys)
+            if self._pending_keys + count > PENDING_KEYS_MAX:
+                _close(finding, [RangeReport(0, count, "", Reason.UNEXAMINED)])
+            else:
+                self._pending_keys += count
+                self._pending.append(finding)
+
+    def grew(
+        self, session: int, lease: int, run: Run, origins: Origins | None, refused: int
+    ) -> None:
+        """A lease grew by the blocks of `run`, which had been on their way; `refused` further ones
+        could not be pinned."""
+        finding = self._findings.get((session, lease))
+        if finding is not None:
+            finding.take(origins)
+            finding.arrived += run.count
+            finding.refused = (finding.arrived, refused)
+
+    def pushed(self, tenant: str, transfer: str, report: PushReport) -> None:
+        """A push of a transfer has ended."""
+        told = self._pushes.setdefault((tenant, transfer), [])
+        if len(told) < PARTS_MAX:
+            told.append(report)
+        if len(self._pushes) > TRANSFERS_MAX:
+            self._pushes.popitem(last=False)
+
+    # ── what is kept ─────────────────────────────────────────────────────────────────────────────
+
+    def finding(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
+        """The finding of this engine's lookup, if it is still kept."""
+        finding = self._findings.get((session, lease))
+        return finding if finding is not None and finding.owner == owner else None
+
+    def pushes(self, tenant: str, transfer: str) -> tuple[PushReport, ...]:
+        """Ended pushes of this transfer that are still remembered."""
+        return tuple(self._pushes.get((tenant, transfer), ()))
+
+    def tick(self, state: State) -> None:
+        """Examine some of the findings that wait."""
+        budget = LOOKS_PER_TICK
+        while self._pending and budget > 0:
+            finding = self._pending.popleft()
+            if finding.keys is not None:
+                budget -= max(len(finding.keys) * len(finding.scopes), LOOKS_OF_ONE)
+                self.examine(finding, state)
+
+    def examine(self, finding: Finding, state: State) -> None:
+        """Examine a finding now, unless that was done: on request, or in its turn."""
+        if finding.keys is not None:
+            self._pending_keys -= len(finding.keys)
+            _close(finding, examine(state, finding, finding.keys))
+
+
+def _close(finding: Finding, rest: list[RangeReport]) -> None:
+    """Store the ranges of an examined finding and drop its keys."""
+    finding.rest, finding.keys = rest, None
+    finding.present = finding.in_dram = NO_FLAGS

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
-from kvstore.engine.memory.table import Keys, each
+from kvstore.engine.memory.table import each
 from kvstore.engine.sessions.owners import ANOTHER_NODE, UnservedReport, unserved
 from kvstore.engine.state import State
 from kvstore.engine.why.ledger import SavingsReport
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ROWS_MAX = 10_000
 NO_BUDGET = -1
+_COUNTS: Final = ("blocks_dram", "blocks_file", "bytes_dram", "engines")
+"""Fields of a SpaceReport that are counted."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -157,13 +159,8 @@ class UsedSlots(NamedTuple):
     arena_bytes: int
 
 
-class NamedBlocks(NamedTuple):
-    """Blocks in some slots, one scope and key each."""
-
-    scopes: NDArray[np.uint32]
-    keys: Keys
-    addresses: dict[int, tuple[str, SpaceId]]
-    """Scope → tenant and space."""
+NamedBlock = tuple[tuple[str, SpaceId], bytes]
+"""(tenant and space, key) of a block."""
 
 
 class Snapshots:
@@ -315,24 +312,22 @@ class Snapshots:
         used = residency.table.used_rows()
         scopes, words = residency.table.scopes[used], residency.words(used)
         # Counted over whole columns: no pass per scope.
-        count, is_held = int(scopes.max(initial=0)) + 1, words >= 0
-        in_dram = np.bincount(scopes[is_held], minlength=count)
-        in_file = np.bincount(scopes[residency.file[used] != 0], minlength=count)
-        word_of = np.zeros(count, dtype=np.int64)
-        word_of[scopes[is_held]] = words[is_held]  # one of its words: they are of one size
-        found: defaultdict[tuple[str, SpaceId], dict[str, int]] = defaultdict(_no_counts)
-        for scope in np.flatnonzero(in_dram + in_file).tolist():
-            tenant, space, _ = residency.address(scope)
-            blocks, its = int(in_dram[scope]), found[tenant, space]
-            its["blocks_dram"] += blocks
-            its["blocks_file"] += int(in_file[scope])
-            if blocks:
-                its["bytes_dram"] += blocks * state.slots.pool_of(int(word_of[scope])).slot_bytes
+        in_dram, in_file = words >= 0, residency.file[used] != 0
+        columns = {
+            "blocks_dram": np.bincount(scopes[in_dram]),
+            "blocks_file": np.bincount(scopes[in_file]),
+            "bytes_dram": np.bincount(scopes[in_dram], state.slots.sizes(words[in_dram])),
+        }
+        found: defaultdict[tuple[str, SpaceId], Counter[str]] = defaultdict(Counter)
+        for name, column in columns.items():
+            for scope in np.flatnonzero(column).tolist():
+                tenant, space, _ = residency.address(scope)
+                found[tenant, space][name] += int(column[scope])
         for group in state.open_groups():
             found[group.asker.address]["engines"] += 1
         return [self._space(each, found[each]) for each in sorted({*found, *state.off})]
 
-    def _space(self, address: tuple[str, SpaceId], counts: dict[str, int]) -> SpaceReport:
+    def _space(self, address: tuple[str, SpaceId], counts: Counter[str]) -> SpaceReport:
         # Of the latest engine, also when it is gone.
         known, off = self._state.known.get(address), self._state.off.get(address)
         return SpaceReport(
@@ -340,8 +335,8 @@ class Snapshots:
             tenant=address[0],
             label=known.label if known else "",
             group=group_kind(known.space) if known else "",
+            **{name: counts[name] for name in _COUNTS},
             off="" if off is None else off.tier.name.lower() if off.tier else "all",
-            **counts,
         )
 
     def space_ids(self) -> list[SpaceId]:
@@ -409,14 +404,14 @@ class Snapshots:
         words = np.flatnonzero(slots.state == SlotState.SEALED)
         return UsedSlots(words, slots.stamps[words], slots.sizes(words), arena_bytes)
 
-    def named(self, words: Words) -> NamedBlocks:
+    def named(self, words: Words) -> list[NamedBlock]:
         """Blocks in these slots now; slots that were emptied are left out."""
         residency = self._state.residency
         rows = residency.row_of_word[words].astype(np.int64)
         rows = rows[rows >= 0]
-        scopes = residency.table.scopes[rows]
-        addresses = {int(scope): residency.address(int(scope))[:2] for scope in np.unique(scopes)}
-        return NamedBlocks(scopes, residency.table.keys[rows], addresses)
+        scopes, keys = residency.table.scopes[rows].tolist(), each(residency.table.keys[rows])
+        addresses = {scope: residency.address(scope)[:2] for scope in set(scopes)}
+        return [(addresses[scope], key) for scope, key in zip(scopes, keys, strict=True)]
 
 
 def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
@@ -436,10 +431,6 @@ def _slots(counts: NDArray[np.int64], *states: SlotState) -> dict[str, Any]:
     return {f"slots_{state.name.lower()}": int(counts[state]) for state in states}
 
 
-def _no_counts() -> dict[str, int]:
-    return dict.fromkeys(("blocks_dram", "blocks_file", "bytes_dram", "engines"), 0)
-
-
 # ── hottest ───────────────────────────────────────────────────────────────────────────────────────
 # Blocks in dram that were used last, in runs that another node can be asked to fetch.
 #
@@ -454,7 +445,7 @@ SLICE: Final = 4096
 
 
 def hottest_runs(
-    used: UsedSlots, share: float, name: Callable[[Words], NamedBlocks]
+    used: UsedSlots, share: float, name: Callable[[Words], list[NamedBlock]]
 ) -> list[PrepareRequest]:
     """The blocks of dram used last, up to this share of the arena's bytes, in runs of RUN_KEYS of
     one space: latest use first, so that a prefix comes before what continues it. `name` asks the
@@ -464,10 +455,9 @@ def hottest_runs(
     words = used.words[latest[np.cumsum(used.sizes[latest]) <= share * used.arena_bytes]]
     spaces: dict[tuple[str, SpaceId], dict[bytes, None]] = {}
     for at in range(0, len(words), SLICE):
-        found = name(words[at : at + SLICE])
-        for scope, key in zip(found.scopes.tolist(), each(found.keys), strict=True):
+        for address, key in name(words[at : at + SLICE]):
             # A block has a row for each shard; its place is that of the shard used last.
-            spaces.setdefault(found.addresses[scope], {})[key] = None
+            spaces.setdefault(address, {})[key] = None
     return [
         PrepareRequest(tenant, space, "", b"".join(keys[at : at + RUN_KEYS]))
         for (tenant, space), keys in ((address, list(its)) for address, its in spaces.items())

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import astuple
 
 from kvstore.engine.events import Clear, FileGone, FileKnown, FileLate, FileReclaim
-from kvstore.engine.why import explain, findings, trail
+from kvstore.engine.why import explain, findings
 from kvstore.engine.why.explain import RequestReport, fits
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
@@ -293,7 +293,7 @@ def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "PENDING_KEYS_MAX", 3)
+    monkeypatch.setattr(findings, "PENDING_KEYS_MAX", 3)
     node, peer = attached(Node())
     peer.lease(1, 1, 2)
     peer.lease(2, 1, 2)

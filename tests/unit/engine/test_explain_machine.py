@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvstore.engine.events import Clear, StoryTold
-from kvstore.engine.why import explain, findings, trail
+from kvstore.engine.why import explain, findings
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
 from tests.kit.parts_check import check_trail
@@ -131,7 +131,7 @@ class Machine(CountedMachine):
 
 def test_what_is_told_is_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", STORIES)
-    monkeypatch.setattr(trail, "FINDINGS_MAX", FINDINGS)
-    monkeypatch.setattr(trail, "PENDING_KEYS_MAX", PENDING)
+    monkeypatch.setattr(findings, "FINDINGS_MAX", FINDINGS)
+    monkeypatch.setattr(findings, "PENDING_KEYS_MAX", PENDING)
     monkeypatch.setattr(findings, "RANGES_MAX", 4)
     verify_machine(Machine, examples=50, steps=30)

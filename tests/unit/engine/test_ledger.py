@@ -10,8 +10,8 @@ from msgspec.structs import astuple, replace
 
 from kvstore.cli.look import show_story
 from kvstore.engine.why import ledger
-from kvstore.engine.why.findings import RangeReport, Search
-from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason, Search
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.wire.messages import Story
 from tests.unit.engine.harness import TOKENS, Node, Peer, attached, space

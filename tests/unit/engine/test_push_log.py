@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.engine.events import Staged
-from kvstore.engine.why import trail
+from kvstore.engine.why import findings
 from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.reasons import PushReport, Reason
-from kvstore.engine.why.trail import Trail
 from kvstore.obs.reasons import of_pushes, of_range, story_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
@@ -134,8 +134,8 @@ def test_stages_that_end_here_are_timed(pair: PushPair) -> None:
 
 
 def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trail, "TRANSFERS_MAX", 2)
-    monkeypatch.setattr(trail, "PARTS_MAX", 3)
+    monkeypatch.setattr(findings, "TRANSFERS_MAX", 2)
+    monkeypatch.setattr(findings, "PARTS_MAX", 3)
     log = Trail(block_count_max=16)
     report = PushReport(side="decode", node="p", blocks=1, pushed=1, reason="")
     for name in "abc":
