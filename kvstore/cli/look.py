@@ -245,16 +245,16 @@ def show_prefix(found: PrefixRow) -> None:
 
 def show_cluster_prefix(found: PrefixRow) -> None:
     """Print the locations of a prompt's blocks, each with its prefix length, to stdout."""
-    size, asked = found["block_tokens"], found["asked_blocks"]
+    size, asked, trust = found["block_tokens"], found["asked_blocks"], str(found["trust"])
     prompt = f"{asked} blocks asked for; at most {found['held_blocks']} of them"
     if size is not None:
         prompt = f"{found['prompt_tokens']} tokens, {asked} blocks of {size} asked for"
         prompt += f"; at most {found['held_tokens']} of them"
-    is_known = found["holders"] or found["trust"] != Trust.STALE.word
+    is_known = found["holders"] or trust != Trust.STALE.word
     lines = {
         "space": f"{_named(found['space'], found['label'])}, tenant {found['tenant']}",
         "prompt": f"{prompt} at one location" if is_known else prompt.partition(";")[0],
-        "index": _TRUSTS.get(found["trust"], found["trust"]),
+        "index": _TRUSTS.get(trust, trust),
     }
     _facts(lines)
     if found["holders"]:

@@ -15,7 +15,6 @@ leases that wait (`arrivals`), blocks served by this node (`servings`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import NS_PER_BYTE_GUESS, Jobs, ReadPace, pieces
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import Reason, Wanted
+from kvstore.engine.why.reasons import Reason, Search, Wanted
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
@@ -69,14 +68,17 @@ forgotten."""
 class _Locating(msgspec.Struct, frozen=True):
     asker: Asker
     keys: Keys
+    search: Search
 
 
 class _Fetching(Incoming):
     """A fetch under way: its slots belong to PEER_WRITER until it ends."""
 
     node: str
-    question: int
-    """Number of the index query that led to this fetch."""
+    search: Search
+    """The index query that led to this fetch."""
+    places: Sequence[int]
+    """Place of each key in that query."""
 
 
 class _PeerPace(msgspec.Struct):
@@ -104,9 +106,9 @@ class Fetches:
         wanted."""
         self._coming_of: Counter[str] = Counter()
         """Number of these keys, by engine."""
-        self._absent: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+        self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
         """By (scope, key): (time until which the index is not queried for a run that begins with
-        this key, number of the query or fetch that found nothing)."""
+        this key, the query that found nothing)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
         """Questions in a row that the index did not answer."""
@@ -127,9 +129,9 @@ class Fetches:
         first = (asker.scopes[0], keys[0].tobytes())
         if coming:
             return Wanted(coming, *self._brought_by(*first))
-        until_ns, known = self._absent.get(first, (0, 0))
+        until_ns, nothing = self._absent.get(first, (0, Wanted()))
         if until_ns > state.now_ns:
-            return Wanted(0, known)
+            return nothing
         is_full = len(self._locating) >= (AHEAD_LOCATES_MAX if asker.is_ahead else LOCATES_MAX)
         if is_full or self._exceeds_share(asker.engine, len(keys)):
             return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
@@ -139,8 +141,8 @@ class Fetches:
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number = next(state.numbers)
         keys = keys.copy()  # not the rest of the message
-        self._locating[number] = _Locating(asker, keys)
-        state.trail.searches.asked(number, len(keys), Reason.NO_ANSWER_YET)
+        search = state.trail.searches.asked(number, len(keys), Reason.NO_ANSWER_YET)
+        self._locating[number] = _Locating(asker, keys, search)
         self._expect(number, asker, keys)
         state.counters.locates += 1
         state.say(
@@ -151,7 +153,7 @@ class Fetches:
                 keys=keys.tobytes(),
             )
         )
-        return Wanted(len(keys), number)
+        return Wanted(len(keys), search)
 
     def _exceeds_share(self, engine: str, more: int) -> bool:
         """Whether `more` further keys would exceed the limit of this engine, or that of all engines
@@ -162,15 +164,15 @@ class Fetches:
 
     def _unasked(self, keys: Keys, why: Reason) -> Wanted:
         number = next(self._state.numbers)
-        self._state.trail.searches.asked(number, len(keys), why)
-        return Wanted(0, number)
+        return Wanted(0, self._state.trail.searches.asked(number, len(keys), why))
 
-    def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
-        """The question or fetch that brings this key of a scope, and the key's place in it."""
+    def _brought_by(self, scope: int, key: bytes) -> tuple[Search, int]:
+        """The query that brings this key of a scope, and the key's place in it."""
         number = self._bringer(scope, key)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
-        return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
+        at = next(n for n, its in enumerate(each(job.keys)) if its == key)
+        return job.search, job.places[at] if isinstance(job, _Fetching) else at
 
     def _bringer(self, scope: int, key: bytes) -> int:
         """Number of the question or fetch that brings this key of a scope."""
@@ -221,16 +223,16 @@ class Fetches:
         """The index answered, or did not: fetch from the best candidate, if any."""
         state, question = self._state, self._locating.pop(event.locate, None)
         assert question is not None, f"question {event.locate} was answered twice"
-        asker, keys = question.asker, question.keys
+        asker, keys, search = question.asker, question.keys, question.search
         self._expect_no_more(event.locate, asker, keys)
         self._judge_index(is_known=event.is_known)
         sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_UNREACHABLE
-        state.trail.searches.judged(event.locate, sought)
-        chosen = self._choose(asker, event.candidates, event.locate) if event.is_known else None
+        search.judged(sought)
+        chosen = self._choose(asker, event.candidates, search) if event.is_known else None
         if event.is_known and chosen is None:
-            self._remember_absent((asker.scopes[0], keys[0].tobytes()), event.locate)
+            self._remember_absent(asker, keys, search)
         elif chosen is not None and not state.is_off(asker.tenant, asker.space):
-            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], event.locate)
+            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
         self._arrivals.settle_keys(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
@@ -245,14 +247,15 @@ class Fetches:
             longer = self._unanswered - UNANSWERED_MAX
             self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
 
-    def _remember_absent(self, first: tuple[int, bytes], number: int) -> None:
-        self._absent[first] = (self._state.now_ns + ABSENT_NS, number)
+    def _remember_absent(self, asker: Asker, keys: Keys, search: Search, at: int = 0) -> None:
+        first = asker.scopes[0], keys[0].tobytes()
+        self._absent[first] = (self._state.now_ns + ABSENT_NS, Wanted(0, search, at))
         self._absent.move_to_end(first)
         if len(self._absent) > ABSENT_MAX:
             self._absent.popitem(last=False)
 
     def _choose(
-        self, asker: Asker, candidates: Sequence[Candidate], question: int
+        self, asker: Asker, candidates: Sequence[Candidate], search: Search
     ) -> Candidate | None:
         """The candidate whose blocks save most compute time; None: computing is as quick, or all
         candidates are in back-off."""
@@ -260,19 +263,18 @@ class Fetches:
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
         best, best_saved_ns = None, 0.0
-        judged = functools.partial(state.trail.searches.judged, question)
         for candidate in candidates:
             peer = self._peers.get(candidate.node)
             if not candidate.blocks:
                 continue
             if peer and peer.avoid_until_ns > state.now_ns:
-                judged(Reason.NODE_AVOIDED, candidate, peer.failures)
+                search.judged(Reason.NODE_AVOIDED, candidate, peer.failures)
                 continue
             # Not by the slowest, as waits are: one slow fetch would end all from this peer.
             mean = peer.pace.mean_ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = mean * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
-                judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
+                search.judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
                 if peer and state.now_ns - peer.measured_ns >= FORGET_NS:
                     peer.pace.forget_slowest()
                     peer.measured_ns = state.now_ns
@@ -281,12 +283,12 @@ class Fetches:
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
             if candidate.blocks * worth_ns > best_saved_ns:
                 best, best_saved_ns = candidate, candidate.blocks * worth_ns
-                judged(Reason.HERE_BY_NOW, candidate)
+                search.judged(Reason.HERE_BY_NOW, candidate)
         return best
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _fetch_all(self, node: str, asker: Asker, keys: Keys, question: int) -> None:
+    def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
         """Fetch those of the keys that are not here by now, as far as there is room."""
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
@@ -294,22 +296,22 @@ class Fetches:
         missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)
         sought = Reason.NO_ROOM if len(keys) else Reason.HERE_BY_NOW
-        state.trail.searches.judged(question, sought, None, len(keys))
+        search.judged(sought, None, len(keys))
         block_bytes = sum(asker.slot_sizes)
         bytes_max = self._fetching.bytes_max // (2 if asker.is_ahead else 1)
         room = min(len(keys), self._fetching.room(block_bytes, bytes_max=bytes_max))
         count = self._intake.room_for(asker, room)
         for piece in pieces(count, FETCH_BYTES // block_bytes):
-            self._fetch(node, asker, keys[piece], question, places[piece].tolist())
+            self._fetch(node, asker, keys[piece], search, places[piece].tolist())
 
     def _fetch(
-        self, node: str, asker: Asker, keys: Keys, question: int, places: Sequence[int]
+        self, node: str, asker: Asker, keys: Keys, search: Search, places: Sequence[int]
     ) -> None:
         state = self._state
         columns = self._intake.hold(asker, len(keys), itertools.repeat(PEER_WRITER))
-        fetching = _Fetching(node, question, asker=asker, keys=keys, columns=columns)
+        fetching = _Fetching(node, search, places, asker=asker, keys=keys, columns=columns)
         number = self._fetching.begin(fetching)
-        state.trail.searches.fetching(question, number, places, state.now_ns)
+        search.fetching(len(places), state.now_ns)
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, fetching.size_bytes, state.now_ns)
         state.say(Fetch(*fetching.order(number, node, state.slots)))
@@ -331,12 +333,12 @@ class Fetches:
         self._expect_no_more(event.job, asker, job.keys)
         self._judge(job, event)
         is_void = job.is_void or state.is_off(*asker.address)
-        good = self._intake.fetch(job, event.good, event.checksums, search=job.question)
+        good = self._intake.fetch(job, event.good, event.checksums, search=job.search.number)
         count = int(good.sum())
-        state.trail.searches.fetched(event, count, is_void=is_void, now_ns=state.now_ns)
+        job.search.fetch_ended(event, count, is_void=is_void, now_ns=state.now_ns)
         if not count:
             # The index knew of what is not there: it is not asked the same again at once.
-            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), event.job)
+            self._remember_absent(asker, job.keys, job.search, job.places[0])
         state.counters.fetched_blocks += count
         state.counters.fetch_blocks_lost += len(good) - count
 

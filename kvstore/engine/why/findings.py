@@ -141,7 +141,7 @@ class Finding(msgspec.Struct):
         origins, found = self.leased(), []
         tiers = tiers_of(origins)
         for at, end in _runs(origins):
-            search, _ = searches.get(int(origins[at]) >> SEARCH_SHIFT)
+            search = searches.get(int(origins[at]) >> SEARCH_SHIFT)
             row = RangeReport(begin + at, end - at, TIERS[Origin(int(tiers[at]))])
             found.append(_told_of(row, search, at=0))
         search, first = self.searched, self.search_begin
@@ -299,7 +299,7 @@ def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
 #     left ─▶ tombstones     looked up, grew ─▶ findings     asked, judged, fetched ─▶ searches
 #     pushes: asked ─▶ granted ─▶ first byte ─▶ last byte ─▶ verified and sealed ─▶ pushed
 #
-# Rules. 1: calls that report return nothing, so that no move depends on them. 2: all is bounded:
+# Rules. 1: no move depends on what it reports. 2: all is bounded:
 # FINDINGS_MAX lookups, PENDING_KEYS_MAX keys that wait to be examined, TRANSFERS_MAX transfers of
 # PARTS_MAX pushes, with counts, times and names of nodes only.
 
@@ -367,10 +367,9 @@ class Trail:
             # Flags: to keep the arrays would cost more than to make these.
             finding.present = run.rows_by_shard[0][run.count :] >= 0
             finding.in_dram = run.words_by_shard[0][run.count :] >= 0
-        if wanted.number:
-            # Other nodes are asked for what lies behind what comes from disk.
-            finding.searched, place = self.searches.get(wanted.number, wanted.at)
-            finding.search_begin = promoting - wanted.coming - place
+        # Other nodes are asked for what lies behind what comes from disk.
+        finding.searched = wanted.search
+        finding.search_begin = promoting - wanted.coming - wanted.at
         self._add(connection, lease, finding)
 
     def switched_off(

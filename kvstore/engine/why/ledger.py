@@ -117,13 +117,10 @@ class Ledger:
 
     def report(self) -> list[SavingsReport]:
         """One row per model, tenant and tier, the greatest saving first and losses last."""
-        rows = [
-            SavingsReport(
-                *(*name, its.loaded_tokens, its.saved_ns // NS_PER_MS, its.spent_ns // NS_PER_MS),
-                *(its.lost_ns // NS_PER_MS, its.net_gpu_ns // NS_PER_MS),
-            )
-            for name, its in self.savings.items()
-        ]
+        rows = []
+        for name, its in self.savings.items():
+            tokens, *times_ns = msgspec.structs.astuple(its)
+            rows.append(SavingsReport(*name, tokens, *(ns // NS_PER_MS for ns in times_ns)))
         return sorted(rows, key=lambda row: (-row.net_gpu_ms, row.model, row.tenant, row.tier))
 
     def total(self) -> Savings:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
@@ -275,88 +274,69 @@ class Search(msgspec.Struct):
             self.sought is Reason.FETCHED and self.wanted == self.missing
         )
 
-
-class Searches:
-    """Searches by the number of their query, and by the number of each fetch that followed from
-    it."""
-
-    def __init__(self) -> None:
-        self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
-        """(search, place in the question of each key of this question or fetch)."""
-
-    def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
-        """The search with this number of a query or fetch, and the place in the query of key number
-        `at`; (None, 0) if the search is not kept any more."""
-        search, places = self._by_number.get(number, (None, ()))
-        return search, int(places[at]) if search is not None else 0
-
-    def _keep(self, number: int, search: Search, places: Sequence[int]) -> None:
-        self._by_number[number] = search, places
-        if len(self._by_number) > SEARCHES_MAX:
-            self._by_number.popitem(last=False)
-
-    def asked(self, question: int, blocks: int, why: Reason) -> None:
-        """Record a query about this many blocks. `why`: NO_ANSWER_YET, or the reason why the index
-        was not asked."""
-        self._keep(question, Search(question, blocks, why), range(blocks))
-
-    def judged(
-        self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
-    ) -> None:
-        """Record the result of a query, or of one candidate in its answer. Among several nodes the
-        one that was chosen last counts, else the one that was too slow for most blocks, else the
-        first that was in back-off.
+    def judged(self, why: Reason, candidate: Candidate | None = None, *figures: float) -> None:
+        """Record the result of the query, or of one candidate in its answer. Among several nodes
+        the one that was chosen last counts, else the one that was too slow for most blocks, else
+        the first that was in back-off.
 
         Args:
-            question: number of the query.
             why: the result.
             candidate: the node; None: the result concerns all of them.
             figures: failures of the node in a row; or estimated times in ns for fetching and for
                 computing a block; or blocks to be fetched, without a candidate.
         """
-        search, _ = self.get(question)
-        if search is None:
-            return
         if candidate is None:
-            search.sought, search.missing = why, int(sum(figures))
+            self.sought, self.missing = why, int(sum(figures))
             return
-        known = min(candidate.blocks, search.asked)
-        if why is Reason.NODE_AVOIDED and search.sought is not Reason.NOBODY_HAS_IT:
+        known = min(candidate.blocks, self.asked)
+        if why is Reason.NODE_AVOIDED and self.sought is not Reason.NOBODY_HAS_IT:
             return
         if why is Reason.FETCH_COST:
-            if search.sought is Reason.HERE_BY_NOW or (search.fetch_ns and search.known >= known):
+            if self.sought is Reason.HERE_BY_NOW or (self.fetch_ns and self.known >= known):
                 return
-            search.fetch_ns, search.compute_ns = (int(cost * known) for cost in figures)
-        search.sought, search.node = why, candidate.node
-        search.known, search.failures = known, int(figures[0]) if figures else 0
+            self.fetch_ns, self.compute_ns = (int(cost * known) for cost in figures)
+        self.sought, self.node = why, candidate.node
+        self.known, self.failures = known, int(figures[0]) if figures else 0
 
-    def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
-        """A fetch began, of the blocks at these places of a question."""
-        search, _ = self.get(question)
-        if search is not None:
-            search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns
-            search.wanted += len(places)
-            search.under_way += 1
-            self._keep(job, search, places)
+    def fetching(self, blocks: int, now_ns: int) -> None:
+        """A fetch of blocks of the query began."""
+        self.sought, self.begun_ns = Reason.ON_ITS_WAY, self.begun_ns or now_ns
+        self.wanted += blocks
+        self.under_way += 1
 
-    def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> None:
+    def fetch_ended(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> None:
         """A fetch ended with `good` good blocks. `is_void`: they were cleared or switched off
         meanwhile."""
-        search, places = self._by_number.get(event.job, (None, ()))
-        if search is None:
-            return  # it is not kept any more
-        self._by_number[event.job] = search, [int(places[0])]
-        search.fetched += good
-        search.not_served += event.not_served
-        search.not_kept += event.not_kept
-        search.damaged += event.damaged
-        search.trouble = event.trouble or search.trouble
-        search.is_void |= is_void
-        search.under_way -= 1
-        search.ended_ns = now_ns
-        if not search.under_way:
-            is_whole = search.fetched == search.wanted
-            search.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
+        self.fetched += good
+        self.not_served += event.not_served
+        self.not_kept += event.not_kept
+        self.damaged += event.damaged
+        self.trouble = event.trouble or self.trouble
+        self.is_void |= is_void
+        self.under_way -= 1
+        self.ended_ns = now_ns
+        if not self.under_way:
+            is_whole = self.fetched == self.wanted
+            self.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
+
+
+class Searches:
+    """Searches by number; the newest SEARCHES_MAX."""
+
+    def __init__(self) -> None:
+        self._by_number: OrderedDict[int, Search] = OrderedDict()
+
+    def get(self, number: int) -> Search | None:
+        """The search with this number; None: it is not kept any more."""
+        return self._by_number.get(number)
+
+    def asked(self, number: int, blocks: int, why: Reason) -> Search:
+        """A new search for this many blocks. `why`: NO_ANSWER_YET, or the reason why the index was
+        not asked."""
+        search = self._by_number[number] = Search(number, blocks, why)
+        if len(self._by_number) > SEARCHES_MAX:
+            self._by_number.popitem(last=False)
+        return search
 
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
@@ -387,11 +367,11 @@ class Wanted(NamedTuple):
 
     coming: int = 0
     """Number of leading blocks that are on their way from other nodes, or may be."""
-    number: int = 0
-    """Number of the index query or fetch that brings these blocks, or that brought none; 0: other
-    nodes were not asked."""
+    search: Search | None = None
+    """The search that brings these blocks, or that brought none; None: other nodes were not
+    asked."""
     at: int = 0
-    """Place of the lookup's first key among the keys of that query or fetch."""
+    """Place of the lookup's first key among the keys of that search."""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -417,6 +397,9 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     ended_us: int = 0
 
 
+PUSH_STAGES: Final = ("granted", "first", "last", "sealed", "ended")
+
+
 class PushTimes(msgspec.Struct):
     """When a push reached its stages, on the node's clock; 0: not yet."""
 
@@ -433,11 +416,10 @@ class PushTimes(msgspec.Struct):
     def as_us(self, now_ns: int) -> dict[str, int]:
         """Fields of a PushReport made now: name of each time, in µs since `since_ns`. A stage
         reached in the step that asked counts as 1 µs, because 0 means never."""
-        reached = {f.removesuffix("_ns"): getattr(self, f) for f in self.__struct_fields__[1:]}
-        reached["ended"] = now_ns
+        since_ns, *reached = msgspec.structs.astuple(self)
         return {
-            f"{name}_us": max(1, (at_ns - self.since_ns) // NS_PER_US) if at_ns else 0
-            for name, at_ns in reached.items()
+            f"{name}_us": max(1, (at_ns - since_ns) // NS_PER_US) if at_ns else 0
+            for name, at_ns in zip(PUSH_STAGES, (*reached, now_ns), strict=True)
         }
 
 
