@@ -88,7 +88,7 @@ def recover(store: Path, record_count: int) -> dict[str, float]:
     """Open the tier by itself and drain its events."""
     arena = np.frombuffer(mmap.mmap(-1, MIB), np.uint8)
     begin = time.perf_counter()
-    tier = FileTier.open(FileConfig(store, capacity_bytes=TIB), arena, MonotonicClock())
+    tier = FileTier(FileConfig(store, capacity_bytes=TIB), arena, MonotonicClock()).start()
     opened = time.perf_counter() - begin
     poll = select.poll()
     poll.register(tier.fileno(), select.POLLIN)

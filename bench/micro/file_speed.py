@@ -96,7 +96,7 @@ class Timed:
     def __init__(self, blocks: Blocks, folder: Path, *, direct: bool) -> None:
         self.blocks = blocks
         config = FileConfig(folder / "store", capacity_bytes=4 * GIB, direct=direct)
-        self.tier = FileTier.open(config, blocks.arena, MonotonicClock())
+        self.tier = FileTier(config, blocks.arena, MonotonicClock()).start()
         self.poll = select.poll()
         self.poll.register(self.tier.fileno(), select.POLLIN)
         self.places = np.zeros(BLOCKS, np.uint64)

@@ -390,7 +390,7 @@ def _move_aside(
     number = max(numbers) + 1
     writer = Writer(locked, catalog, disk, segment_bytes=SEGMENT_BYTES_MAX, number=number)
     writer.carry(voids)
-    reclaimer = Reclaimer(locked, catalog, disk, writer)
+    reclaimer = Reclaimer(locked, catalog, writer)
     with contextlib.closing(catalog):
         for checked in damaged:
             number = checked.head.number
@@ -398,7 +398,7 @@ def _move_aside(
             segment = Segment(number, checked.head, name, locked.fd, checked.size)
             catalog.add(segment)
             parts = reclaimer.ask(segment, voids).parts
-            _, error = reclaimer.move(segment, b"".join(part.locations for part in parts))
+            _, error = reclaimer.move(segment, parts, b"".join(part.locations for part in parts))
             error = error or writer.close_segment().error
             if error is not None:
                 raise ConfigError(

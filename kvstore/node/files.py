@@ -54,7 +54,6 @@ from kvstore.wire.load import (
     encode_learned,
     still_spent,
 )
-from kvstore.wire.record import Void
 
 if TYPE_CHECKING:
     from kvstore.tiers.file.tier import FileTier
@@ -303,7 +302,6 @@ CLOSE_TIMEOUT_S: Final = 5.0
 VOIDS_MAX: Final = 1024
 """Most voids kept until the tier opens; more become one that covers everything: a cache may
 forget."""
-_ANYTHING_OLDER: Final = (1 << 63) - 1
 
 
 class LateTier:
@@ -371,7 +369,7 @@ class LateTier:
                     self._voids.clear()
                     command = VoidFile(None, None)
                 self._voids[command.tenant, command.space] = command
-                self._outbox.void(Void(command.tenant, command.space, _ANYTHING_OLDER))
+                self._outbox.void(command.tenant, command.space)
         return not isinstance(command, WriteFile | ReadFile)
 
     def wait_for_voids(self, timeout_s: float) -> bool:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import platform
 import secrets
 import signal
@@ -413,10 +412,9 @@ def _open_files(
     where, lock_fd = config.file, handover.places.get(control.STORE, -1)
 
     def open_tier(outbox: Outbox | None) -> FileTier:
-        held_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
-        tier = FileTier.open(
-            where, arena.array, clock, lock_fd=held_fd, outbox=outbox, look=arena.read
-        )
+        tier = FileTier(
+            where, arena.array, clock, lock_fd=lock_fd, outbox=outbox, look=arena.read
+        ).start()
         handover.keep(control.STORE, tier.lock_fd)
         return tier
 

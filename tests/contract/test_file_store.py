@@ -108,7 +108,7 @@ class FileRig(StoreDriver):
         self.tier = self._open()
 
     def _open(self) -> FileStore:
-        self.file = FileTier.open(self.config, self.arena, self.clock, disk=self.disk)
+        self.file = FileTier(self.config, self.arena, self.clock, disk=self.disk).start()
         return self.file
 
     def hang(self) -> None:
@@ -157,9 +157,9 @@ class LateRig(FileRig):
         def open_tier(outbox: Outbox) -> FileTier:
             if failures:
                 raise failures.pop()
-            self.file = FileTier.open(
+            self.file = FileTier(
                 self.config, self.arena, self.clock, disk=self.disk, outbox=outbox
-            )
+            ).start()
             return self.file
 
         self.tier = LateTier(self.directory, open_tier, "not mounted", retry_s=0.001)

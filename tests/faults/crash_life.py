@@ -39,7 +39,7 @@ from kvstore.tier_events import (
 from kvstore.tiers.file import config, parts, tier
 from kvstore.tiers.file.catalog import FIXED_BYTES
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory, segment_number
+from kvstore.tiers.file.directory import segment_number
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
@@ -188,7 +188,7 @@ class Life:
 
     @property
     def store_id(self) -> bytes:
-        return self._directory.store_id
+        return self._tier._directory.store_id
 
     def live(self, letter: str) -> None:
         """One operation, to its end."""
@@ -231,10 +231,7 @@ class Life:
             mock.patch.object(tier, "threading", self._threads),
             mock.patch.object(parts, "threading", self._threads),
         ):
-            self._directory = Directory(self.directory, self.disk, direct=False)
-            self._tier = FileTier(
-                settings, self._arena, self._clock, disk=self.disk, directory=self._directory
-            )
+            self._tier = FileTier(settings, self._arena, self._clock, disk=self.disk)
         self._threads.start()
         self._settle()
 
@@ -304,7 +301,7 @@ class Life:
         self._drop(gone)
         self._tier.submit(VoidFile(tenant, None))
         self._settle()
-        assert self._tier._log._writer.voids_are_durable
+        assert self._tier._log.writer.voids_are_durable
         self.steps.append(Cleared(gone))
 
     def _said(self, places: dict[Address, int]) -> None:

@@ -131,7 +131,7 @@ def told(
     if found is None:
         return frozenset(), voids
     good = set()
-    for records in record_sets(found.table, number, own_number=number, voids=voids):
+    for records in record_sets(found.table, number, number, voids=voids):
         for row, place in enumerate(np.frombuffer(records.locations, np.uint64).tolist()):
             if place & _PAGE_MASK in found.good:
                 block = int.from_bytes(records.keys[row * 32 : row * 32 + 4], "big")

@@ -97,7 +97,7 @@ class MemoryStore:
         if is_job and (self._is_closed or len(self._queue) >= self._jobs_max):
             return False
         if isinstance(command, VoidFile):
-            self._outbox.void(Void(command.tenant, command.space, 0))
+            self._outbox.void(command.tenant, command.space)
         self._queue.append(command)
         self._run()
         return True

@@ -126,19 +126,15 @@ def open_directory(config: FileConfig, disk: Disk, lock_fd: int) -> Directory:
 
     Args:
         config, disk: where and how.
-        lock_fd: as `Directory` has it; closed if the directory cannot be had.
+        lock_fd: as `Directory` has it.
 
     Raises:
         ConfigError: it cannot be used; the text says why and what to do.
     """
     try:
         refuse_other_mode(config.directory, shared=config.shared)
-    except (ConfigError, OSError) as error:
-        if lock_fd >= 0:
-            os.close(lock_fd)
-        if isinstance(error, OSError):
-            raise cannot_be_read(config.directory, error) from error
-        raise
+    except OSError as error:
+        raise cannot_be_read(config.directory, error) from error
     try:
         if config.shared:
             with contextlib.suppress(OSError):  # the node's own cannot be made either, and says why
@@ -161,15 +157,15 @@ class Directory:
 
         Args:
             path, disk, direct: where and how.
-            lock_fd: the lock, if an earlier process of this node left it; ours from now on.
+            lock_fd: the lock, if an earlier process of this node left it; a copy of it is kept.
 
         Raises:
             ConfigError: it cannot be used; the text says why and what to do.
         """
         self.path = path
         self._disk = disk
-        self.lock_fd = lock_fd
-        self._fds = [lock_fd] if lock_fd >= 0 else []
+        self.lock_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
+        self._fds = [self.lock_fd] if lock_fd >= 0 else []
         try:
             self._take(direct=direct)
         except OSError as error:

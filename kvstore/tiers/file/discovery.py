@@ -148,7 +148,7 @@ class Restart:
             self._delete(number)
             return True
         self._catalog.add(Segment(number, head, segment_name(number), self._directory.fd, size))
-        sets = record_sets(table, number, own_number=number, voids=self.voids)
+        sets = record_sets(table, number, number, voids=self.voids)
         if not all(self._outbox.known(known, own=True) for known in sets):
             return False
         self.voids += [void for void in table.voids if void not in self.voids]

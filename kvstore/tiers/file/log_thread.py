@@ -17,8 +17,9 @@ called with the tier's lock held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -39,7 +40,7 @@ from kvstore.tier_events import (
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.contents import record_sets
 from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import Disk, Pages
+from kvstore.tiers.file.disk import Pages
 from kvstore.tiers.file.parts import Parts
 from kvstore.tiers.file.reader import (
     PAGE_MASK,
@@ -74,15 +75,7 @@ class WriteJob:
     late: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class CarryJob:
-    """Recovery is over, and found these voids, which new segments have to repeat."""
-
-    voids: tuple[Void, ...]
-
-
-_Job = WriteJob | VoidFile | ReclaimFile | CarryJob | bytes
-"""Bytes: the note to keep."""
+_Job = WriteJob | VoidFile | Callable[[], None]
 
 
 class LogThread:
@@ -95,18 +88,20 @@ class LogThread:
         self._outbox, self._health = parts.outbox, parts.health
         self._segment_bytes = parts.config.segment_size
         log = parts.directory, parts.catalog, parts.disk
-        self._writer = Writer(
+        self.writer = Writer(
             *log, segment_bytes=self._segment_bytes, number=number, follows_closed=follows_closed
         )
-        self._reclaimer = Reclaimer(*log, self._writer)
+        """Its `voids` and `table_of` may be asked from any thread."""
+        self._reclaimer = Reclaimer(parts.directory, parts.catalog, self.writer)
         self._queue: deque[WriteJob | VoidFile] = deque()
-        self._control: deque[ReclaimFile | CarryJob] = deque()
+        self._control: deque[Callable[[], None]] = deque()
+        """Work that goes before all queued writes."""
         self._note: bytes | None = None
         """The last note given, until the thread takes it, ahead of all queued writes."""
         self._jobs: dict[int, WriteJob] = {}
         self._queued_bytes = 0
-        self._asked: int | None = None
-        """Segment that the engine was asked about, or None."""
+        self._asked: FileReclaim | None = None
+        """The question that the engine has not answered."""
         self._hidden: deque[tuple[int, str, int]] = deque()
         self._voids_waiting = 0
         self._is_stalled = False
@@ -137,16 +132,6 @@ class LogThread:
         """Whether a write waits or runs."""
         return bool(self._jobs)
 
-    @property
-    def voids(self) -> tuple[Void, ...]:
-        """Voids of cleared blocks that may still lie in the log. From any thread."""
-        return self._writer.voids
-
-    def table_of(self, number: int) -> Table | None:
-        """Table of the records written so far, if `number` is the segment that is appended to. From
-        any thread."""
-        return self._writer.table_of(number)
-
     def void(self, job: VoidFile) -> None:
         self._queue.append(job)
         self._voids_waiting += 1
@@ -156,19 +141,22 @@ class LogThread:
         """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
         are."""
         done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
-        return done and self._writer.voids_are_durable
+        return done and self.writer.voids_are_durable
 
     def reclaim(self, job: ReclaimFile) -> None:
-        self._control.append(job)
-        self._lock.notify_all()
+        self._first(partial(self._move, job))
 
     def note(self, note: bytes) -> None:
         self._note = note
         self._lock.notify_all()
 
     def recovered(self, voids: Sequence[Void]) -> None:
-        """All old segments are known; these voids were found in them."""
-        self._control.append(CarryJob(tuple(voids)))
+        """All old segments are known; these voids were found in them, and new segments have to
+        repeat them."""
+        self._first(partial(self._carry, voids))
+
+    def _first(self, work: Callable[[], None]) -> None:
+        self._control.append(work)
         self._lock.notify_all()
 
     def due(self, now_ns: int) -> list[tuple[str, int]]:
@@ -183,8 +171,7 @@ class LogThread:
     def purged(self, taken_bytes: int) -> None:
         """A due segment is deleted for good."""
         self._catalog.hidden_bytes -= taken_bytes
-        self._control.append(CarryJob(()))  # wakes whoever waits for room
-        self._lock.notify_all()
+        self._first(partial(self._carry, ()))  # wakes whoever waits for room
 
     def close(self, now_ns: int) -> None:
         self._is_closing = True
@@ -209,7 +196,7 @@ class LogThread:
             while (job := self._next()) is not None:
                 self._do(job)
                 self._make_room()
-            self._report(self._writer.close_segment())
+            self._report(self.writer.close_segment())
         except Exception:
             self._outbox.put([Suspended(_BUG, writes_only=True)])
             raise
@@ -225,16 +212,12 @@ class LogThread:
         if isinstance(job, WriteJob):
             self._write(job)
         elif isinstance(job, VoidFile):
-            self._report(self._writer.void(job.tenant, job.space))
+            self._report(self.writer.void(job.tenant, job.space))
             with self._lock:
                 self._voids_waiting -= 1
                 self._lock.notify_all()
-        elif isinstance(job, CarryJob):
-            self._carry(job)
-        elif isinstance(job, bytes):
-            self._directory.keep_note(job)
         else:
-            self._move(job)
+            job()
 
     def _next(self) -> _Job | None:
         with self._lock:
@@ -243,7 +226,7 @@ class LogThread:
                     return self._control.popleft()
                 if self._note is not None:
                     note, self._note = self._note, None
-                    return note
+                    return partial(self._directory.keep_note, note)
                 if self._is_closing and (
                     not self._queue or self._is_stalled or self._clock.now_ns() >= self._close_by_ns
                 ):
@@ -272,7 +255,7 @@ class LogThread:
         return None
 
     def _write(self, job: WriteJob) -> None:
-        outcome = self._writer.append(job.batch, first=len(job.places))
+        outcome = self.writer.append(job.batch, first=len(job.places))
         # The end of the job comes after the word that these are gone, and would outlive it.
         lost = set(np.frombuffer(b"".join(g.locations for g in outcome.lost), np.uint64).tolist())
         with self._lock:
@@ -293,25 +276,22 @@ class LogThread:
                     self._queue.popleft()
                     self._end(job)
 
-    def _carry(self, job: CarryJob) -> None:
-        own = self._writer.voids
-        self._writer.carry([*job.voids, *own] if job.voids else ())
-        self._report(self._writer.write_carried())
+    def _carry(self, voids: Sequence[Void]) -> None:
+        self.writer.carry([*voids, *self.writer.voids] if voids else ())
+        self._report(self.writer.write_carried())
         with self._lock:
             self.is_recovered = True
             self._is_stalled = False
             self._lock.notify_all()
 
     def _move(self, job: ReclaimFile) -> None:
-        with self._lock:
-            if job.segment != self._asked:
-                return
+        asked = self._asked
+        if asked is None or job.segment != asked.segment:
+            return
         segment = self._catalog.get(job.segment)
-        events: list[FileEvent] = []
         if segment is not None:
-            events, _ = self._reclaimer.move(segment, job.keep)
-        self._outbox.put(events)
-        if segment is not None:
+            events, _ = self._reclaimer.move(segment, asked.parts, job.keep)
+            self._outbox.put(events)
             self._delete(segment)
         with self._lock:
             self._asked = None
@@ -340,12 +320,12 @@ class LogThread:
             if segment is None:
                 return
             try:
-                asked = self._reclaimer.ask(segment, self._writer.voids)
+                asked = self._reclaimer.ask(segment, self.writer.voids)
             except OSError as error:
                 self._report(AppendOutcome([], error))
                 return  # until the next job: what may be good is not deleted unread
             if asked.parts:
-                self._asked = segment.number
+                self._asked = asked
                 self._outbox.put([asked])
                 return
             self._delete(segment)
@@ -374,12 +354,10 @@ class LogThread:
 class Reclaimer:
     """Reclaims one segment at a time: asks which records to keep, then moves them."""
 
-    def __init__(self, directory: Directory, catalog: Catalog, disk: Disk, writer: Writer) -> None:
+    def __init__(self, directory: Directory, catalog: Catalog, writer: Writer) -> None:
         self._directory = directory
         self._catalog = catalog
-        self._disk = disk
         self._writer = writer
-        self._asked: dict[int, tuple[FileKnown, ...]] = {}
 
     def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
         """The question to the engine which of the segment's records to keep. A segment that cannot
@@ -391,9 +369,7 @@ class Reclaimer:
         if (table := self._table(segment) or self._table(segment)) is None:  # it may just be back
             return FileReclaim(segment.number, ())
         number = segment.number
-        parts = tuple(record_sets(table, number, own_number=number, voids=voids))
-        self._asked = {number: parts}
-        return FileReclaim(number, parts)
+        return FileReclaim(number, tuple(record_sets(table, number, number, voids=voids)))
 
     def _table(self, segment: Segment) -> Table | None:
         """Table of the segment; None: it cannot be read, though the disk can be."""
@@ -405,23 +381,21 @@ class Reclaimer:
                 raise
             return None
 
-    def move(self, segment: Segment, keep: bytes) -> tuple[list[FileEvent], OSError | None]:
-        """Copy records of `keep` to the end of the log. Returns the events to report, and the
-        writer's first error, if there was one."""
+    def move(
+        self, segment: Segment, parts: Sequence[FileKnown], keep: bytes
+    ) -> tuple[list[FileEvent], OSError | None]:
+        """Copy records of `keep` to the end of the log; `parts`: of the question. Returns the
+        events to report, and the writer's first error, if there was one."""
         events: list[FileEvent] = []
         errors: list[OSError] = []
-        for records in self._asked.pop(segment.number, ()):
+        for records in parts:
             places = np.frombuffer(records.locations, np.uint64)
             rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
-            for chunk in self._chunks(records, rows):
-                events += self._move_chunk(segment, records, chunk, errors)
+            pages = payload_pages(records.scope.block_bytes)
+            step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
+            for begin in range(0, len(rows), step):
+                events += self._move_chunk(segment, records, rows[begin : begin + step], errors)
         return events, next(iter(errors), None)
-
-    def _chunks(self, records: FileKnown, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        pages = payload_pages(records.scope.block_bytes)
-        step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
-        for begin in range(0, len(rows), step):
-            yield rows[begin : begin + step]
 
     def _move_chunk(
         self, segment: Segment, records: FileKnown, rows: NDArray[np.int64], errors: list[OSError]

@@ -179,9 +179,10 @@ class Outbox:
                 self._add([event])
             return True
 
-    def void(self, void: Void) -> None:
-        """Drop the `FileKnown` events that this void covers: those that wait to be taken, and those
-        of this node that recovery has yet to find."""
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """Drop the `FileKnown` events that a void of this tenant and space covers: those that wait
+        to be taken, and those of this node that recovery has yet to find."""
+        void = Void(tenant, space, before=0)  # which of them are older is nobody's question
         with self._lock:
             if self._is_recovering:
                 self._voids.append(void)

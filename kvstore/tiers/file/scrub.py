@@ -100,7 +100,7 @@ class Scrub:
                 table = self._table(segment, file)
                 if table is None:
                     return
-                alive = table.living(segment.number, self._log.voids)
+                alive = table.living(segment.number, self._log.writer.voids)
                 for record, good in walk(
                     *(file, table, self._buffer),
                     rows=alive.nonzero()[0].tolist(),
@@ -118,7 +118,7 @@ class Scrub:
     def _table(self, segment: Segment, file: SegmentFile) -> Table | None:
         """Table of the segment; None: it is being closed, and looked at in the next pass."""
         if segment.appending:
-            return self._log.table_of(segment.number)
+            return self._log.writer.table_of(segment.number)
         self._take_turn(PIECE_BYTES)
         return file.contents().table
 

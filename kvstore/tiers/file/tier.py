@@ -1,6 +1,7 @@
 """`FileTier`: blocks between slots of the arena and a disk. All that others call is here.
 
-    tier = FileTier.open(FileConfig(Path("/var/lib/kvstore"), capacity_bytes=2 << 40), arena, clock)
+    config = FileConfig(Path("/var/lib/kvstore"), capacity_bytes=2 << 40)
+    tier = FileTier(config, arena, clock).start()
     tier.submit(WriteFile(7, scope, keys, slots, checksums))      # → FileWritten
     tier.submit(ReadFile(8, scope, keys, locations, slots, b""))  # → FileRead
 
@@ -21,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -41,7 +42,7 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory, cannot_be_read, open_directory
+from kvstore.tiers.file.directory import cannot_be_read, open_directory
 from kvstore.tiers.file.discovery import Peers, Restart
 from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.log_thread import LogThread, WriteJob
@@ -51,7 +52,7 @@ from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.writer import RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.record import Void, payload_pages
+from kvstore.wire.record import payload_pages
 
 WATCH_S: Final = 0.05
 """How late a deadline is noticed at most."""
@@ -61,15 +62,13 @@ look: where there are very many segments, all nodes would look at them without e
 LOOK_PAUSE_MAX_S: Final = 60.0
 """Longest pause by that rule: a look that a disk or the machine held up for an hour says nothing
 about the next one."""
-_ANYTHING_OLDER: Final = (1 << 63) - 1
-
 _BUG: Final = OSError(errno.EIO, "a bug in the disk tier")
 
 _log = logging.getLogger(__name__)
 
 
 class FileTier:
-    """One open directory. Made by `open`; calls come from one thread."""
+    """One open directory. Calls come from one thread."""
 
     def __init__(
         self,
@@ -77,16 +76,28 @@ class FileTier:
         arena: Any,
         clock: Clock,
         *,
-        disk: Disk,
-        directory: Directory,
+        disk: Disk | None = None,
+        lock_fd: int = -1,
         outbox: Outbox | None = None,
         look: Callable[[int, memoryview], None] | None = None,
     ) -> None:
+        """Open or make the directory.
+
+        Args:
+            config: where, and how much.
+            arena: all of the memory that holds slots, writable, 4 KiB aligned.
+            clock: for deadlines.
+            disk: the system calls; tests give their own.
+            lock_fd: the directory's lock, if an earlier process left it.
+            outbox: where events go, if that is watched already; the tier's from now on.
+            look: copies bytes of the arena (`Arena.read`), where engines share it.
+
+        Raises:
+            ConfigError: the directory cannot be used; the text says why and what to do.
+        """
         self._config = config
         self._clock = clock
         self._memory = memoryview(arena).cast("B")
-        self._directory = directory
-        self.note = directory.note()
         self._outbox = outbox or Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
@@ -94,21 +105,36 @@ class FileTier:
         self._reads: dict[int, ReadJob] = {}
         self._read_bytes = 0
         self._closing = False
-        self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=directory.direct)
+        self._peers_lock = threading.Lock()
+        self._leaving = threading.Event()
+        self._ended = threading.Event()
+        posix = disk or PosixDisk()
+        self._directory = open_directory(config, posix, lock_fd)
+        try:
+            self._make_parts(posix, look)
+        except OSError as error:
+            self._directory.close()
+            raise cannot_be_read(config.home, error) from error
+        except BaseException:
+            self._directory.close()
+            raise
+
+    def _make_parts(self, disk: Disk, look: Callable[[int, memoryview], None] | None) -> None:
+        """Make parts and threads of the tier, for the directory that was opened. Raises OSError."""
+        config, direct = self._config, self._directory.direct
+        self.note = self._directory.note()
+        self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=direct)
         its = self._catalog, self._outbox, self._health, self._lock
-        parts = Parts(config, clock, disk, directory, *its)
+        parts = Parts(config, self._clock, disk, self._directory, *its)
         self._restart = Restart(parts)
         self._log = LogThread(
             parts, number=self._restart.next_number, follows_closed=self._restart.newest_is_closed
         )
         readers = [
-            Reader(self._catalog, self._memory, direct=directory.direct, look=look)
+            Reader(self._catalog, self._memory, direct=direct, look=look)
             for _ in range(config.reader_count)
         ]
         self._peers = Peers(parts) if config.shared else None
-        self._peers_lock = threading.Lock()
-        self._leaving = threading.Event()
-        self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="file-watch", daemon=True)
         self._threads = [
             threading.Thread(target=self._log.run, name="file-log", daemon=True),
@@ -124,47 +150,11 @@ class FileTier:
             )
             self._threads.append(threading.Thread(target=scrub.run, name="file-scrub", daemon=True))
 
-    @classmethod
-    def open(
-        cls,
-        config: FileConfig,
-        arena: Any,
-        clock: Clock,
-        *,
-        disk: Disk | None = None,
-        lock_fd: int = -1,
-        outbox: Outbox | None = None,
-        look: Callable[[int, memoryview], None] | None = None,
-    ) -> FileTier:
-        """Open or make the directory, and begin to look for what is in it.
-
-        Args:
-            config: where, and how much.
-            arena: all of the memory that holds slots, writable, 4 KiB aligned.
-            clock: for deadlines.
-            disk: the system calls; tests give their own.
-            lock_fd: the directory's lock, if an earlier process left it; the tier's from now on.
-            outbox: where events go, if that is watched already; the tier's from now on.
-            look: copies bytes of the arena (`Arena.read`), where engines share it.
-
-        Raises:
-            ConfigError: the directory cannot be used; the text says why and what to do.
-        """
-        posix = disk or PosixDisk()
-        directory = open_directory(config, posix, lock_fd)
-        try:
-            tier = cls(
-                config, arena, clock, disk=posix, directory=directory, outbox=outbox, look=look
-            )
-        except OSError as error:
-            directory.close()
-            raise cannot_be_read(config.home, error) from error
-        except BaseException:
-            directory.close()
-            raise
-        for thread in (*tier._threads, tier._watcher):
+    def start(self) -> Self:
+        """Begin to look for what is in the directory, and to serve."""
+        for thread in (*self._threads, self._watcher):
             thread.start()
-        return tier
+        return self
 
     # ── what the driver calls ────────────────────────────────────────────────────────────────────
 
@@ -205,7 +195,7 @@ class FileTier:
                 return self._read(command)
             case VoidFile(tenant=tenant, space=space):
                 with self._lock:
-                    self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
+                    self._outbox.void(tenant, space)
                     self._log.void(command)
             case ReclaimFile():
                 with self._lock:

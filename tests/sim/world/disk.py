@@ -33,7 +33,6 @@ from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import parts, tier
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
@@ -263,20 +262,13 @@ class SimFiles:
         self.disk = SimDisk(machine, self.threads, memory)
         config = _config(machine.knobs, directory)
         try:
-            self._directory = Directory(config.home, self.disk, direct=False)
-            world.opened_by[self._directory.fd] = self.disk
             # Threads and locks are of the module `threading`: here they take turns.
             with (
                 mock.patch.object(tier, "threading", self.threads),
                 mock.patch.object(parts, "threading", self.threads),
             ):
-                self._tier = FileTier(
-                    config,
-                    memory.bytes,
-                    SimClock(machine),
-                    disk=self.disk,
-                    directory=self._directory,
-                )
+                self._tier = FileTier(config, memory.bytes, SimClock(machine), disk=self.disk)
+            world.opened_by[self._tier._directory.fd] = self.disk
         except BaseException:
             self.disk.close_all()
             raise
@@ -324,7 +316,7 @@ class SimFiles:
         """The process is gone. Returns the files that were still open."""
         self.threads.kill()
         self._tier.close()
-        self._directory.close()
+        self._tier._directory.close()
         left = self.disk.close_all()
         if self._tier.fileno() >= 0:
             os.close(self._tier.fileno())

@@ -57,7 +57,7 @@ class Opening:
             assert self.hangs.wait(60)
         if not self.may.is_set():
             raise ConfigError(WHY)
-        return FileTier.open(self.config, self.arena, FakeClock(), outbox=outbox)
+        return FileTier(self.config, self.arena, FakeClock(), outbox=outbox).start()
 
 
 @pytest.fixture

@@ -264,13 +264,13 @@ class Driver(StoreDriver):
         disk: PosixDisk | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: of the tier, and `look` (`FileTier.open`)."""
+        """`settings`: of the tier, and `look` (`FileTier`)."""
         super().__init__()
         look = settings.pop("look", None)
         values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
         self.config = FileConfig(directory, **values)
         self.clock = FakeClock()
-        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk, look=look)
+        self.tier = FileTier(self.config, self.arena, self.clock, disk=disk, look=look).start()
 
 
 def reopen(driver: Driver, **more: Any) -> Driver:

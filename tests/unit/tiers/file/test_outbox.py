@@ -10,11 +10,10 @@ import pytest
 
 from kvstore.tier_events import FileKnown, FileTierEvent, FileWritten
 from kvstore.tiers.file.parts import KNOWN_MAX, Outbox
-from kvstore.wire.record import Scope, Void
+from kvstore.wire.record import Scope
 from tests.unit.tiers.file.kit import SCOPE, key
 
 KNOWN = FileKnown(SCOPE, key(1), b"\1" * 8, bytes(16))
-CLEARED = Void(SCOPE.tenant, None, 1)
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def outbox() -> Iterator[Outbox]:
 def test_what_was_cleared_during_recovery_is_not_announced(
     outbox: Outbox, *, own: bool, told: list[FileTierEvent]
 ) -> None:
-    outbox.void(CLEARED)
+    outbox.void(SCOPE.tenant, None)
     assert outbox.known(KNOWN, own=own)
     assert list(outbox.take()) == told
     outbox.recovered()
@@ -44,7 +43,7 @@ def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
     outbox.put([written])
     for event in [KNOWN] * (KNOWN_MAX - 1) + [kept]:
         assert outbox.known(event, own=False)
-    outbox.void(CLEARED)
+    outbox.void(SCOPE.tenant, None)
     assert list(outbox.take()) == [written, kept]
     assert not select.select([outbox], [], [], 0)[0]
     for _ in range(KNOWN_MAX):  # none waits: there is room again

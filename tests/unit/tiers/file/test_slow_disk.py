@@ -27,7 +27,6 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file import parts as outbox_module, tier as tier_module
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.parts import Health
 from kvstore.tiers.file.tier import FileTier
@@ -91,14 +90,11 @@ class VirtualTier:
             direct=False,
         )
         self.arena = np.zeros(SLOTS * BLOCK_BYTES, np.uint8)
-        self._directory = Directory(directory, self.disk, direct=False)
         with (
             mock.patch.object(tier_module, "threading", self.threads),
             mock.patch.object(outbox_module, "threading", self.threads),
         ):
-            self.tier = FileTier(
-                self.config, self.arena, self.clock, disk=self.disk, directory=self._directory
-            )
+            self.tier = FileTier(self.config, self.arena, self.clock, disk=self.disk)
         self.threads.start()
 
     def run_until(self, end_ns: int) -> list[object]:

@@ -37,7 +37,7 @@ def test_many_clears_become_one_of_everything_older(tmp_path: Path) -> None:
     for number in range(9):
         driver.void(f"nobody-{number}", None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
-    (void,) = driver.tier._log.voids
+    (void,) = driver.tier._log.writer.voids
     assert (void.tenant, void.space) == (None, None)
     for begin in (10, 20):
         driver.write(range(begin, begin + 7))
@@ -64,7 +64,7 @@ def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Pat
     driver.write([1])
     driver.void(SCOPE.tenant, None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
-    (void,) = driver.tier._log.voids
+    (void,) = driver.tier._log.writer.voids
     driver.close()
     disk = HeldRecovery()
     driver = Driver(tmp_path / "store", disk=disk)
@@ -76,7 +76,7 @@ def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Pat
     late = early
     while late >> 32 == early >> 32:
         (late,) = driver.write([3])
-    table = driver.tier._log.table_of(late >> 32)
+    table = driver.tier._log.writer.table_of(late >> 32)
     assert table is not None
     assert void in table.voids
     assert driver.read([2, 3]) == [True, True]
