@@ -21,9 +21,8 @@ from kvstore.types import Tier
 from kvstore.wire.record import Scope
 
 
-class WriteFile(msgspec.Struct, frozen=True):
-    """Append these blocks, whose slots are pinned until FileWritten. `slots` u32 [n]: the first
-    4 KiB page of each in the arena."""
+class _Move(msgspec.Struct, frozen=True):
+    """Move blocks of one scope. `slots` u32 [n]: the first 4 KiB page of each in the arena."""
 
     job: int
     """Unique among the jobs under way."""
@@ -34,16 +33,15 @@ class WriteFile(msgspec.Struct, frozen=True):
     """Checksums as made by the rank that stored the block."""
 
 
-class ReadFile(msgspec.Struct, frozen=True):
-    """Read these blocks into slots that are the tier's until FileRead, and verify them."""
+class WriteFile(_Move, frozen=True):
+    """Append these blocks, whose slots are pinned until FileWritten."""
 
-    job: int
-    scope: Scope
-    keys: bytes
+
+class ReadFile(_Move, frozen=True):
+    """Read these blocks into slots that are the tier's until FileRead, and verify them, without
+    `checksums` by those in the records."""
+
     locations: bytes
-    slots: Any
-    checksums: bytes
-    """Checksums to verify with; empty: those in the records."""
 
 
 class VoidFile(msgspec.Struct, frozen=True):
@@ -78,23 +76,24 @@ class Shown(msgspec.Struct, frozen=True):
     targets: Any
 
 
-class Promote(msgspec.Struct, frozen=True):
-    """Copy these blocks of dram into slots of hbm, which are the tier's until Promoted, and verify
-    them there. `slots` and `targets` u32 [n]."""
+class Promote(_Move, frozen=True):
+    """Copy these blocks of dram into slots of hbm (`targets`, u32 [n]), which are the tier's until
+    Promoted, and verify them there."""
 
-    job: int
-    scope: Scope
-    keys: bytes
-    slots: Any
     targets: Any
-    checksums: bytes
 
 
-class Promoted(msgspec.Struct, frozen=True):
-    """A Promote has ended. `good`: 1 where the slot of hbm holds the verified block."""
+class MoveEnded(msgspec.Struct, frozen=True):
+    """A job has truly ended: nothing writes to its slots any more. `good`: one byte per block, 1
+    where the slot it was moved to holds the verified block."""
 
     job: int
     good: bytes
+
+
+class Promoted(MoveEnded, frozen=True):
+    """A Promote has ended."""
+
     trouble: str = ""
     """Why the device is no longer used, which voids all copies in hbm; empty: it is used."""
 
@@ -139,13 +138,9 @@ class FileWritten(msgspec.Struct, frozen=True):
     locations: bytes
 
 
-class FileRead(msgspec.Struct, frozen=True):
-    """A ReadFile has truly ended: nothing writes to its slots any more. `good`: 1 where the slot
-    holds the verified block. A block with 0 may still be good on disk (the tier was busy, slow or
-    suspended): FileGone reports damage."""
-
-    job: int
-    good: bytes
+class FileRead(MoveEnded, frozen=True):
+    """A ReadFile has ended. A block that is not good may still be good on disk (the tier was busy,
+    slow or suspended): FileGone reports damage."""
 
 
 class FileLate(msgspec.Struct, frozen=True):

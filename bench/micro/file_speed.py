@@ -134,7 +134,7 @@ class Timed:
         for job in jobs:
             keys, slots, sums = self.batch(job)
             places = self.places[job * BATCH : (job + 1) * BATCH]
-            assert self.tier.submit(ReadFile(job, SCOPE, keys, places.tobytes(), slots, sums))
+            assert self.tier.submit(ReadFile(job, SCOPE, keys, slots, sums, places.tobytes()))
         self.wait(FileRead, len(jobs))
         read = time.perf_counter() - begin
         assert self.good == BLOCKS, "every block is verified"

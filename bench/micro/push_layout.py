@@ -30,7 +30,8 @@ from kvstore.engine.events import Land
 from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.pushes import Lander
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard, SpaceId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
+from kvstore.wire.record import Scope, scopes_of
 
 SIZES: Final = ((1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2))
 WRITE_BYTES: Final = 4 << 20
@@ -73,15 +74,11 @@ def orders(there: int, here: int, block_bytes: int) -> list[Land]:
         Land(
             job=at,
             node="b",
-            tenant="t",
-            space=SpaceId(bytes(32)),
+            targets=scopes(here, block_bytes),
             keys=bytes(KEY_BYTES * len(extents[at : at + per])),
-            shards=shards(here),
-            block_bytes=(block_bytes // here,) * here,
             head_bytes=(block_bytes // (LAYER_COUNT * HEAD_COUNT),),
             slots=slots[at : at + per].ravel(),
-            sources=shards(there),
-            source_bytes=(block_bytes // there,) * there,
+            sources=scopes(there, block_bytes),
             checksums=bytes(CHECKSUM_BYTES * there * len(extents[at : at + per])),
             extents=extents[at : at + per].tobytes(),
         )
@@ -89,10 +86,11 @@ def orders(there: int, here: int, block_bytes: int) -> list[Land]:
     ]
 
 
-def shards(ranks: int) -> tuple[Shard, ...]:
-    """Of so many ranks that share the heads."""
+def scopes(ranks: int, block_bytes: int) -> tuple[Scope, ...]:
+    """Of so many ranks that share the heads of a block."""
     heads = HEAD_COUNT // ranks
-    return tuple(Shard(0, LAYER_COUNT, at, at + heads) for at in range(0, HEAD_COUNT, heads))
+    shards = [Shard(0, LAYER_COUNT, at, at + heads) for at in range(0, HEAD_COUNT, heads)]
+    return scopes_of("t", bytes(32), shards, [block_bytes // ranks] * ranks)
 
 
 def measure(rounds: int, block_bytes: int) -> dict[str, object]:

@@ -18,6 +18,7 @@ from kvstore.tier_events import (
     FileRead as FileRead,
     FileReclaim as FileReclaim,
     FileWritten as FileWritten,
+    MoveEnded,
     Promote as Promote,
     Promoted as Promoted,
     RaiseGenerations as RaiseGenerations,
@@ -39,6 +40,7 @@ from kvstore.wire.peers import (
     PushGrant,
     PushOver as PushOver,
 )
+from kvstore.wire.record import Scope
 
 # ── ahead ─────────────────────────────────────────────────────────────────────────────────────────
 # Values about blocks that a router wants in dram before an engine asks for them.
@@ -144,12 +146,10 @@ class Located(msgspec.Struct, frozen=True):
     """False: the index did not answer."""
 
 
-class Fetched(msgspec.Struct, frozen=True):
-    """A Fetch has truly ended: nothing writes to its slots any more. `good`: one bool per block,
-    true where all its shards are there and verified, and stayed on the peer until the end."""
+class Fetched(MoveEnded, frozen=True):
+    """A Fetch has ended. A block is good if all its shards are there and verified, and stayed on
+    the peer until the end."""
 
-    job: int
-    good: bytes
     checksums: bytes = b""
     """[n][S], 16 bytes each, valid for the good blocks; empty if no block is good."""
     peer_failed: bool = False
@@ -197,12 +197,9 @@ class LandingUp(msgspec.Struct, frozen=True):
     """Random number of one start of the transfer worker; 0: there is none now."""
 
 
-class Landed(msgspec.Struct, frozen=True):
-    """A Land has ended. `good`: one bool per block, true if its copy in its slots was verified;
-    `checksums` [n][T]."""
+class Landed(MoveEnded, frozen=True):
+    """A Land has ended; `checksums` [n][T]."""
 
-    job: int
-    good: bytes
     checksums: bytes
 
 
@@ -331,16 +328,13 @@ class Locate(msgspec.Struct, frozen=True):
 
 
 class _Bring(msgspec.Struct, frozen=True):
-    """Write blocks to their slots, and verify them there. `slots` u32 [n][T], held for the job
-    until Fetched or Landed: one column for each of `shards`; `block_bytes`: size of a block in each
-    shard; `head_bytes`: from the space."""
+    """Write blocks of one space to their slots, and verify them there. `slots` u32 [n][T], held for
+    the job until Fetched or Landed: one column for each of `targets`; `head_bytes`: from the
+    space."""
 
     job: int
     node: str
-    tenant: str
-    space: SpaceId
-    shards: tuple[Shard, ...]
-    block_bytes: tuple[int, ...]
+    targets: tuple[Scope, ...]
     head_bytes: tuple[int, ...]
     keys: bytes
     slots: Any
@@ -375,11 +369,10 @@ class RevokePush(msgspec.Struct, frozen=True):
 
 
 class Land(_Bring, frozen=True):
-    """Copy blocks out of the landing slab. Landed answers. `sources` [S] are the shards in Pushed,
-    which may be others than those of the slots; `source_bytes`: size of a block in each of them."""
+    """Copy blocks out of the landing slab. Landed answers. `sources` [S] have the shards in Pushed,
+    which may be others than those of `targets`."""
 
-    sources: tuple[Shard, ...]
-    source_bytes: tuple[int, ...]
+    sources: tuple[Scope, ...]
     checksums: bytes
     extents: bytes
 

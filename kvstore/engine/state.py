@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine import events
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words, prints
 from kvstore.engine.memory.residency import Change, Offers, Residency
 from kvstore.engine.memory.slots import Slots
+from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey, Refusals
@@ -368,6 +370,13 @@ class State:
             assert self.hbm is not None
             self.residency.drop_hbm(words)
             self.hbm.free(words, self.cause)
+
+    def named(self, rows: Rows, words: Words) -> tuple[bytes, NDArray[np.uint32], bytes]:
+        """Keys, slots and checksums of these rows' blocks, in or on their way to these slots: as
+        commands name the blocks."""
+        residency = self.residency
+        keys, checksums = residency.table.keys[rows], residency.checksum[rows]
+        return keys.tobytes(), self.slots.slots_of(words), checksums.tobytes()
 
     def make_room_for(self, why: Reason, title: str) -> None:
         """Set the reason of evictions from now on, and the engine's title."""

@@ -33,7 +33,7 @@ from kvstore.obs.metrics import Stopwatch, Timings
 from kvstore.peers.peer_session import Dial, PeerContext, PeerSession, SessionLost
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.identity import Identity
@@ -287,16 +287,14 @@ class Fetcher:
         """Fetch blocks of `command` (`count` of them) over a session. Raises SessionLost, when no
         transfer is under way."""
         watch = Stopwatch(self.timings, self._clock)
-        answer = await session.serve(
-            command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
-        )
+        space = command.targets[0].tenant, SpaceId(command.targets[0].space)
+        answer = await session.serve(*space, command.keys, timeout_s=ASK_TIMEOUT_S)
         watch.lap("ask")
         places = answer.places()
         served = len(places)
         if not served:
             return Fetched(command.job, bytes(count), not_served=count)
-        space = command.tenant, command.space
-        targets = scopes_of(*space, command.shards, command.block_bytes)
+        targets = command.targets
         sources = scopes_of(*space, answer.shards, answer.block_bytes)
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)

@@ -51,7 +51,6 @@ from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S, format_size
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushRevoke, PushWord, check_pushed
-from kvstore.wire.record import scopes_of
 from kvstore.wire.transfer_worker import Direction
 
 ASK_TIMEOUT_S: Final = 2.0
@@ -378,20 +377,16 @@ class Lander:
     def _copy(self, command: events.Land) -> events.Landed:
         """Copy blocks out of the landing slab into their slots and verify the copies. Runs on a
         thread."""
-        count, size = len(command.keys) // KEY_BYTES, sum(command.block_bytes)
-        nothing = events.Landed(
-            command.job, bytes(count), bytes(count * len(command.shards) * CHECKSUM_BYTES)
-        )
-        space = command.tenant, command.space
-        sources = scopes_of(*space, command.sources, command.source_bytes)
-        targets = scopes_of(*space, command.shards, command.block_bytes)
+        count, sources, targets = len(command.keys) // KEY_BYTES, command.sources, command.targets
+        sums_bytes = count * len(targets) * CHECKSUM_BYTES
+        nothing = events.Landed(command.job, bytes(count), bytes(sums_bytes))
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError:
             return nothing
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1) * PAGE_BYTES
         extents = np.frombuffer(command.extents, "<u4").astype(np.int64) * PAGE_BYTES
-        offsets = np.cumsum((0, *command.source_bytes[:-1]))
+        offsets = np.cumsum((0, *(scope.block_bytes for scope in sources[:-1])))
         moves = assembly.moves(extents[:, None] + offsets, slots)
         of_blocks = zip(*(part.reshape(-1, count).T.tolist() for part in moves), strict=True)
         memory, now_ns = self._memory, self._clock.now_ns
@@ -405,7 +400,8 @@ class Lander:
             made = assembly.verify_at(number, row, memory, command.keys, command.checksums)
             good[number] = made is not None
             sums += b"".join(made or [bytes(len(row) * CHECKSUM_BYTES)])
-        size_bytes, verify_ns = count * size, now_ns() - begun_ns - copy_ns
+        size_bytes = count * sum(scope.block_bytes for scope in targets)
+        verify_ns = now_ns() - begun_ns - copy_ns
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)
         return events.Landed(command.job, bytes(good), bytes(sums))

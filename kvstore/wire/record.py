@@ -86,10 +86,10 @@ class Scope(msgspec.Struct, frozen=True):
 
 def scopes_of(
     tenant: str, space: bytes, shards: Sequence[Shard], block_bytes: Sequence[int]
-) -> list[Scope]:
+) -> tuple[Scope, ...]:
     """Scopes of one space: a shard and the size of a block in it each."""
     sizes = zip(shards, block_bytes, strict=True)
-    return [Scope(tenant, space, shard, size) for shard, size in sizes]
+    return tuple(Scope(tenant, space, shard, size) for shard, size in sizes)
 
 
 def payload_pages(block_bytes: int) -> int:

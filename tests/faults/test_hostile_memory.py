@@ -228,7 +228,7 @@ def fetched(
     """Read back beside the scribbler; whatever is called good is compared."""
     slots = np.arange(first_slot, first_slot + len(numbers), dtype=np.uint32) * PAGES
     names = b"".join(map(key, numbers))
-    assert driver.tier.submit(ReadFile(job, scope, names, places, slots, b""))
+    assert driver.tier.submit(ReadFile(job, scope, names, slots, b"", places))
     good = [bool(b) for b in driver.wait(FileRead, lambda event: event.job == job).good]
     for slot, number, is_good in zip(itertools.count(first_slot), numbers, good, strict=False):
         assert not is_good or driver.slot(slot).tobytes() == payload(number), "a wrong byte"

@@ -57,7 +57,7 @@ def check_fetches(fetches: Fetches) -> None:
     assert len(fetches._locating) <= LOCATES_MAX
     assert len(fetches._absent) <= ABSENT_MAX
     check_jobs(fetches._fetching)
-    jobs = fetches._locating.keys() | dict(fetches._fetching.items()).keys()
+    jobs = fetches._locating.keys() | fetches._fetching.keys()
     for its in fetches._coming.values():
         assert its.keys(), "scopes of nothing"
         assert set(its.values()) <= jobs, "nobody brings a key"

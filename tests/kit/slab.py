@@ -28,8 +28,8 @@ def order_of(
         scope,
         KEY * len(blocks),
         np.array([source for source, _, _ in blocks], np.uint32),
-        np.array([target for _, target, _ in blocks], np.uint32),
         b"".join(sums) if checksums is None else checksums,
+        np.array([target for _, target, _ in blocks], np.uint32),
     )
 
 

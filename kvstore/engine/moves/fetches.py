@@ -314,7 +314,7 @@ class Fetches:
         search.fetching(len(places), state.now_ns)
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, fetching.size_bytes, state.now_ns)
-        state.say(Fetch(*fetching.order(number, node, state.slots)))
+        state.say(Fetch(number, node, *fetching.order(state.slots)))
 
     def _peer(self, node: str) -> _PeerPace:
         peer = self._peers.get(node)

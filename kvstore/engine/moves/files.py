@@ -342,19 +342,12 @@ class Files:
         columns = self._intake.hold(asker, len(rows), [FILE_WRITER])
         checksums = state.residency.checksum[rows]
         read = _Read(rows, checksums, asker=asker, keys=keys, columns=columns)
+        scope = Scope(*asker.address, shard, block_bytes)
+        locations = state.residency.file[rows].tobytes()
         job = self._reads.begin(read)
         self.pace.begun(job, read.size_bytes, state.now_ns)
         self._reading[rows] = job
-        state.say(
-            events.ReadFile(
-                job=job,
-                scope=Scope(*asker.address, shard, block_bytes),
-                keys=keys.tobytes(),
-                locations=state.residency.file[rows].tobytes(),
-                slots=state.slots.slots_of(read.words),
-                checksums=checksums.tobytes(),
-            )
-        )
+        state.say(events.ReadFile(job, scope, *state.named(rows, read.words), locations))
 
     def read(self, event: events.FileRead) -> None:
         """A read has truly ended: seal its good blocks that are still wanted. The tier reports

@@ -34,6 +34,7 @@ from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.peers import PushGrant
+from kvstore.wire.record import scopes_of
 
 # ── landing slab ──────────────────────────────────────────────────────────────────────────────────
 # Extents of the arena's end, the only memory that other nodes write to (ADR 12).
@@ -296,11 +297,10 @@ class Grants:
         job = self._landings.begin(landing)
         state.say(
             events.Land(
-                *landing.order(job, granted.node, state.slots),
-                sources=event.shards,
-                source_bytes=event.block_bytes,
-                checksums=event.checksums,
-                extents=granted.extents[places].astype("<u4").tobytes(),
+                *(job, granted.node, *landing.order(state.slots)),
+                scopes_of(*asker.address, event.shards, event.block_bytes),
+                event.checksums,
+                granted.extents[places].astype("<u4").tobytes(),
             )
         )
 

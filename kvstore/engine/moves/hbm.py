@@ -99,7 +99,7 @@ class HbmCopies:
         count = min(count, len(pool.free))
         # Places of copies that gave way are taken back before another one is made there.
         state.publish_generations()
-        its = asker.tenant, asker.space, asker.shards[column], asker.block_bytes[column]
+        scope = Scope(*asker.address, asker.shards[column], asker.block_bytes[column])
         for place in pieces(count, JOB_BYTES_MAX // size):
             piece = words[place]
             targets = self._slots.grant(
@@ -107,17 +107,8 @@ class HbmCopies:
             )
             rise = _Rise(piece, state.slots.generation[piece], targets, len(piece) * size)
             job = self._job_of[piece] = self._jobs.begin(rise)
-            rows = state.residency.row_of_word[piece]
-            state.say(
-                Promote(
-                    job=job,
-                    scope=Scope(*its),
-                    keys=state.residency.table.keys[rows].tobytes(),
-                    slots=state.slots.slots_of(piece),
-                    targets=self._slots.slots_of(targets),
-                    checksums=state.residency.checksum[rows].tobytes(),
-                )
-            )
+            named = state.named(state.residency.row_of_word[piece].astype(np.int64), piece)
+            state.say(Promote(job, scope, *named, self._slots.slots_of(targets)))
 
     def promoted(self, event: Promoted) -> None:
         """A job has ended: show readers the copies of blocks that stayed in dram meanwhile, and

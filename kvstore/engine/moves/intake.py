@@ -28,8 +28,9 @@ from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Origin, Reason
-from kvstore.types import Shard, SpaceId, Tier
+from kvstore.types import Tier
 from kvstore.wire.messages import checksums_array
+from kvstore.wire.record import Scope, scopes_of
 
 # ── room ──────────────────────────────────────────────────────────────────────────────────────────
 # Free slots, and evictions for them. Slots are freed ahead of need, from the low watermark up to
@@ -125,10 +126,6 @@ class Copies(NamedTuple):
     """Two 64-bit words per block, u64 [n][2]."""
 
 
-_Sizes = tuple[int, ...]
-_Order = tuple[int, str, str, SpaceId, tuple[Shard, ...], _Sizes, _Sizes, bytes, Any]
-
-
 class Incoming(msgspec.Struct, kw_only=True):
     """A job that brings blocks into dram, from a tier or a peer. Its slots stay its own until the
     transfer has truly ended, however late."""
@@ -146,20 +143,11 @@ class Incoming(msgspec.Struct, kw_only=True):
         """Slots of all columns, [n][S], flat."""
         return np.stack(self.columns, axis=1).reshape(-1)
 
-    def order(self, job: int, node: str, slots: Slots) -> _Order:
-        """The fields that Fetch and Land share."""
-        its, keys = self.asker, self.keys.tobytes()
-        sizes = its.block_bytes, its.head_bytes
-        return (
-            job,
-            node,
-            its.tenant,
-            its.space,
-            its.shards,
-            *sizes,
-            keys,
-            slots.slots_of(self.words),
-        )
+    def order(self, slots: Slots) -> tuple[tuple[Scope, ...], tuple[int, ...], bytes, Any]:
+        """Fields that Fetch and Land share, from `targets` on."""
+        its = self.asker
+        targets = scopes_of(*its.address, its.shards, its.block_bytes)
+        return targets, its.head_bytes, self.keys.tobytes(), slots.slots_of(self.words)
 
     @property
     def size_bytes(self) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import ItemsView, Iterable, Iterator, ValuesView
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvstore.types import MOVING_SHARE, SpaceId
 from kvstore.units import KIB, MIB, NS_PER_MS
@@ -38,12 +38,12 @@ class Moving(Protocol):
 J = TypeVar("J", bound=Moving)
 
 
-class Jobs(Generic[J]):
+class Jobs(dict[int, J]):
     """Running jobs of one kind, by number. `numbers` is `State.numbers`."""
 
     def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
+        super().__init__()
         self._numbers = numbers
-        self._jobs: dict[int, J] = {}
         self.bytes_max = arena_bytes // MOVING_SHARE
         self.moving_bytes = 0
 
@@ -51,33 +51,21 @@ class Jobs(Generic[J]):
         """Number of further blocks that may be in motion, at least one while no job runs.
         `bytes_max`: a lower limit for this call."""
         limit = self.bytes_max if bytes_max is None else min(bytes_max, self.bytes_max)
-        return max(0 if self._jobs else 1, (limit - self.moving_bytes) // block_bytes)
+        return max(0 if self else 1, (limit - self.moving_bytes) // block_bytes)
 
     def begin(self, job: J) -> int:
         """Add a job; returns its number."""
         number = next(self._numbers)
-        self._jobs[number] = job
+        self[number] = job
         self.moving_bytes += job.size_bytes
         return number
 
     def end(self, number: int) -> J:
         """Remove a job whose transfer has truly ended."""
-        job = self._jobs.pop(number, None)
+        job = self.pop(number, None)
         assert job is not None, f"job {number} ended twice"
         self.moving_bytes -= job.size_bytes
         return job
-
-    def get(self, number: int) -> J | None:
-        """The job with this number; None: the job has ended."""
-        return self._jobs.get(number)
-
-    def items(self) -> ItemsView[int, J]:
-        """Number and job of each."""
-        return self._jobs.items()
-
-    def values(self) -> ValuesView[J]:
-        """All jobs."""
-        return self._jobs.values()
 
 
 # ── paces ─────────────────────────────────────────────────────────────────────────────────────────

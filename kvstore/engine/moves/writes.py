@@ -207,15 +207,8 @@ class Writes:
         write = _Write(words, generations, len(words) * size, _record_bytes(block_bytes))
         job = self._jobs.begin(write)
         self._job_of_word[words] = job
-        state.say(
-            WriteFile(
-                job=job,
-                scope=Scope(*state.residency.address(scope), block_bytes),
-                keys=state.residency.table.keys[rows].tobytes(),
-                slots=state.slots.slots_of(words),
-                checksums=state.residency.checksum[rows].tobytes(),
-            )
-        )
+        named = state.named(rows, words)
+        state.say(WriteFile(job, Scope(*state.residency.address(scope), block_bytes), *named))
 
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
         """A write ended, well or not: unpin its slots. Returns the rows of the written blocks and

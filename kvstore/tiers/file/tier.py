@@ -3,7 +3,7 @@
     config = FileConfig(Path("/var/lib/kvstore"), capacity_bytes=2 << 40)
     tier = FileTier(config, arena, clock).start()
     tier.submit(WriteFile(7, scope, keys, slots, checksums))      # → FileWritten
-    tier.submit(ReadFile(8, scope, keys, locations, slots, b""))  # → FileRead
+    tier.submit(ReadFile(8, scope, keys, slots, b"", locations))  # → FileRead
 
 The contract is that of `kvstore.ports.FileStore`. Threads: one writer (`log_thread.py`), some
 readers, one that recovers and then looks after other nodes' segments, one that watches deadlines,

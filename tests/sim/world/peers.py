@@ -465,8 +465,9 @@ class SimPeers:
     def _check_bytes(self, command: Fetch | Land, key: bytes, column: int, slot: int) -> None:
         if self.memory.is_damaged:
             return
-        word = self.world.words.word(self.memory.read(slot, command.block_bytes[column]))
-        begin, end = f"{command.tenant}/".encode(), f"/{command.shards[column]}/".encode() + key
+        scope = command.targets[column]
+        word = self.world.words.word(self.memory.read(slot, scope.block_bytes))
+        begin, end = f"{scope.tenant}/".encode(), f"/{scope.shard}/".encode() + key
         if not (word.startswith(begin) and word.endswith(end)):
             raise Violation(f"{self.name}: fetched {word!r:.60} instead of {end!r:.60}")
 

@@ -68,7 +68,7 @@ class PeerNode(DiskNode):
         flags = list(good) if good is not None else [True] * count
         numbers = [number_of(fetch.keys[at : at + 32]) for at in range(0, count * 32, 32)]
         sums = b"".join(
-            checksum(number, rank) for number in numbers for rank in range(len(fetch.shards))
+            checksum(number, rank) for number in numbers for rank in range(len(fetch.targets))
         )
         self.step(Fetched(fetch.job, bytes(flags), sums if any(flags) else b"", peer_failed))
 

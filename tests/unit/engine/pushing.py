@@ -235,9 +235,9 @@ class PushPair:
         flags, sums = [], b""
         for at, page in enumerate(pages):
             number = _number(command.keys[at * 32 : at * 32 + 32])
-            its = self.landing.get(page) == (number, command.tenant)
+            its = self.landing.get(page) == (number, command.targets[0].tenant)
             flags.append(its if good is None else good)
-            sums += b"".join(checksum(number, rank) for rank in range(len(command.shards)))
+            sums += b"".join(checksum(number, rank) for rank in range(len(command.targets)))
         self.d.step(Landed(command.job, bytes(flags), sums))
         self.sort()
 

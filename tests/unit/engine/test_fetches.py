@@ -26,6 +26,7 @@ from kvstore.wire.messages import (
     LeaseMore,
     Measured,
 )
+from kvstore.wire.record import Scope
 from tests.kit.moves_check import check_fetches
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys, pairs, short
@@ -48,9 +49,9 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     assert (question.tenant, question.space, question.keys) == ("t", SPACE, keys(1, 2, 3))
     node.locate(("far", 2))
     (fetch,) = node.fetches
-    assert (fetch.node, fetch.tenant, fetch.space) == ("far", "t", SPACE)
-    assert (fetch.shards, fetch.keys) == ((WHOLE,), keys(1, 2))
-    assert fetch.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
+    assert (fetch.node, fetch.keys) == ("far", keys(1, 2))
+    block_bytes = peer.rank_hello(0).groups[0].block_bytes
+    assert fetch.targets == (Scope("t", SPACE, WHOLE, block_bytes),)
     node.arrive()
     told, counters = more(node, peer), node.engine.counters
     assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist()

@@ -56,7 +56,7 @@ def test_what_another_node_holds_is_sought_and_an_engine_waits_for_the_same_fetc
     assert counts(node.prepare(1, 2, 3)) == (0, 1, 2, "")
     assert node.locates[0].keys == keys(2, 3)
     node.locate(("far", 2))
-    assert node.fetches[0].shards == (WHOLE,)
+    assert [scope.shard for scope in node.fetches[0].targets] == [WHOLE]
     node.read_all()
     assert peer.lease(1, 1, 2, 3).promoting == 2
     assert len(node.fetches) == 1
@@ -133,4 +133,4 @@ def test_blocks_come_in_the_shards_of_the_engine_that_is_named(
     Peer(node, "two", shards=HALVES)
     assert node.prepare(1, engine=engine).sought == 1
     node.locate(("far", 1))
-    assert node.fetches[0].shards == shards
+    assert tuple(scope.shard for scope in node.fetches[0].targets) == shards

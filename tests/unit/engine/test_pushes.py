@@ -68,7 +68,7 @@ def test_groups_keep_apart() -> None:
             pair.write(next(iter(pair.flights)))
         else:
             pair.hear_d()
-    assert pair.lands[0].space == fingerprint(second, weights_epoch="")
+    assert pair.lands[0].targets[0].space == fingerprint(second, weights_epoch="")
     pair.pump()
     assert [(end.group, end.blocks, end.reason) for end in pair.ends] == [(1, 1, "")]
     pair.at_rest()

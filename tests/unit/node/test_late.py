@@ -31,7 +31,7 @@ from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock
 
 WHY = "a file lies there"
 WRITE = WriteFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"")
-READ = ReadFile(1, SCOPE, b"", b"", np.zeros(0, "<u4"), b"")
+READ = ReadFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"", b"")
 CLEAR = VoidFile(SCOPE.tenant, SCOPE.space)
 
 

@@ -229,7 +229,7 @@ class StoreDriver:
         slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
         locations = np.array(where, np.uint64).tobytes()
-        accepted = self.tier.submit(ReadFile(self._job, scope, keys, locations, slots, sums))
+        accepted = self.tier.submit(ReadFile(self._job, scope, keys, slots, sums, locations))
         return self._job if accepted else 0
 
     def read(self, numbers: Sequence[int], scope: Scope = SCOPE, **more: Any) -> list[bool]:

@@ -134,7 +134,7 @@ class VirtualTier:
 
     def read(self, job: int, number: int, place: int) -> bool:
         places, slots = np.array([place], np.uint64).tobytes(), self.slots(40 + job % 20, 1)
-        return self.tier.submit(ReadFile(job, SCOPE, key(number), places, slots, b""))
+        return self.tier.submit(ReadFile(job, SCOPE, key(number), slots, b"", places))
 
 
 @pytest.fixture
