@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from kvstore.engine import events
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words, prints
-from kvstore.engine.memory.residency import Change, Offers, Residency
+from kvstore.engine.memory.residency import Change, Offers, Residency, Run
+from kvstore.engine.memory.shares import Account
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Paces
@@ -343,6 +344,13 @@ class State:
     def active_sizes(self) -> set[int]:
         """Slot sizes that open sessions use."""
         return {size for group in self.open_groups() for size in group.asker.slot_sizes}
+
+    def leasable(self, session: int, account: Account | None, run: Run) -> tuple[Run, int]:
+        """The part of a run that a session may lease, and the number of blocks it may not."""
+        shards = max(len(run.words_by_shard), 1)
+        fits = self.leases.fitting(session, account, run.words(), shards)
+        self.counters.pins_refused += run.count - fits
+        return run.cut(fits), run.count - fits
 
     def free(self, words: Words) -> None:
         """Free slots that hold no block."""

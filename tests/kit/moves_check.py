@@ -88,7 +88,7 @@ def check_pushes(pushes: Pushes) -> None:
     """Grants of other nodes."""
     jobs = [write.ask for write in pushes._writes.values()]
     for name, ask in pushes._asks.items():
-        assert name == (ask.peer, ask.grant)
+        assert name == (ask.peer, ask.its.grant)
         assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
         assert ask.reason is None or ask.jobs, "a grant that nobody ends"
         assert (ask in pushes._agenda._entries) is (ask.reason is None), (
@@ -109,7 +109,9 @@ def check_grants(grants: Grants) -> None:
         owed[job.granted.node] += len(held[-1][0]) * job.granted.pages
     check_slab(grants._slab, held + grants._limbo)
     assert +owed == grants._pages_of, "what peers are granted is miscounted"
-    assert grants._revoked.keys() <= grants._grants.keys(), "an ended grant is answered for"
+    assert grants._revoked._entries.keys() <= grants._grants.keys(), (
+        "an ended grant is answered for"
+    )
     check_awaited(grants._awaited)
 
 

@@ -175,10 +175,9 @@ class Arrivals:
         ):
             return wait.keys
         run = leading_run(state.residency, scopes, wait.keys)
-        count = state.leases.fitting(session, wait.held.account, run.words(), len(scopes))
-        refused = run.count - count
-        run, rest = run.cut(count), wait.keys[count:]
-        words = run.words()
+        run, refused = state.leasable(session, wait.held.account, run)
+        count, words = run.count, run.words()
+        rest = wait.keys[count:]
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
         has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1], name)
@@ -187,7 +186,6 @@ class Arrivals:
         wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest, name)
         origins = self.take_origins(run)
         state.trail.grew(session, wait.lease, run, origins, refused)
-        state.counters.pins_refused += refused
         state.counters.leased_bytes += count * sum(wait.asker.slot_sizes)
         state.send(
             wait.connection,

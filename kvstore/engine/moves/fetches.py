@@ -81,15 +81,35 @@ class _Fetching(Incoming):
     """Place of each key in that query."""
 
 
+class _Backoff(msgspec.Struct):
+    """Failures in a row of another node or of the index, from the `first` of which on it is left
+    alone."""
+
+    first: int = 1
+    failures: int = 0
+    until_ns: int = 0
+    """End of the back-off: nothing is asked of it before."""
+
+    def failed(self, now_ns: int) -> None:
+        """It failed. What was under way when it was left alone says nothing new: a session that
+        ends takes many fetches with it."""
+        if now_ns >= self.until_ns:
+            self.failures += 1
+            if (more := self.failures - self.first) >= 0:
+                self.until_ns = now_ns + min(AVOID_FIRST_NS << min(more, 10), AVOID_MOST_NS)
+
+    def answered(self) -> None:
+        """It did not fail."""
+        self.failures = self.until_ns = 0
+
+
 class _PeerPace(msgspec.Struct):
     """Measured pace and failures of another node."""
 
     pace: ReadPace = msgspec.field(default_factory=ReadPace)
     measured_ns: int = 0
     """When a fetch ended last, or a sample was forgotten."""
-    failures: int = 0
-    """Number of failed fetches in a row."""
-    avoid_until_ns: int = 0
+    backoff: _Backoff = msgspec.field(default_factory=_Backoff)
 
 
 class Fetches:
@@ -110,10 +130,7 @@ class Fetches:
         """By (scope, key): (time until which the index is not queried for a run that begins with
         this key, the query that found nothing)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
-        self._unanswered = 0
-        """Questions in a row that the index did not answer."""
-        self._ask_from_ns = 0
-        """End of the back-off from the index: no query is sent before it."""
+        self._index = _Backoff(UNANSWERED_MAX)
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
@@ -135,7 +152,7 @@ class Fetches:
         is_full = len(self._locating) >= (AHEAD_LOCATES_MAX if asker.is_ahead else LOCATES_MAX)
         if is_full or self._exceeds_share(asker.engine, len(keys)):
             return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
-        if state.now_ns < self._ask_from_ns:
+        if state.now_ns < self._index.until_ns:
             return self._unasked(keys, Reason.INDEX_UNREACHABLE)
         if len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
@@ -212,7 +229,7 @@ class Fetches:
             return LOCATE_MS + self._peer(job.node).pace.estimate_ms(number, now_ns), job.node
         asked = [len(its.keys) for other, its in self._locating.items() if other <= number]
         size = sum(asked) * sum(asker.slot_sizes)
-        paces = [peer.pace for peer in self._peers.values() if not peer.failures]
+        paces = [peer.pace for peer in self._peers.values() if not peer.backoff.failures]
         times_ns = [(size + pace.begun_bytes) * pace.ns_per_byte(now_ns) for pace in paces]
         estimate_ns = min(times_ns, default=size * NS_PER_BYTE_GUESS)
         return LOCATE_MS + int(estimate_ns / NS_PER_MS), "*"
@@ -225,7 +242,10 @@ class Fetches:
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys, search = question.asker, question.keys, question.search
         self._expect_no_more(event.locate, asker, keys)
-        self._judge_index(is_known=event.is_known)
+        if event.is_known:
+            self._index.answered()
+        else:
+            self._index.failed(state.now_ns)
         sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_UNREACHABLE
         search.judged(sought)
         chosen = self._choose(asker, event.candidates, search) if event.is_known else None
@@ -234,18 +254,6 @@ class Fetches:
         elif chosen is not None and not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
         self._arrivals.settle_keys(keys)
-
-    def _judge_index(self, *, is_known: bool) -> None:
-        """Back off from an unreachable index, so that not every request waits for it."""
-        if is_known:
-            self._unanswered = self._ask_from_ns = 0
-            return
-        if self._state.now_ns < self._ask_from_ns:
-            return  # asked before it was left alone: that says nothing new
-        self._unanswered += 1
-        if self._unanswered >= UNANSWERED_MAX:
-            longer = self._unanswered - UNANSWERED_MAX
-            self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
 
     def _remember_absent(self, asker: Asker, keys: Keys, search: Search, at: int = 0) -> None:
         first = asker.scopes[0], keys[0].tobytes()
@@ -267,8 +275,8 @@ class Fetches:
             peer = self._peers.get(candidate.node)
             if not candidate.blocks:
                 continue
-            if peer and peer.avoid_until_ns > state.now_ns:
-                search.judged(Reason.NODE_AVOIDED, candidate, peer.failures)
+            if peer and peer.backoff.until_ns > state.now_ns:
+                search.judged(Reason.NODE_AVOIDED, candidate, peer.backoff.failures)
                 continue
             # Not by the slowest, as waits are: one slow fetch would end all from this peer.
             mean = peer.pace.mean_ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
@@ -349,18 +357,12 @@ class Fetches:
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
         peer.measured_ns = self._state.now_ns
         if good:
-            peer.failures = peer.avoid_until_ns = 0
-        elif event.peer_failed and self._state.now_ns >= peer.avoid_until_ns:
-            # Once for all that was under way: a session that ends takes many fetches with it.
-            peer.avoid_until_ns = self._state.now_ns + _longer_each_time(peer.failures)
-            peer.failures += 1
+            peer.backoff.answered()
+        elif event.peer_failed:
+            peer.backoff.failed(self._state.now_ns)
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Mark running fetches of cleared blocks, so that these are dropped when they arrive. None:
         of any tenant or space."""
         for job in self._fetching.values():
             job.is_void |= job.asker.is_of(tenant, space)
-
-
-def _longer_each_time(failures: int) -> int:
-    return min(AVOID_FIRST_NS << min(failures, 10), AVOID_MOST_NS)

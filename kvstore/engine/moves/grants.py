@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine import events
-from kvstore.engine.agenda import LOOK_COST, Groups
+from kvstore.engine.agenda import LOOK_COST, Agenda, Groups
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.intake import Incoming, Intake
@@ -182,8 +182,8 @@ class Grants:
         self._grants: dict[int, GrantedRoom] = {}
         self._grants_of = Groups[str | Expectation, GrantedRoom]()
         """Grants by peer, and by expectation."""
-        self._revoked: dict[int, int] = {}
-        """Time at which each revoked grant counts as unanswered, in order."""
+        self._revoked = Agenda[int]()
+        """Revoked grants, at the time when each counts as unanswered."""
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
         self._landings: Jobs[_Landing] = Jobs(state.numbers, arena_bytes=config.arena_bytes)
@@ -248,7 +248,7 @@ class Grants:
     def _revoke(self, expect: Expectation) -> None:
         """Revoke the grants of an expectation that has ended."""
         for granted in self._grants_of.of(expect):
-            self._revoked.setdefault(granted.number, self._state.now_ns + REVOKED_NS)
+            self._revoked.put(granted.number, self._state.now_ns + REVOKED_NS)
             self._state.say(events.RevokePush(granted.number, granted.node))
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
@@ -339,7 +339,7 @@ class Grants:
             del self._pages_of[node]
         if granted.has_landed.all() and not granted.copying:
             self._grants.pop(granted.number, None)
-            self._revoked.pop(granted.number, None)
+            self._revoked.drop(granted.number)
             for whose in (node, granted.expect):
                 self._grants_of.remove(whose, granted)
 
@@ -386,11 +386,8 @@ class Grants:
         """Give up grants whose revocation the peer did not answer, give room, and have the transfer
         worker killed when extents stay in limbo."""
         state = self._state
-        while (
-            self._revoked and state.now_ns >= self._revoked[(oldest := next(iter(self._revoked)))]
-        ):
-            del self._revoked[oldest]
-            self._give_up(self._grants[oldest], is_quiet=False)
+        while (number := self._revoked.take(state.now_ns)) is not None:
+            self._give_up(self._grants[number], is_quiet=False)
         self.give_room()
         if self._limbo_ns and state.now_ns >= self._limbo_ns + LIMBO_NS:
             self._limbo_ns = state.now_ns

@@ -15,7 +15,7 @@ the other node (`grants` there), moving bytes (`kvstore.peers`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -30,9 +30,10 @@ from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import PushReport, PushTimes
-from kvstore.types import Shard, SpaceId
+from kvstore.types import CHECKSUM_BYTES, SpaceId
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushClose, PushOpen, keys_array
+from kvstore.wire.peers import Pushed, PushGrant, PushOver
 from kvstore.wire.transfer_worker import REASON_CHARS_MAX
 
 # ── transfers ─────────────────────────────────────────────────────────────────────────────────────
@@ -179,10 +180,8 @@ class _Ask(msgspec.Struct, eq=False):
     """A grant of another node, which waits for blocks of this one."""
 
     peer: int
-    grant: int
-    epoch: int
     node: str
-    transfer: str
+    its: PushGrant
     address: tuple[str, SpaceId]
     keys: Keys
     times: PushTimes
@@ -217,19 +216,18 @@ class _Ask(msgspec.Struct, eq=False):
     @property
     def name(self) -> Name:
         """Name of its watch in `arrivals`, different from those of servings."""
-        return -self.peer, LEASE + self.grant
+        return -self.peer, LEASE + self.its.grant
 
     @property
     def groups(self) -> tuple[int, tuple[str, str]]:
         """Its peer and its (tenant, transfer), by which it is found."""
-        return self.peer, (self.address[0], self.transfer)
+        return self.peer, (self.address[0], self.its.transfer)
 
 
 class _PushWrite(msgspec.Struct, frozen=True):
     ask: _Ask
     first: int
-    shards: tuple[Shard, ...]
-    block_bytes: tuple[int, ...]
+    asker: Asker
     lease: Lease
     checksums: bytes
 
@@ -258,22 +256,13 @@ class Pushes:
         """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
-            over = events.PushOver(
-                its.grant, its.epoch, "too many grants of one node", is_quiet=True
-            )
+            over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
             state.say(events.AnswerPeer(event.peer, over))
             return
-        ask = self._asks[name] = _Ask(
-            *name,
-            its.epoch,
-            event.node,
-            its.transfer,
-            (its.tenant, its.space),
-            keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX].copy(),
-            PushTimes(state.now_ns),
-            state.now_ns + its.deadline_ms * NS_PER_MS,
-            state.now_ns,
-        )
+        keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX].copy()
+        times, until_ns = PushTimes(state.now_ns), state.now_ns + its.deadline_ms * NS_PER_MS
+        grant = event.peer, event.node, its, (its.tenant, its.space)
+        ask = self._asks[name] = _Ask(*grant, keys, times, until_ns, said_ns=state.now_ns)
         for whose in ask.groups:
             self._groups.add(whose, ask)
         self._look_again(ask)
@@ -321,10 +310,14 @@ class Pushes:
             return "its deadline has passed"
         if self._state.is_off(*ask.address):
             return "its space is switched off"
-        patience = self._transfers.patience(ask.address, ask.transfer, ask.node, ask.times.since_ns)
+        patience = self._patience(ask)
         # A block that is here is written, whatever became of its transfer.
         waits = now_ns < patience.until_ns or (is_here and patience.until_ns)
         return None if waits else patience.reason
+
+    def _patience(self, ask: _Ask) -> Patience:
+        its = ask.address, ask.its.transfer, ask.node, ask.times.since_ns
+        return self._transfers.patience(*its)
 
     def _write(self, ask: _Ask, asker: Asker, run: Run) -> None:
         state, shards = self._state, len(asker.shards)
@@ -344,8 +337,7 @@ class Pushes:
             self._writes[job] = _PushWrite(
                 ask,
                 ask.next,
-                asker.shards,
-                asker.block_bytes,
+                asker,
                 state.leases.add(-ask.peer, LEASE + job, piece, state.now_ns, account, shards),
                 sums[at * shards : (at + count) * shards].astype("<u8").tobytes(),
             )
@@ -353,7 +345,7 @@ class Pushes:
                 events.WritePush(
                     job=job,
                     peer=ask.peer,
-                    grant=ask.grant,
+                    grant=ask.its.grant,
                     first=ask.next,
                     block_bytes=asker.block_bytes,
                     slots=state.slots.slots_of(piece),
@@ -376,7 +368,7 @@ class Pushes:
             ask.is_quiet = False
             self._end(ask, event.trouble)
         else:
-            if count and self._asks.get((ask.peer, ask.grant)) is ask:
+            if count and self._asks.get((ask.peer, ask.its.grant)) is ask:
                 self._say_pushed(ask, write, count)
             if count < len(whole):
                 self._end(ask, "a block was evicted while it was pushed")
@@ -385,39 +377,27 @@ class Pushes:
         self._settle(ask)
 
     def _say_pushed(self, ask: _Ask, write: _PushWrite, count: int) -> None:
-        counters = self._state.counters
+        counters, asker = self._state.counters, write.asker
+        shards, block_bytes = asker.shards, asker.block_bytes
         counters.pushed_blocks += count
         ask.pushed += count
         ask.times.moved(self._state.now_ns)
-        counters.pushed_bytes += count * sum(write.block_bytes)
-        checksums = write.checksums[: count * len(write.shards) * 16]
-        self._say(ask, write.first, write.shards, write.block_bytes, checksums)
+        counters.pushed_bytes += count * sum(block_bytes)
+        checksums = write.checksums[: count * len(shards) * CHECKSUM_BYTES]
+        self._say(ask, write.first, shards=shards, block_bytes=block_bytes, checksums=checksums)
 
     def _say_news(self, ask: _Ask) -> None:
         """Send a message without blocks if the engine computes other requests, so that the other
         node does not take a long queue for an engine that hangs. At most once per NEWS_NS."""
-        computed_ns = self._transfers.computed_ns(ask.address[0], ask.transfer)
+        computed_ns = self._transfers.computed_ns(ask.address[0], ask.its.transfer)
         is_time = self._state.now_ns >= ask.said_ns + NEWS_NS
         if ask.reason is None and is_time and computed_ns > ask.said_ns:
             self._say(ask, ask.next)
 
-    def _say(
-        self,
-        ask: _Ask,
-        first: int,
-        shards: tuple[Shard, ...] = (),
-        block_bytes: tuple[int, ...] = (),
-        checksums: bytes = b"",
-    ) -> None:
+    def _say(self, ask: _Ask, first: int, **blocks: Any) -> None:
+        """Send Pushed. `blocks`: its fields about the blocks that are there."""
         ask.said_ns = self._state.now_ns
-        word = events.Pushed(
-            grant=ask.grant,
-            epoch=ask.epoch,
-            first=first,
-            shards=shards,
-            block_bytes=block_bytes,
-            checksums=checksums,
-        )
+        word = Pushed(grant=ask.its.grant, epoch=ask.its.epoch, first=first, **blocks)
         self._state.say(events.AnswerPeer(ask.peer, word))
 
     def revoked(self, event: events.PushRevoked) -> None:
@@ -458,10 +438,9 @@ class Pushes:
             self._look_again(ask)
 
     def _look_again(self, ask: _Ask) -> None:
-        now_ns, address = self._state.now_ns, ask.address
-        its = self._transfers.patience(address, ask.transfer, ask.node, ask.times.since_ns)
-        until_ns = min(ask.until_ns, its.until_ns)
-        if ask.is_called or now_ns >= until_ns or self._state.is_off(*address):
+        now_ns = self._state.now_ns
+        until_ns = min(ask.until_ns, self._patience(ask).until_ns)
+        if ask.is_called or now_ns >= until_ns or self._state.is_off(*ask.address):
             ask.is_called = False
             self._go_on(ask)
         self._say_news(ask)
@@ -477,7 +456,7 @@ class Pushes:
             self._agenda.drop(ask)
 
     def _forget(self, ask: _Ask) -> None:
-        del self._asks[ask.peer, ask.grant]
+        del self._asks[ask.peer, ask.its.grant]
         for whose in ask.groups:
             self._groups.remove(whose, ask)
 
@@ -486,13 +465,13 @@ class Pushes:
         grant whose blocks are all written ends here."""
         if ask.reason is None and ask.next == len(ask.keys) and not ask.jobs:
             self._end(ask, "")
-        name = (ask.peer, ask.grant)
+        name = (ask.peer, ask.its.grant)
         if ask.reason is None or ask.jobs or self._asks.get(name) is not ask:
             return
         self._forget(ask)
         self._state.counters.pushes_cut_short += bool(ask.reason)
         reason = ask.reason[:REASON_CHARS_MAX]
-        over = events.PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
+        over = PushOver(ask.its.grant, ask.its.epoch, reason, ask.is_quiet)
         self._state.say(events.AnswerPeer(ask.peer, over))
         report = PushReport(
             side="prefill",
@@ -502,7 +481,7 @@ class Pushes:
             reason=ask.reason,
             **ask.times.as_us(self._state.now_ns),
         )
-        self._state.trail.pushed(ask.address[0], ask.transfer, report)
+        self._state.trail.pushed(ask.address[0], ask.its.transfer, report)
 
     def __len__(self) -> int:
         return len(self._asks)

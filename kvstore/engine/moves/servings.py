@@ -114,8 +114,8 @@ WAITING_MAX = 64
 class _Waiting(msgspec.Struct, frozen=True):
     """A serving that is answered when its blocks on disk have come."""
 
-    peer: int
-    serving: int
+    name: tuple[int, int]
+    """(peer, serving)."""
     asker: Asker
     keys: Keys
     until_ns: int
@@ -158,7 +158,7 @@ class Servings:
             self._say_nothing(*name)
         else:
             until_ns = state.now_ns + WAIT_NS
-            waiting = self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
+            waiting = self._waiting[name] = _Waiting(name, asker, keys, until_ns)
             # Nothing is on its way where dram has no room to read into.
             if len(rest := self._look(waiting)):
                 self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
@@ -205,14 +205,11 @@ class Servings:
     def _answer(self, peer: int, serving: int, asker: Asker, run: Run) -> None:
         state = self._state
         account = state.slots.pins.join_node(peer)
-        fits = state.leases.fitting(-peer, account, run.words(), len(asker.scopes))
-        state.counters.pins_refused += run.count - fits
-        if not fits:
+        run, _ = state.leasable(-peer, account, run)
+        words, shards = run.words(), len(asker.scopes)
+        if not run.count:
             self._say_nothing(peer, serving)
             return
-        run = run.cut(fits)
-        words = run.words()
-        shards = len(asker.scopes)
         lease = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
         self._servings[peer, serving] = lease
         self._touch(run)
@@ -233,7 +230,7 @@ class Servings:
     def _look(self, waiting: _Waiting) -> Keys:
         """Answer a waiting serving whose blocks came or whose time is up. Returns the keys that it
         still waits for, none if it was answered."""
-        state, name = self._state, (waiting.peer, waiting.serving)
+        state, name = self._state, waiting.name
         run = leading_run(state.residency, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
         is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest, _watch(name)) > 0
@@ -242,7 +239,7 @@ class Servings:
         del self._waiting[name]
         # It may have been switched off, or evicted for others, meanwhile.
         is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
-        if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.serving):
+        if run.count and not is_off and state.leases.may_add(*_watch(name)):
             self._answer(*name, waiting.asker, run)
         else:
             self._say_nothing(*name)

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.policies import prints
 from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run
-from kvstore.engine.memory.shares import Account
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
@@ -104,7 +103,7 @@ class Lookups:
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         account = state.slots.pins.account(connection.id)
-        run, refused = self._may_lease(session, account, run)
+        run, refused = state.leasable(session, account, run)
         words = run.words()
         rest = keys[run.count :]
         if run.count:
@@ -150,13 +149,6 @@ class Lookups:
             bring = functools.partial(self._files.promote, asker, name=name)
             self._arrivals.wait(Wait(*wait, bring))
         return ""
-
-    def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
-        """The part of a run that a session may lease, and the number of blocks it may not."""
-        shards = max(len(run.words_by_shard), 1)
-        fits = self._state.leases.fitting(session, account, run.words(), shards)
-        self._state.counters.pins_refused += run.count - fits
-        return run.cut(fits), run.count - fits
 
     def _bring(
         self, asker: Asker, keys: Keys, run: Run, name: Name
