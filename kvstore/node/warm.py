@@ -82,11 +82,8 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
             f"dram of {format_size(config.dram_bytes)} cannot be had: {error.strerror};"
             " choose a smaller --dram"
         ) from None
-    writers = [
-        (writer, pidfd)
-        for writer, (_, pidfd) in zip(adopt.writers if adopt else (), handover.writers, strict=True)
-    ]
-    handover.writers.clear()
+    adopted = adopt.writers if adopt else ()
+    writers = [(writer, handover.writers.pop(writer.connection)[1]) for writer in adopted]
     return NodeMemory(arena, journal, incarnation, first_generation, adopt, writers)
 
 
@@ -131,11 +128,11 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
     memory.close()
     journal = Journal(memory.array, arena_bytes=config.dram_bytes, slab_bytes=config.slab_bytes)
     writers = []
-    for writer, pidfd in handover.writers:
-        hello = decode_from_engine(writer.hello)
+    for number, (its, pidfd) in handover.writers.items():
+        hello = decode_from_engine(its)
         assert isinstance(hello, HelloRank), "a scheduler was registered as a writer"
-        process = process_of(pidfd, writer.number)
-        writers.append(AdoptedWriter(ConnectionId(writer.number), hello, process))
+        process = process_of(pidfd, number)
+        writers.append(AdoptedWriter(ConnectionId(number), hello, process))
     found = journal.examine(
         quotas=_quota_names(config), writers={writer.connection for writer in writers}
     )

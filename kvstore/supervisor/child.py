@@ -145,25 +145,13 @@ def told(status: int) -> str:
 # ── kept ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Kept:
-    """Descriptors held for the next node process: memory, pidfds of ranks, places."""
+class Kept(control.HeldDescriptors):
+    """Descriptors held for the next node process, and its generation page."""
 
     def __init__(self) -> None:
-        self.memory: dict[str, int] = {}
-        self.places: dict[str, int] = {}
-        self.writers: dict[int, tuple[bytes, int]] = {}
+        super().__init__()
         self.layout = 0
         self._page: mmap.mmap | None = None
-
-    def keep(self, name: str, fd: int) -> None:
-        held = self.places if name in control.PLACES else self.memory
-        old, held[name] = held.get(name), fd
-        if old is not None:
-            os.close(old)
-
-    def held(self) -> dict[str, int]:
-        """Memory and places by name."""
-        return self.memory | self.places
 
     def attached(self, number: int, hello: bytes, pidfd: int) -> None:
         if self.memory:
@@ -178,7 +166,7 @@ class Kept:
                 "too many open files, or too little memory, to remember a rank: the node goes on,"
                 " but its memory ends with its process; raise 'ulimit -n'"
             )
-        self.drop()
+        self.forget()
 
     def released(self, number: int) -> None:
         if number in self.writers:
@@ -194,17 +182,3 @@ class Kept:
 
     def heartbeat(self) -> bytes:
         return self._page[_HEARTBEAT] if self._page is not None else b""
-
-    def drop(self) -> None:
-        """Close memory and writers; the old page becomes void with the next one."""
-        for fd in (*self.memory.values(), *(fd for _, fd in self.writers.values())):
-            os.close(fd)
-        self.memory.clear()
-        self.writers.clear()
-
-    def close(self) -> None:
-        """Close every descriptor."""
-        self.drop()
-        for fd in self.places.values():
-            os.close(fd)
-        self.places.clear()

@@ -12,7 +12,8 @@
       │◀── Attached + pidfd, Released, … ──────│   ranks, before anything is granted to them
 
 A sent message arrives even if its sender is killed at once. Covers: the messages, sending and
-receiving one. Does not cover: their effects (`supervisor`, `handover`).
+receiving one, descriptors that came with them. Does not cover: their effects (`supervisor`,
+`handover`).
 """
 
 from __future__ import annotations
@@ -147,6 +148,38 @@ FromNode = (
 FromSupervisor = Held | RegisteredWriter | BeginServing | PageTaken
 
 _T = TypeVar("_T", bound=Control)
+
+
+class HeldDescriptors:
+    """Descriptors that outlive a node process, on either side: memory, places, pidfds of ranks."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        """Those of PLACES."""
+        self.writers: dict[int, tuple[bytes, int]] = {}
+        """Number of each rank → its HelloRank, as it came, and its pidfd."""
+
+    def hold(self, name: str, fd: int) -> None:
+        """Own this descriptor, in place of an older one of this name."""
+        held = self.places if name in PLACES else self.memory
+        old, held[name] = held.get(name), fd
+        if old is not None:
+            os.close(old)
+
+    def forget(self) -> None:
+        """Close memory and writers."""
+        for fd in (*self.memory.values(), *(fd for _, fd in self.writers.values())):
+            os.close(fd)
+        self.memory.clear()
+        self.writers.clear()
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self.forget()
+        for fd in self.places.values():
+            os.close(fd)
+        self.places.clear()
 
 
 class DescriptorLost(OSError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import socket
 from collections import deque
 from importlib.metadata import PackageNotFoundError, distribution
@@ -90,8 +89,9 @@ class SupervisorGone(Exception):
     """The supervisor ended; this process is to end, too."""
 
 
-class Handover:
-    """State of a node process at its start. Use as a context."""
+class Handover(control.HeldDescriptors):
+    """State of a node process at its start; code that takes a descriptor out of it closes that. Use
+    as a context."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Report that the code is loaded, and receive the hand-over.
@@ -99,15 +99,10 @@ class Handover:
         Raises:
             SupervisorGone: the supervisor ended.
         """
+        super().__init__()
         self._socket = sock
         self._unsaid: deque[int] = deque()
         """Ranks released while the supervisor did not read."""
-        self.memory: dict[str, int] = {}
-        """Descriptors of an earlier process's memory; the code that takes one closes it."""
-        self.places: dict[str, int] = {}
-        """Descriptors of `control.PLACES`."""
-        self.writers: list[tuple[control.RegisteredWriter, int]] = []
-        """Ranks of earlier processes, with their pidfds."""
         self.code = LoadedCode()
         prepared = control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, self.code.version)
         self.send_message(prepared)
@@ -115,9 +110,9 @@ class Handover:
             message, fd = self._hear()
             match message:
                 case control.Held(name=name):
-                    (self.places if name in control.PLACES else self.memory)[name] = fd
-                case control.RegisteredWriter():
-                    self.writers.append((message, fd))
+                    self.hold(name, fd)
+                case control.RegisteredWriter(number, hello):
+                    self.writers[number] = hello, fd
                 case control.BeginServing():
                     self.begin = message
                     self.listener_fd = fd
@@ -130,20 +125,10 @@ class Handover:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.forget()
-        for fd in self.places.values():
-            os.close(fd)
-        self.places.clear()
+        self.close()
         self._socket.close()
 
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
-
-    def forget(self) -> None:
-        """Close descriptors that were not taken."""
-        for fd in (*self.memory.values(), *(fd for _, fd in self.writers)):
-            os.close(fd)
-        self.memory.clear()
-        self.writers.clear()
 
     def drop(self) -> None:
         """Let memory of earlier processes go, here and in the supervisor: it is of no use."""

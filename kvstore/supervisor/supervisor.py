@@ -301,7 +301,7 @@ class Supervisor:
                 store.take_page(fd)
                 self._say(process, control.PageTaken())
             case control.Keep(name=name):
-                store.keep(name, fd)
+                store.hold(name, fd)
                 assert process.prepared is not None
                 store.layout = process.prepared.layout
             case control.DropKept():
@@ -332,7 +332,7 @@ class Supervisor:
             return
         if objection:
             self._lose(objection)
-        for name, fd in store.held().items():
+        for name, fd in (store.memory | store.places).items():
             self._say(process, control.Held(name), fd)
         for number, (hello, pidfd) in store.writers.items():
             self._say(process, control.RegisteredWriter(number, hello), pidfd)
@@ -455,7 +455,7 @@ class Supervisor:
         if self._holds_blocks and why:
             _log.error("all that was in memory is lost: %s", why)
         self._holds_blocks = False
-        self._store.drop()
+        self._store.forget()  # the old page becomes void with the next one
 
     # ── upgrades ─────────────────────────────────────────────────────────────────────────────────
 

@@ -52,7 +52,7 @@ class Host:
             places=control.Addresses(),
         )  # fmt: skip
         self.life += 1
-        for name, fd in self.kept.held().items():
+        for name, fd in (self.kept.memory | self.kept.places).items():
             control.send(ours, control.Held(name), fd)
         for number, (hello, pidfd) in self.kept.writers.items():
             control.send(ours, control.RegisteredWriter(number, hello), pidfd)
@@ -73,10 +73,10 @@ class Host:
                         self.kept.take_page(fd)
                         control.send(ours, control.PageTaken())
                     case control.Keep(name=name), fd:
-                        self.kept.keep(name, fd)
+                        self.kept.hold(name, fd)
                     case control.DropKept(), _:
                         self.dropped += 1
-                        self.kept.drop()
+                        self.kept.forget()
                     case control.Attached(number=number, hello=hello), fd:
                         self.kept.attached(number, hello, fd)
                     case control.Released(number=number), _:
@@ -166,7 +166,7 @@ def test_ranks_come_with_their_pidfds(host: Host, config: NodeConfig) -> None:
     ((writer, its),) = again.writers
     assert (writer.connection, writer.hello) == (5, hello)
     os.close(its)
-    assert handover.writers == []
+    assert handover.writers == {}
     again.arena.close()
 
 
@@ -190,7 +190,7 @@ def no_journal(host: Host, _: NodeMemory) -> None:
 def another_size(host: Host, _: NodeMemory) -> None:
     fd = os.memfd_create("journal")
     os.ftruncate(fd, 4096)
-    host.kept.keep("journal", fd)
+    host.kept.hold("journal", fd)
 
 
 @pytest.mark.parametrize(
