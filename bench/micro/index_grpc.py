@@ -33,7 +33,7 @@ from kvstore.net.aio import LoopThread
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.testing.process import IndexProcess, Lab
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
-from kvstore.wire.feed import Stored
+from kvstore.wire.feed import Hello, Stored
 
 SPACE: Final = SpaceId(bytes(32))
 SNAPSHOT_BLOCKS: Final = 1_000_000
@@ -67,11 +67,9 @@ class Node:
         self.loop = LoopThread("bench")
         self.feeder = Feeder(
             self.loop,
-            node=name,
-            incarnation=Incarnation(incarnation),
-            address="",
-            replicas=[address],
-            credentials=load(lab.files("node", name)).channel_credentials(),
+            Hello(name, Incarnation(incarnation), 0, 0),
+            [address],
+            load(lab.files("node", name)).channel_credentials(),
         )
 
     def ask(self, row: int) -> Slice:

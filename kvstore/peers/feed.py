@@ -97,37 +97,32 @@ class Twin:
             self.text = ""
 
 
-class Feeder:
+class FeedSource:
+    """What a node publishes to every replica."""
+
+    def __init__(self, hello: wire.Hello, credentials: grpc.ChannelCredentials | None) -> None:
+        """`hello`: that of the first stream, before any delta."""
+        self.hello, self.credentials = hello, credentials
+        self.log, self.counters = FeedLog(), changes.FeedCounters()
+        self.load: Load | None = None
+        """Load of the node, as last read; None: not yet."""
+        self.engines: tuple[EngineEntry, ...] | None = None
+        """Engines of the node, as last read."""
+
+
+class Feeder(FeedSource):
     """All feeds of one node, from construction until `close`."""
 
     def __init__(
         self,
         loop: LoopThread,
-        *,
-        node: str,
-        incarnation: Incarnation,
-        address: str,
+        hello: wire.Hello,
         replicas: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        self.counters = changes.FeedCounters()
-        self.log = FeedLog()
+        super().__init__(hello, credentials)
         self._loop = loop
-        self._load: Load | None = None
-        self._engines: tuple[EngineEntry, ...] | None = None
-        hello = wire.Hello(node, incarnation, 0, 0, address)
-        self.links = [
-            FeedLink(
-                replica,
-                credentials,
-                hello,
-                self.log,
-                self.counters,
-                lambda: self._load,
-                engines=lambda: self._engines,
-            )
-            for replica in replicas
-        ]
+        self.links = [FeedLink(replica, self) for replica in replicas]
         self._tasks = aio.Tasks("a bug in the feeds")
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
@@ -180,8 +175,8 @@ class Feeder:
         """Read the node's load and engines. Beats repeat the last load, so they do not wait for a
         node that is busy."""
         with contextlib.suppress(NodeBusy):
-            self._load = await asyncio.to_thread(load)
-            self._engines = await asyncio.to_thread(engines)
+            self.load = await asyncio.to_thread(load)
+            self.engines = await asyncio.to_thread(engines)
 
     async def _end(self) -> None:
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
@@ -193,32 +188,18 @@ class FeedLink:
     def __init__(
         self,
         replica: str,
-        credentials: grpc.ChannelCredentials | None,
-        hello: wire.Hello,
-        log: FeedLog,
-        counters: changes.FeedCounters,
-        load: Callable[[], Load | None],
+        source: FeedSource,
         *,
-        engines: Callable[[], tuple[EngineEntry, ...] | None] = lambda: None,
-        dial: Dial | None = None,
-        jitter: Callable[[], float] | None = None,
+        dial: Dial = aio_channel,
+        jitter: Callable[[], float] = aio.jitter,
     ) -> None:
-        """
-        Args:
-            hello: Hello of the first stream, before any delta.
-            dial: makes a channel; None: gRPC.
-            jitter: returns a random number from 0 to 1.
-        """
-        self.replica = replica
-        self._load, self._engines = load, engines
+        """`dial`: makes a channel. `jitter`: returns a random number from 0 to 1."""
+        self.replica, self._source = replica, source
         self.is_connected = False
         self.twin = Twin()
-        self._credentials = credentials
-        self._hello = hello
-        self._counters = counters
-        self._dial = dial or aio_channel
-        self._jitter = jitter or aio.jitter
-        self.changes = log.reader(self._woken)
+        self._hello, self._counters = source.hello, source.counters
+        self._dial, self._jitter = dial, jitter
+        self.changes = source.log.reader(self._woken)
         self._sequence = 0
         """Number of the last delta that was made, sent or not."""
         self._streams = 0
@@ -291,7 +272,7 @@ class FeedLink:
             _log.warning("the index at %s %s: %s", self.replica, what, reason)
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
-        async with self._dial(self.replica, self._credentials) as channel:
+        async with self._dial(self.replica, self._source.credentials) as channel:
             await _connect(channel)
             call = channel.stream_stream(f"/{wire.FEEDS}/Feed", wire.encode, bytes)()
             try:
@@ -326,13 +307,13 @@ class FeedLink:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
                         await self._wake.wait()
-                engines = self._engines()
+                engines = self._source.engines
                 if engines is not None and engines != told:
                     await _write(call, wire.Registry(*self._stream_name(), engines))
                     told = engines
                 # Who stores all the time is heard of in deltas, but tells its load in beats only.
                 if not self.changes.waiting_keys or loop.time() - beat_s >= BEAT_S:
-                    beat = wire.FeedBeat(*self._stream_name(), self._sequence, self._load())
+                    beat = wire.FeedBeat(*self._stream_name(), self._sequence, self._source.load)
                     await _write(call, beat)
                     beat_s = loop.time()
                     self.twin.look(beat_s)

@@ -53,6 +53,7 @@ from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, membe
 from kvstore.transport.backends import BACKENDS
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_US
+from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
 from kvstore.wire.transfer_worker import Begin
@@ -353,14 +354,10 @@ class ClusterMember:
             stack.callback(self._client.close)
             self.node = config.node
             """Name of the node in the cluster."""
-            self.feeder = Feeder(
-                loop,
-                node=config.node,
-                incarnation=incarnation,
-                address=self.peering.address if self.peering else "",
-                replicas=replicas,
-                credentials=config.tls.channel_credentials() if config.tls else None,
-            )
+            address = self.peering.address if self.peering else ""
+            hello = Hello(config.node, incarnation, 0, 0, address)
+            credentials = config.tls.channel_credentials() if config.tls else None
+            self.feeder = Feeder(loop, hello, replicas, credentials)
             stack.callback(self.feeder.close)
             self.memory = _open_memory(config, clock, self.feeder)
             if self.memory is not None:

@@ -46,8 +46,7 @@ from kvstore.engine.events import (
     Written,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
-from kvstore.peers.changes import FeedCounters
-from kvstore.peers.feed import FeedLink, FeedLog
+from kvstore.peers.feed import FeedLink, FeedLog, FeedSource
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.peer_session import BlockServer, PeerContext
 from kvstore.peers.pushes import Lander, Pusher
@@ -154,22 +153,13 @@ class SimPeers:
         self.log, self.links = self._make_links()
 
     def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
-        machine, log = self.machine, FeedLog()
-        hello = Hello(self.name, Incarnation(self.incarnation), 0, 0, machine.address)
+        hello = Hello(self.name, Incarnation(self.incarnation), 0, 0, self.machine.address)
+        source = FeedSource(hello, None)
         links = [
-            FeedLink(
-                replica.address,
-                None,
-                hello,
-                log,
-                FeedCounters(),
-                lambda: None,
-                dial=self._dial,
-                jitter=self.random.random,
-            )
+            FeedLink(replica.address, source, dial=self._dial, jitter=self.random.random)
             for replica in self.cluster.replicas
         ]
-        return log, links
+        return source.log, links
 
     def _make_pushes(self, context: PeerContext) -> None:
         self._revoked: dict[int, int] = {}

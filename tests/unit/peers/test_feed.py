@@ -55,12 +55,7 @@ class World:
         self.dropped: set[bytes] = set()
         self.busy = 0
         self.feeder = Feeder(
-            self.loop,
-            node="n1",
-            incarnation=Incarnation(7),
-            address="",
-            replicas=[self.replica.address],
-            credentials=None,
+            self.loop, Hello("n1", Incarnation(7), 0, 0), [self.replica.address], None
         )
         self.client = IndexClient([self.replica.address], insecure=True, timeout_s=5)
 
@@ -320,7 +315,7 @@ def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_rep
 
 def test_reasons_that_differ_in_numbers_are_one(caplog: pytest.LogCaptureFixture) -> None:
     hello = Hello("n", Incarnation(1), 0, 0)
-    link = feed.FeedLink("i:1", None, hello, feed.FeedLog(), changes.FeedCounters(), lambda: None)
+    link = feed.FeedLink("i:1", feed.FeedSource(hello, None))
     for size in (1, 22, 333):
         link._note("was lost", f"a message of {size}; trying on")
     link._note("is not reached", "a message of 1; trying on")
