@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench.cluster.figures import SEED, NotMeasured, at_most, plain
 from kvstore.index import holdings
 from kvstore.index.feed import Trust
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Change, Delta, Hello, Removed, SnapshotPart, Stored
@@ -59,11 +60,8 @@ class Cluster:
         self.nodes = nodes
         self.chains = max(SHARED_EVERY, entries // nodes // CHAIN)
         """Of each node."""
-        self.index = Index(
-            entry_count_max=nodes * self.chains * CHAIN + nodes * CHAIN,
-            now_ms=0,
-            node_count_max=nodes,
-        )
+        flat = Holdings(nodes * self.chains * CHAIN + nodes * CHAIN)
+        self.index = Index(flat, now_ms=0, node_count_max=nodes)
         self._sequences = [0] * nodes
         self._renewed: dict[tuple[int, int], int] = {}
         for node in range(nodes):

@@ -36,6 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.index import holdings
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Delta, FeedBeat, Hello, Stored, decode_word, encode
@@ -56,7 +57,7 @@ class Ours:
     """An index that hears what nodes say."""
 
     def __init__(self, *, entries: int, nodes: int, is_native: bool | None = None) -> None:
-        self.index = Index(entry_count_max=entries, now_ms=0, is_native=is_native)
+        self.index = Index(Holdings(entries, is_native=is_native), now_ms=0)
         self.sequences = [0] * nodes
         self.hellos = [Hello(f"n{node}", Incarnation(1), 1, 0) for node in range(nodes)]
         for hello in self.hellos:

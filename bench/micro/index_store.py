@@ -23,6 +23,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.record import write
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, LocalStore
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
@@ -116,7 +117,7 @@ def cpu_s(redis: RedisProcess) -> float:
 def main() -> None:
     """Run and record."""
     entries = 2 * BLOCKS
-    index = Index(entry_count_max=entries, now_ms=NOW_MS, is_native=False)
+    index = Index(Holdings(entries, is_native=False), now_ms=NOW_MS)
     results: dict[str, Any] = {"local": asyncio.run(measure(LocalStore(index), time.process_time))}
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -32,11 +32,22 @@ from kvstore.types import KEY_BYTES, SpaceId, Tier
 
 ENTRY_COUNT_MAX: Final = 1 << 29
 """Most entries of an index: places in its flat memory are 32-bit numbers."""
+_SLOT_COUNT_MIN: Final = 1 << 14
+SLOT_COUNT_MAX: Final = 1 << 17
+"""Most slots by default: room for 4096 nodes with eight engines, and for all their snapshots at the
+same time."""
+_ENTRIES_PER_SLOT: Final = 16
+"""Entries per slot by default, so that slots take a fifth of the memory at most."""
 _SWEPT_TO_OPEN: Final = 100_000
 """Most rows swept in one call when a new slot is needed and none is free: nothing is answered
 meanwhile."""
 _SWEPT_PER_TOLD: Final = 4
 """Rows swept for each published key, while a slot is void."""
+
+
+def default_slot_count(entry_count_max: int) -> int:
+    """How many slots an index of so many entries has."""
+    return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
 
 
 class Loops(NamedTuple):
@@ -54,17 +65,26 @@ installed."""
 
 
 class Holdings:
-    """Flat memory of blocks and the slots that hold them; see the module. `is_native` None:
-    compiled loops if numba is installed."""
+    """Flat memory of blocks and the slots that hold them; see the module.
+
+    Args:
+        entry_count_max: most (block, holder) pairs.
+        slot_count_max: most (holder, tenant, space), including void ones that are not swept yet;
+            None: by `default_slot_count`.
+        seed: a random number, so that nobody can choose prompts whose keys collide in the table.
+        is_native: whether to use compiled loops; None: if numba is installed.
+    """
 
     def __init__(
         self,
-        *,
         entry_count_max: int,
-        slot_count_max: int,
-        seed: int,
+        *,
+        slot_count_max: int | None = None,
+        seed: int = 1,
         is_native: bool | None = None,
     ) -> None:
+        if slot_count_max is None:
+            slot_count_max = default_slot_count(entry_count_max)
         if not slot_count_max < entry_count_max <= ENTRY_COUNT_MAX:
             raise ValueError(
                 f"an index of {entry_count_max} entries with {slot_count_max} slots cannot be: "

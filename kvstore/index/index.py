@@ -7,8 +7,7 @@ the slot, `holdings` keeps the blocks.
 
 With `LocalStore` it is the state of a replica by itself, and the reference for `kvstore.stores`.
 
-Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
-`node_count_max` nodes.
+Pure: time is an argument. Bounded: by its `Holdings`, and `node_count_max` nodes.
 """
 
 from __future__ import annotations
@@ -25,12 +24,6 @@ from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` sweeps while a slot is void: about a millisecond."""
-_SLOT_COUNT_MIN: Final = 1 << 14
-SLOT_COUNT_MAX: Final = 1 << 17
-"""Most slots by default: room for 4096 nodes with eight engines, and for all their snapshots at the
-same time."""
-_ENTRIES_PER_SLOT: Final = 16
-"""Entries per slot by default, so that slots take a fifth of the memory at most."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -90,11 +83,6 @@ class Statistics(msgspec.Struct, frozen=True):
     """Blocks that left because the index was full."""
 
 
-def default_slot_count(entry_count_max: int) -> int:
-    """How many slots an index of so many entries has."""
-    return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
-
-
 class _Node:
     """State of a node: its feed, its trust, and its slots in the index (as `PlaceSlots`)."""
 
@@ -135,33 +123,13 @@ class Index:
     """The index of one replica, with state in the memory of this process.
 
     Args:
-        entry_count_max: most (block, holder) pairs.
+        holdings: empty.
         now_ms: time of its start.
-        slot_count_max: most (holder, tenant, space), including void ones that are not swept yet;
-            None: by `default_slot_count`.
         node_count_max: most nodes.
-        seed: a random number, so that nobody can choose prompts whose keys collide in the table.
-        is_native: whether to use compiled loops; None: if numba is installed.
     """
 
-    def __init__(
-        self,
-        *,
-        entry_count_max: int,
-        now_ms: int,
-        slot_count_max: int | None = None,
-        node_count_max: int = 4096,
-        seed: int = 1,
-        is_native: bool | None = None,
-    ) -> None:
-        self.holdings = Holdings(
-            entry_count_max=entry_count_max,
-            slot_count_max=(
-                default_slot_count(entry_count_max) if slot_count_max is None else slot_count_max
-            ),
-            seed=seed,
-            is_native=is_native,
-        )
+    def __init__(self, holdings: Holdings, *, now_ms: int, node_count_max: int = 4096) -> None:
+        self.holdings = holdings
         self.nodes: dict[str, _Node] = {}
         self._node_count_max = node_count_max
         self.owners: dict[int, tuple[Holder, _Node]] = {}

@@ -26,7 +26,7 @@ from kvstore.client.tls import Tls
 from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
-from kvstore.index import holdings
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, LocalStore
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
@@ -203,18 +203,14 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
     """The store for the state of the index. Raises ConfigError."""
     if config.store is None:
         if is_compiled(config):
-            # Before the clock is read: it is young for its first seconds of listening.
             _log.info("compiling the index's loops: up to a minute; --plain starts at once")
-            holdings.compiled()
         elif not config.is_plain:
             _log.warning("the index is slower: %s", lacking("compiling it", "numba", "index"))
-        index = Index(
-            entry_count_max=config.entry_count_max,
-            now_ms=now_ms(),
-            seed=secrets.randbits(62),
-            is_native=is_compiled(config),
+        flat = Holdings(
+            config.entry_count_max, seed=secrets.randbits(62), is_native=is_compiled(config)
         )
-        return LocalStore(index)
+        # The clock is read behind that: an index is young for its first seconds of listening.
+        return LocalStore(Index(flat, now_ms=now_ms()))
     # Only here: its library comes with an extra.
     from kvstore.stores.redis import RedisStore
 

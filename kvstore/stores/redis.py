@@ -39,7 +39,8 @@ from kvstore.index.feed import (
     Trust,
     Verdict,
 )
-from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
+from kvstore.index.holdings import SLOT_COUNT_MAX
+from kvstore.index.index import Answer, Holder, Match, Member, Statistics
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection

@@ -21,6 +21,7 @@ from kvstore.index.feed import (
     Trust,
     Verdict,
 )
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Answer, Holder, Index, LocalStore, Match
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
@@ -92,14 +93,8 @@ class Asked:
 
 
 def _local(_: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:
-    index = Index(
-        entry_count_max=entries,
-        slot_count_max=slots,
-        node_count_max=nodes,
-        now_ms=0,
-        is_native=False,
-    )
-    return LocalStore(index)
+    flat = Holdings(entries, slot_count_max=slots, is_native=False)
+    return LocalStore(Index(flat, node_count_max=nodes, now_ms=0))
 
 
 def _redis(redis: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:

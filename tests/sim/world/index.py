@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Answer, Index, LocalStore
 from kvstore.indexer.service import IndexService
 from kvstore.proto import forms
@@ -54,9 +55,8 @@ class SimReplica:
         self.begun_ns = self._world.now_ns
         self.loop = SimLoop(lambda: self._world.now_ns)
         self.loop.knock = lambda host, port: self._knock(self.name, f"{host}:{port}")
-        self.index = Index(
-            entry_count_max=_ENTRIES, slot_count_max=_SLOTS, now_ms=self.now_ms, is_native=False
-        )
+        flat = Holdings(_ENTRIES, slot_count_max=_SLOTS, is_native=False)
+        self.index = Index(flat, now_ms=self.now_ms)
         service = IndexService(LocalStore(self.index), demands_names=False)
         self.loop.create_task(service.tick())
         handlers = {"Feed": (service.feed, bytes, encode)}

@@ -13,6 +13,7 @@ from itertools import permutations
 import pytest
 
 from kvstore.index.feed import Event, Feed, Heard, Places, Trust, Verdict
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.wire.feed import Stored
 from tests.kit.index_check import check
@@ -110,7 +111,7 @@ def _verify(story: tuple[list[Event], Truth]) -> int:
     last = max(truth)
     count = 0
     for order in _orders(events):
-        index = Index(entry_count_max=50, slot_count_max=16, now_ms=0, is_native=False)
+        index = Index(Holdings(50, slot_count_max=16, is_native=False), now_ms=0)
         for event in order:
             index.hear(event, NOW)
             assert _is_exact_where_it_says_so(index, truth), order

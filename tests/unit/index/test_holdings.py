@@ -12,7 +12,6 @@ import pytest
 from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.index import holdings, loops
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Index, default_slot_count
 from kvstore.index.loops import ROW, SCOPE, home_of
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
@@ -27,15 +26,14 @@ HOLDERS = 9
 
 def test_an_entry_costs_no_more_than_its_budget() -> None:
     for entries in (1_000_000, 10_000_000):
-        slots = default_slot_count(entries)
-        flat = Holdings(entry_count_max=entries, slot_count_max=slots, seed=1, is_native=False)
+        flat = Holdings(entries, is_native=False)
         assert flat.memory_bytes <= BYTES_PER_ENTRY_MAX * entries
 
 
 def test_all_nodes_find_slots_for_a_snapshot_beside_what_they_told() -> None:
-    index = Index(entry_count_max=DEFAULT_ENTRIES, now_ms=0, is_native=False)
-    assert len(index.holdings.free_slots) >= 2 * HOLDERS * NODES_MAX
-    assert default_slot_count(ENTRIES_MIN) < ENTRIES_MIN
+    flat = Holdings(DEFAULT_ENTRIES, is_native=False)
+    assert len(flat.free_slots) >= 2 * HOLDERS * NODES_MAX
+    assert holdings.default_slot_count(ENTRIES_MIN) < ENTRIES_MIN
 
 
 def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Place, Trust, Verdict
+from kvstore.index.holdings import Holdings
 from kvstore.index.index import Holder, Index, Match, Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation
@@ -31,9 +32,8 @@ A = Holder(NODE)
 
 
 def new_index(*, entries: int = 100, nodes: int = 4) -> Index:
-    return Index(
-        entry_count_max=entries, slot_count_max=8, node_count_max=nodes, now_ms=0, is_native=False
-    )
+    flat = Holdings(entries, slot_count_max=8, is_native=False)
+    return Index(flat, node_count_max=nodes, now_ms=0)
 
 
 def told(*numbers: int) -> Index:
@@ -151,7 +151,7 @@ def test_a_node_that_found_no_room_is_exact_again_with_its_next_snapshot() -> No
 
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(ValueError, match="entries must be more than slots"):
-        Index(entry_count_max=8, slot_count_max=8, now_ms=0)
+        Holdings(8, slot_count_max=8)
     with pytest.raises(ValueError, match="33 bytes are no keys of 32 bytes each"):
         told(1).match("t", SPACE, bytes(33), NOW)
 
