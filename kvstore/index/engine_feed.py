@@ -98,41 +98,30 @@ class EngineBlocks:
         """Keys of all held blocks, one per name."""
         return list(self._keys.values())
 
-    def stored(
-        self,
-        names: Sequence[Name],
-        *,
-        parent: Name | None,
-        tokens: Sequence[int],
-        block_tokens: int,
-        is_plain: bool,
-        cache_salt: str = "",
-    ) -> list[BlockKey]:
-        """Add blocks of one chain. `is_plain`: nothing but tokens is hashed into their keys, and in
-        the first block of a prompt this salt. Returns the keys of those blocks whose key can be
-        made."""
-        count = len(names)
-        is_plain = is_plain and block_tokens * count == len(tokens)
+    def stored(self, event: wire.EngineStored) -> list[BlockKey]:
+        """Add blocks of one chain. Returns the keys of those blocks whose key can be made."""
         # Before any key is made: a full memory costs nothing.
-        names = names[: max(0, self._block_count_max - len(self._keys))]
-        if not names or block_tokens <= 0 or self._source.block_tokens not in (0, block_tokens):
-            keys = []
-        elif self._source.names_are_keys and all(isinstance(name, bytes) for name in names):
-            keys = [BlockKey(name) for name in names if isinstance(name, bytes)]
-        else:
-            above = self._root if parent is None else self._keys.get(parent)
-            its = tokens[: block_tokens * len(names)]
-            keys = (
-                chained_keys(above, its, block_tokens=block_tokens, cache_salt=cache_salt)
-                if is_plain and above is not None
-                else []
-            )
+        names = event.block_hashes[: max(0, self._block_count_max - len(self._keys))]
+        keys = self._keys_of(event, names) if names else []
         named = dict(zip(names, keys, strict=False))
-        self.left_out += count - len(named)
+        self.left_out += len(event.block_hashes) - len(named)
         self.removed(list(named))  # a name that is given again may stand for another key now
         self._held.update(named.values())
         self._keys.update(named)
         return list(named.values())
+
+    def _keys_of(self, event: wire.EngineStored, names: Sequence[Name]) -> list[BlockKey]:
+        """Keys of these first blocks of an event; empty: they cannot be made."""
+        size, tokens, salt = event.block_size, event.token_ids, _salt_of(event)
+        if size <= 0 or self._source.block_tokens not in (0, size):
+            return []
+        if self._source.names_are_keys and all(isinstance(name, bytes) for name in names):
+            return [BlockKey(name) for name in names if isinstance(name, bytes)]
+        parent = event.parent_block_hash
+        above = self._root if parent is None else self._keys.get(parent)
+        if above is None or salt is None or size * len(event.block_hashes) != len(tokens):
+            return []
+        return chained_keys(above, tokens[: size * len(names)], block_tokens=size, cache_salt=salt)
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
         """Remove blocks by name. Returns the keys that no name is left for."""
@@ -416,16 +405,7 @@ class EngineFeed:
                 ]
             case wire.EngineStored():
                 self.lookahead_tokens = max(map(len, event.lookahead_token_ids or ()), default=0)
-                is_plain, cache_salt = _what_else(event)
-                keys = self.blocks.stored(
-                    event.block_hashes,
-                    parent=event.parent_block_hash,
-                    tokens=event.token_ids,
-                    block_tokens=event.block_size,
-                    is_plain=is_plain,
-                    cache_salt=cache_salt,
-                )
-                return [*self._stored(keys)]
+                return [*self._stored(self.blocks.stored(event))]
 
     def _stored(self, keys: Sequence[BlockKey]) -> list[Stored]:
         return [Stored(*self._scope(), b"".join(piece), *self._whose()) for piece in _pieces(keys)]
@@ -437,24 +417,24 @@ class EngineFeed:
         return self.source.engine, self.source.rank
 
 
-def _what_else(event: wire.EngineStored) -> tuple[bool, str]:
-    """(whether only tokens and a salt are hashed into the keys of these blocks, the salt).
+def _salt_of(event: wire.EngineStored) -> str | None:
+    """The salt hashed into the keys of these blocks; None: more than tokens and a salt is.
 
     Events name extra keys without their kind: a single text, in the first block of a prompt without
     an adapter, is a salt.
     """
     first, *rest = event.extra_keys or [None]
     if event.lora_id is not None or event.lora_name is not None or any(rest):
-        return False, ""
+        return None
     if not first:
-        return True, ""
+        return ""
     is_salt = (
         event.parent_block_hash is None
         and isinstance(first, list)
         and len(first) == 1
         and isinstance(first[0], str)
     )
-    return is_salt, first[0] if is_salt else ""
+    return first[0] if is_salt else None
 
 
 def _work_of(event: wire.EngineEvent) -> int:

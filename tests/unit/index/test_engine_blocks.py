@@ -41,12 +41,11 @@ def store(
 ) -> list[bytes]:
     of_all: list[Any] = names or list(range(100, 105))
     told: dict[str, Any] = {
-        "parent": of_all[begin - 1] if begin else None,
-        "tokens": TOKENS[begin * SIZE : end * SIZE],
-        "block_tokens": SIZE,
-        "is_plain": True,
+        "parent_block_hash": of_all[begin - 1] if begin else None,
+        "token_ids": TOKENS[begin * SIZE : end * SIZE],
+        "block_size": SIZE,
     }
-    return list(held.stored(of_all[begin:end], **(told | changes)))
+    return list(held.stored(EngineStored(of_all[begin:end], **(told | changes))))
 
 
 @pytest.mark.parametrize("names", [KEYS, LOW, [7, 8, 9, 10, 11]], ids=["whole", "low", "any"])
@@ -62,9 +61,9 @@ def test_whatever_the_engine_calls_them_they_have_their_keys(names: list[Any]) -
 
 def test_what_cannot_be_named_is_left_out_and_all_behind_it() -> None:
     held = blocks()
-    assert store(held, 0, 1, is_plain=False) == []
+    assert store(held, 0, 1, lora_id=1) == []
     assert store(held, 1, 2) == [], "its parent is not known"
-    assert store(held, 2, 3, tokens=TOKENS[:3]) == [], "tokens of less than its blocks"
+    assert store(held, 2, 3, token_ids=TOKENS[:3]) == [], "tokens of less than its blocks"
     assert held.left_out == 3
 
 
@@ -88,7 +87,7 @@ def test_a_key_is_held_as_long_as_a_name_stands_for_it() -> None:
     held = blocks()
     store(held, 0, 2)
     assert [key in held for key in KEYS[:3]] == [True, True, False]
-    store(held, 0, 1, names=[101], tokens=TOKENS[SIZE : 2 * SIZE])  # as that of another block
+    store(held, 0, 1, names=[101], token_ids=TOKENS[SIZE : 2 * SIZE])  # as that of another block
     assert [key in held for key in KEYS[:2]] == [True, False]
     held.removed([100])
     assert KEYS[0] not in held
