@@ -269,14 +269,15 @@ class NodeAssembly:
         return self._own(Publisher(config, incarnation=self._incarnation, clock=self._clock))
 
     def _open_member(self, loop: LoopThread) -> ClusterMember | None:
-        config, arena, tier, clock = self._config.cluster, self._arena, self._tier, self._clock
+        config, its = self._config.cluster, self._incarnation
         if config is None:
             return None
         # Only here: a node by itself needs no gRPC beyond its own socket.
         from kvstore.peers.member import ClusterMember
 
-        its = self._incarnation
-        return self._own(ClusterMember(config, its, arena=arena, tier=tier, clock=clock, loop=loop))
+        return self._own(
+            ClusterMember(config, its, arena=self._arena, clock=self._clock, loop=loop)
+        )
 
     def _open_hbm(self) -> HbmTier | None:
         size, gpu = self._config.hbm_bytes, self._config.hbm_gpu

@@ -19,13 +19,13 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.index import IndexUnavailable, Members
+from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
@@ -65,16 +65,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _log = logging.getLogger(__name__)
-
-
-class IndexQueries(Protocol):
-    """The part of `client.index.IndexClient` that is needed here."""
-
-    def match(
-        self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
-    ) -> Answer: ...
-
-    def nodes(self, *, timeout_s: float | None = None) -> Members: ...
 
 
 class FetcherCounters:
@@ -119,7 +109,7 @@ class Fetcher:
         self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
-        self.index: IndexQueries | None = None
+        self.index: IndexClient | None = None
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who
         self._transfer_worker, self._clock = context.transfer_worker, context.clock

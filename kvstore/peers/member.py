@@ -48,7 +48,7 @@ from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerCon
 from kvstore.peers.preparer import Preparer, drain_node
 from kvstore.peers.pushes import SLOW_S, SLOW_TCP_S, Lander, Pusher
 from kvstore.peers.transfer_worker import TransferWorker
-from kvstore.ports import Clock, Memory
+from kvstore.ports import Clock
 from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.transport.backends import BACKENDS
 from kvstore.types import Incarnation, SpaceId
@@ -121,7 +121,6 @@ class Peering:
         incarnation: Incarnation,
         *,
         arena: Arena,
-        tier: Memory,
         clock: Clock,
         loop: LoopThread,
     ) -> None:
@@ -134,10 +133,10 @@ class Peering:
         begin = Begin(
             transport.name,
             transfer_worker_name(cluster.node),
-            tier.capacity_bytes,
+            arena.arena_bytes,
             _options(cluster, peers),
             paced=transport.is_paced,
-            landing_begin=tier.capacity_bytes - peers.landing_bytes,
+            landing_begin=arena.arena_bytes - peers.landing_bytes,
             landing_bytes=peers.landing_bytes,
         )
         self.transfer_worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, clock)
@@ -325,7 +324,6 @@ class ClusterMember:
         incarnation: Incarnation,
         *,
         arena: Arena,
-        tier: Memory,
         clock: Clock,
         loop: LoopThread,
     ) -> None:
@@ -344,7 +342,7 @@ class ClusterMember:
             self.peering: Peering | None = None
             if config.peers is not None:
                 its = config, config.peers, incarnation
-                self.peering = Peering(*its, arena=arena, tier=tier, clock=clock, loop=loop)
+                self.peering = Peering(*its, arena=arena, clock=clock, loop=loop)
                 stack.callback(self.peering.close)
             replicas = (*self._own_replica(), *config.indexes)
             self.tells = ",".join(replicas)

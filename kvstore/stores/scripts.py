@@ -97,15 +97,11 @@ local function stop(one, from, to, at)
   for tier = from, to do one[tier] = at end
 end
 local function begin(value)
-  local ids, masks = {}, {}
   for at = 1, #value, 5 do
-    ids[#ids + 1] = string.sub(value, at, at + 3)
-    masks[#masks + 1] = string.byte(value, at + 4)
-  end
-  for i, id in ipairs(ids) do
+    local id = string.sub(value, at, at + 3)
     local record = redis.call('HGET', P .. 'slots', id)
     if record and string.sub(record, 1, 1) == 'S' then
-      alive[id] = {worst = fastest(masks[i]), record = record}
+      alive[id] = {worst = fastest(string.byte(value, at + 4)), record = record}
       stop(alive[id], 1, alive[id].worst - 1, 0)
       count = count + 1
     end
@@ -205,17 +201,22 @@ local function evict()
   evicted = evicted + 1
   return true
 end
-local function store(slot, mask, blob)
-  if redis.call('HEXISTS', P .. 'slots', slot) == 0 then return end
+local function change(is_stored, slot, mask, blob)
+  if is_stored and redis.call('HEXISTS', P .. 'slots', slot) == 0 then return end
   local base = P .. 'b:' .. string.sub(blob, 1, 16)
   for at = 17, #blob, 32 do
     local name = base .. string.sub(blob, at, at + 31)
     local value = redis.call('GET', name)
     local place = value and find(value, slot)
     if place then
-      local has = bit.bor(string.byte(value, place + 4), mask)
-      redis.call('SETRANGE', name, place + 3, string.char(has))
-    else
+      local had = string.byte(value, place + 4)
+      local has = is_stored and bit.bor(had, mask) or bit.band(had, bit.bnot(mask))
+      if has == 0 then
+        put(name, string.sub(value, 1, place - 1) .. string.sub(value, place + 5), #value)
+      else
+        redis.call('SETRANGE', name, place + 3, string.char(has))
+      end
+    elseif is_stored then
       if entries + 1 > most and not evict() then
         lose(slot, string.sub(blob, 1, 16))
         return
@@ -231,28 +232,10 @@ local function store(slot, mask, blob)
     end
   end
 end
-local function remove(slot, mask, blob)
-  local base = P .. 'b:' .. string.sub(blob, 1, 16)
-  for at = 17, #blob, 32 do
-    local name = base .. string.sub(blob, at, at + 31)
-    local value = redis.call('GET', name)
-    local place = value and find(value, slot)
-    if place then
-      local has = bit.band(string.byte(value, place + 4), bit.bnot(mask))
-      if has == 0 then
-        put(name, string.sub(value, 1, place - 1) .. string.sub(value, place + 5), #value)
-      else
-        redis.call('SETRANGE', name, place + 3, string.char(has))
-      end
-    end
-  end
-end
 for at = 10, #ARGV, 4 do
   local order, slot, what, blob = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
-  if order == 'store' then
-    store(slot, tonumber(what), blob)
-  elseif order == 'remove' then
-    remove(slot, tonumber(what), blob)
+  if order == 'store' or order == 'remove' then
+    change(order == 'store', slot, tonumber(what), blob)
   elseif order == 'show' then
     mark(slot, 0, 2, 'S')
   elseif order == 'void' then

@@ -147,7 +147,7 @@ class SimPeers:
             None,
         )
         self.fetcher = Fetcher(context, dial=self._dial_peer, jitter=lambda: 0.5)
-        self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)
+        self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)  # type: ignore[assignment]
         self.block_server = BlockServer(context)
         self._make_pushes(context)
         self.log, self.links = self._make_links()

@@ -164,7 +164,7 @@ class Together(Node):
         )
         # Members are read as often as may be.
         self.fetcher = Fetcher(self.context, jitter=lambda: 0.0)
-        self.fetcher.index = index
+        self.fetcher.index = index  # type: ignore[assignment]
         self._index = index
 
     def _post(self, event: PeerEvent) -> None:
