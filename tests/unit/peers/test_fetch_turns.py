@@ -9,51 +9,48 @@ import pytest
 from kvstore.engine.events import Fetch
 from kvstore.peers.fetcher import FETCHES_AT_ONCE
 from kvstore.wire.messages import LeaseMore
+from tests.kit.coroutines import driven
 from tests.unit.peers.two_nodes import Stored, Two, release, run
 
 
 @pytest.mark.parametrize("reason", ["", "the link is down"])
-def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> None:
-    async def body(two: Two) -> None:
-        numbers = range(1, 2 * FETCHES_AT_ONCE + 1)
-        Stored(two.b, "eb").store(*numbers)
-        two.index.holders["b"] = 1
-        gate = two.a.transfer_worker.gate = asyncio.Event()
-        two.a.transfer_worker.reason = reason
-        engine = Stored(two.a, "ea")
-        for number in numbers:
-            assert engine.lease(number, number).promoting
-        await two.until(
-            lambda: sum(isinstance(each, Fetch) for each in two.a.asked) == len(numbers),
-            "all are asked for",
-        )
-        tried = two.a.transfer_worker.descriptors
-        await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
-        assert two.a.count(engine.scheduler, LeaseMore) == 0
-        gate.set()
-        await two.until(
-            lambda: two.a.count(engine.scheduler, LeaseMore) == len(numbers), "all have ended"
-        )
-        assert len(tried) == (FETCHES_AT_ONCE if reason else len(numbers))
-        engine.node.hear(engine.scheduler, release(*numbers))
-        await two.at_rest()
-
-    run(body)
+@driven(run)
+async def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(two: Two, reason: str) -> None:
+    numbers = range(1, 2 * FETCHES_AT_ONCE + 1)
+    Stored(two.b, "eb").store(*numbers)
+    two.index.holders["b"] = 1
+    gate = two.a.transfer_worker.gate = asyncio.Event()
+    two.a.transfer_worker.reason = reason
+    engine = Stored(two.a, "ea")
+    for number in numbers:
+        assert engine.lease(number, number).promoting
+    await two.until(
+        lambda: sum(isinstance(each, Fetch) for each in two.a.asked) == len(numbers),
+        "all are asked for",
+    )
+    tried = two.a.transfer_worker.descriptors
+    await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
+    assert two.a.count(engine.scheduler, LeaseMore) == 0
+    gate.set()
+    await two.until(
+        lambda: two.a.count(engine.scheduler, LeaseMore) == len(numbers), "all have ended"
+    )
+    assert len(tried) == (FETCHES_AT_ONCE if reason else len(numbers))
+    engine.node.hear(engine.scheduler, release(*numbers))
+    await two.at_rest()
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_of_whom_nobody_asks_again_nothing_is_kept(leaves: bool) -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).from_peer == 1
-        assert list(two.a.fetcher._sessions) == ["b"]
-        if leaves:
-            del two.index.addresses["b"]
-        else:
-            two.b.block_server.transfer_worker_changed()  # which ends its sessions
-        await two.until(lambda: not two.a.fetcher._sessions, "its session is let go of")
-        assert two.a.transfer_worker.forgotten == ["b.node.kvstore"]
-
-    run(body)
+@driven(run)
+async def test_of_whom_nobody_asks_again_nothing_is_kept(two: Two, leaves: bool) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).from_peer == 1
+    assert list(two.a.fetcher._sessions) == ["b"]
+    if leaves:
+        del two.index.addresses["b"]
+    else:
+        two.b.block_server.transfer_worker_changed()  # which ends its sessions
+    await two.until(lambda: not two.a.fetcher._sessions, "its session is let go of")
+    assert two.a.transfer_worker.forgotten == ["b.node.kvstore"]

@@ -10,10 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import (
-    Clear,
-    PeerGone,
-)
+from kvstore.engine.events import Clear, PeerGone
 from kvstore.peers.peer_session import ASKS_MAX
 from kvstore.transport.tcp import Address
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
@@ -23,144 +20,119 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 from kvstore.wire.space import shard_bytes
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+from tests.kit.coroutines import driven
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import (
-    HALVES,
-    HEADS,
-    LAYERS,
-    SMALL,
-    WHOLE,
-    keys,
-    pairs,
-)
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant
-from tests.unit.peers.two_nodes import (
-    Stored,
-    Two,
-    checksum,
-    cut,
-    release,
-    run,
-    session,
-)
+from tests.unit.peers.two_nodes import Stored, Two, checksum, cut, release, run, session
 
 
 @pytest.mark.parametrize(
     ("there", "here"),
     [((WHOLE,), (WHOLE,)), (HALVES, (WHOLE,)), ((WHOLE,), HALVES), (HALVES, HALVES)],
 )
-def test_blocks_of_another_node_are_here_byte_by_byte(
-    there: tuple[Shard, ...], here: tuple[Shard, ...]
+@driven(run)
+async def test_blocks_of_another_node_are_here_byte_by_byte(
+    two: Two, there: tuple[Shard, ...], here: tuple[Shard, ...]
 ) -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb", shards=there).store(1, 2, 3)
-        two.index.holders["b"] = 3
-        engine = Stored(two.a, "ea", shards=here)
-        more = await two.lease(engine, 1, 1, 2, 3)
-        assert more.from_peer == 3
-        assert engine.read(more) == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
-        again = engine.lease(2, 1, 2, 3, with_checksums=True)
-        expected = b"".join(checksum(n, s) for n in (1, 2, 3) for s in engine.columns)
-        assert again.checksums == expected
-        two.a.hear(engine.scheduler, release(1, 2))
-        await two.at_rest()
-
-    run(body)
+    Stored(two.b, "eb", shards=there).store(1, 2, 3)
+    two.index.holders["b"] = 3
+    engine = Stored(two.a, "ea", shards=here)
+    more = await two.lease(engine, 1, 1, 2, 3)
+    assert more.from_peer == 3
+    assert engine.read(more) == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
+    again = engine.lease(2, 1, 2, 3, with_checksums=True)
+    expected = b"".join(checksum(n, s) for n in (1, 2, 3) for s in engine.columns)
+    assert again.checksums == expected
+    two.a.hear(engine.scheduler, release(1, 2))
+    await two.at_rest()
 
 
-def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1, 2)
-        two.index.holders["b"] = 2
+@driven(run)
+async def test_a_flipped_bit_on_the_way_is_a_miss(two: Two) -> None:
+    Stored(two.b, "eb").store(1, 2)
+    two.index.holders["b"] = 2
 
-        def flip() -> None:
-            served = two.b.served()[0]
-            second = int(np.frombuffer(served.slots, "<u4")[1])
-            two.b.memory[second * PAGE_BYTES + 100] ^= 4
+    def flip() -> None:
+        served = two.b.served()[0]
+        second = int(np.frombuffer(served.slots, "<u4")[1])
+        two.b.memory[second * PAGE_BYTES + 100] ^= 4
 
-        two.a.transfer_worker.before = flip
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1, 2)
-        assert len(pairs(more)) == 1
-        assert two.a.fetcher.counters.damaged == 1
-        assert two.a.engine.counters.fetch_blocks_lost == 1
-
-    run(body)
+    two.a.transfer_worker.before = flip
+    engine = Stored(two.a, "ea")
+    more = await two.lease(engine, 1, 1, 2)
+    assert len(pairs(more)) == 1
+    assert two.a.fetcher.counters.damaged == 1
+    assert two.a.engine.counters.fetch_blocks_lost == 1
 
 
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did(
-    *, is_used_again: bool
+@driven(run)
+async def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did(
+    two: Two, *, is_used_again: bool
 ) -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
 
-        def clear() -> None:
-            two.b.step(Clear(None, None))
-            if is_used_again:
-                two.b.memory[:] = bytes(len(two.b.memory))
+    def clear() -> None:
+        two.b.step(Clear(None, None))
+        if is_used_again:
+            two.b.memory[:] = bytes(len(two.b.memory))
 
-        two.a.transfer_worker.before = clear
-        more = await two.lease(Stored(two.a, "ea"), 1, 1)
-        assert more.slots == b""
-        assert (two.a.fetcher.counters.not_kept, two.a.fetcher.counters.damaged) == (1, 0)
-        assert two.a.blocks() == {}
-
-    run(body)
+    two.a.transfer_worker.before = clear
+    more = await two.lease(Stored(two.a, "ea"), 1, 1)
+    assert more.slots == b""
+    assert (two.a.fetcher.counters.not_kept, two.a.fetcher.counters.damaged) == (1, 0)
+    assert two.a.blocks() == {}
 
 
-def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
-    monkeypatch: pytest.MonkeyPatch,
+@driven(run)
+async def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
+    two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        looked: list[BlockKey] = []
-        verify, answer = Assembly.verify, two.b.block_server.answer
-        late: set[asyncio.Task[None]] = set()
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    looked: list[BlockKey] = []
+    verify, answer = Assembly.verify, two.b.block_server.answer
+    late: set[asyncio.Task[None]] = set()
 
-        def look(self: Assembly, key: BlockKey, *its: Any) -> list[bytes] | None:
-            looked.append(key)
-            return verify(self, key, *its)
+    def look(self: Assembly, key: BlockKey, *its: Any) -> list[bytes] | None:
+        looked.append(key)
+        return verify(self, key, *its)
 
-        async def after_that(peer: int, its: wire.Answer) -> None:
-            await two.until(lambda: bool(looked), "the block is verified")
+    async def after_that(peer: int, its: wire.Answer) -> None:
+        await two.until(lambda: bool(looked), "the block is verified")
+        answer(peer, its)
+
+    def ended(peer: int, its: wire.Answer) -> None:
+        if isinstance(its, wire.GivenBack):
+            late.add(asyncio.get_running_loop().create_task(after_that(peer, its)))
+        else:
             answer(peer, its)
 
-        def ended(peer: int, its: wire.Answer) -> None:
-            if isinstance(its, wire.GivenBack):
-                late.add(asyncio.get_running_loop().create_task(after_that(peer, its)))
-            else:
-                answer(peer, its)
-
-        monkeypatch.setattr(Assembly, "verify", look)
-        monkeypatch.setattr(two.b.block_server, "answer", ended)
-        more = await two.lease(Stored(two.a, "ea"), 1, 1)
-        assert more.from_peer == 1
-        await asyncio.gather(*late)
-
-    run(body)
+    monkeypatch.setattr(Assembly, "verify", look)
+    monkeypatch.setattr(two.b.block_server, "answer", ended)
+    more = await two.lease(Stored(two.a, "ea"), 1, 1)
+    assert more.from_peer == 1
+    await asyncio.gather(*late)
 
 
 @pytest.mark.parametrize("says", ["too much", "what an engine has in its own memory", "nothing"])
-def test_an_index_that_lies_costs_a_miss(says: str) -> None:
-    async def body(two: Two) -> None:
-        match says:
-            case "too much":
-                two.index.holders["b"] = 5
-            case "nothing":
-                two.index.is_away = True
-            case _:
-                two.index.engines["b"] = 5
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1, 2)
-        assert more.slots == b""
-        assert list(two.a.fetcher._sessions) == (["b"] if says == "too much" else [])
-        two.a.hear(engine.scheduler, release(1))
-        await two.at_rest()
-
-    run(body)
+@driven(run)
+async def test_an_index_that_lies_costs_a_miss(two: Two, says: str) -> None:
+    match says:
+        case "too much":
+            two.index.holders["b"] = 5
+        case "nothing":
+            two.index.is_away = True
+        case _:
+            two.index.engines["b"] = 5
+    engine = Stored(two.a, "ea")
+    more = await two.lease(engine, 1, 1, 2)
+    assert more.slots == b""
+    assert list(two.a.fetcher._sessions) == (["b"] if says == "too much" else [])
+    two.a.hear(engine.scheduler, release(1))
+    await two.at_rest()
 
 
 def test_a_peer_that_is_gone_costs_a_miss_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,53 +179,47 @@ def test_an_index_that_is_away_is_logged_once_until_it_is_back(
     ]
 
 
-def test_somebody_else_at_the_address_is_not_read_from() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.addresses["c"] = two.index.addresses["b"]
-        two.index.holders["c"] = 1
-        await two.knows("c")
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not two.b.served()
-
-    run(body)
+@driven(run)
+async def test_somebody_else_at_the_address_is_not_read_from(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.addresses["c"] = two.index.addresses["b"]
+    two.index.holders["c"] = 1
+    await two.knows("c")
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert not two.b.served()
 
 
-def test_a_peer_that_sends_this_node_elsewhere_is_not_dialled() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        address = encode_address("169.254.169.254", 80)
-        two.b.transfer_worker.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not two.b.served()
-
-    run(body)
+@driven(run)
+async def test_a_peer_that_sends_this_node_elsewhere_is_not_dialled(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    address = encode_address("169.254.169.254", 80)
+    two.b.transfer_worker.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert not two.b.served()
 
 
 def encode_address(host: str, port: int) -> bytes:
     return msgspec.msgpack.encode(Address(host, port, secure=True))
 
 
-def test_a_peer_that_hangs_up_ends_its_servings() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = session(channel)
-            await call.write(hello())
-            welcome = wire.decode_answer(await call.read())
-            assert isinstance(welcome, wire.PeerWelcome)
-            assert (welcome.node, welcome.descriptor) == ("b", two.b.transfer_worker.descriptor)
-            await call.write(SERVE)
-            assert await slots_of(call)
-            assert len(two.b.engine.leases()) == 1
-            call.cancel()
-        await two.at_rest()
-        assert len(two.b.block_server.sessions) == 0
-
-    run(body)
+@driven(run)
+async def test_a_peer_that_hangs_up_ends_its_servings(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    async with grpc.aio.insecure_channel(two.b.address) as channel:
+        call = session(channel)
+        await call.write(hello())
+        welcome = wire.decode_answer(await call.read())
+        assert isinstance(welcome, wire.PeerWelcome)
+        assert (welcome.node, welcome.descriptor) == ("b", two.b.transfer_worker.descriptor)
+        await call.write(SERVE)
+        assert await slots_of(call)
+        assert len(two.b.engine.leases()) == 1
+        call.cancel()
+    await two.at_rest()
+    assert len(two.b.block_server.sessions) == 0
 
 
 def hello(node: str = "x") -> bytes:
@@ -270,105 +236,93 @@ async def slots_of(call: Any) -> bytes:
     return answer.slots
 
 
-def test_a_node_has_one_session_its_last_one() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            calls = [session(channel) for _ in range(3)]
-            for call, node in zip(calls, ("x", "y", "x"), strict=True):
-                await call.write(hello(node))
-                assert isinstance(wire.decode_answer(await call.read()), wire.PeerWelcome)
-                if call is calls[0]:
-                    await call.write(SERVE)
-                    assert await slots_of(call)
-            await _read_to_its_end(calls[0])
-            await two.until(lambda: not two.b.engine.leases(), "its serving has ended, too")
-            assert len(two.b.block_server.sessions) == 2
-            for call in calls:
-                call.cancel()
-
-    run(body)
+@driven(run)
+async def test_a_node_has_one_session_its_last_one(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    async with grpc.aio.insecure_channel(two.b.address) as channel:
+        calls = [session(channel) for _ in range(3)]
+        for call, node in zip(calls, ("x", "y", "x"), strict=True):
+            await call.write(hello(node))
+            assert isinstance(wire.decode_answer(await call.read()), wire.PeerWelcome)
+            if call is calls[0]:
+                await call.write(SERVE)
+                assert await slots_of(call)
+        await _read_to_its_end(calls[0])
+        await two.until(lambda: not two.b.engine.leases(), "its serving has ended, too")
+        assert len(two.b.block_server.sessions) == 2
+        for call in calls:
+            call.cancel()
 
 
-def test_another_transfer_worker_there_is_read_by_its_own_descriptor() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1, 2)
-        two.index.holders["b"] = 2
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).from_peer == 1
-        two.b.transfer_worker.descriptor = encode(
-            Descriptor("memory", "another", len(two.b.memory), 0, b"")
-        )
-        two.b.block_server.transfer_worker_changed()
-        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
-        assert (await two.lease(engine, 2, 2)).from_peer == 1
-        assert (
-            two.a.transfer_worker.descriptors[-1]
-            == two.b.transfer_worker.descriptor
-            != two.a.transfer_worker.descriptors[0]
-        )
-
-    run(body)
+@driven(run)
+async def test_another_transfer_worker_there_is_read_by_its_own_descriptor(two: Two) -> None:
+    Stored(two.b, "eb").store(1, 2)
+    two.index.holders["b"] = 2
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).from_peer == 1
+    two.b.transfer_worker.descriptor = encode(
+        Descriptor("memory", "another", len(two.b.memory), 0, b"")
+    )
+    two.b.block_server.transfer_worker_changed()
+    await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
+    assert (await two.lease(engine, 2, 2)).from_peer == 1
+    assert (
+        two.a.transfer_worker.descriptors[-1]
+        == two.b.transfer_worker.descriptor
+        != two.a.transfer_worker.descriptors[0]
+    )
 
 
-def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).from_peer == 1
-        before = await two.a.fetcher.session("b")
-        two.b.block_server.transfer_worker_changed()
-        await two.until(lambda: bool(before.lost), "the session is lost")
-        after = await two.a.fetcher.session("b")
-        assert after is not before
-        two.a.fetcher._forget("b", before)
-        assert await two.a.fetcher.session("b") is after
-        assert len(two.b.block_server.sessions) == 1
-        two.a.fetcher._forget("b", after)
-        await two.until(lambda: len(two.b.block_server.sessions) == 0, "it has ended")
-
-    run(body)
+@driven(run)
+async def test_what_failed_before_ends_no_session_that_another_opened_since(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).from_peer == 1
+    before = await two.a.fetcher.session("b")
+    two.b.block_server.transfer_worker_changed()
+    await two.until(lambda: bool(before.lost), "the session is lost")
+    after = await two.a.fetcher.session("b")
+    assert after is not before
+    two.a.fetcher._forget("b", before)
+    assert await two.a.fetcher.session("b") is after
+    assert len(two.b.block_server.sessions) == 1
+    two.a.fetcher._forget("b", after)
+    await two.until(lambda: len(two.b.block_server.sessions) == 0, "it has ended")
 
 
-def test_many_may_ask_a_peer_at_a_time() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        session = await two.a.fetcher.session("b")
-        asks = [session.serve("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
-        served = await asyncio.gather(*asks)
-        assert [len(answer.places()) for answer in served] == [1] * 40
-        assert not session.lost
-
-    run(body)
+@driven(run)
+async def test_many_may_ask_a_peer_at_a_time(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    session = await two.a.fetcher.session("b")
+    asks = [session.serve("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
+    served = await asyncio.gather(*asks)
+    assert [len(answer.places()) for answer in served] == [1] * 40
+    assert not session.lost
 
 
-def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
-    async def body(two: Two) -> None:
-        two.index.addresses["c"] = "127.0.0.1:1"
-        two.index.holders["c"] = 1
-        await two.knows("c")
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert "node c" in two.a.fetcher._told
-        del two.index.addresses["c"]
-        await two.until(lambda: not two.a.fetcher._told, "a knows that c is gone")
-
-    run(body)
+@driven(run)
+async def test_of_who_is_no_member_any_more_nothing_is_kept(two: Two) -> None:
+    two.index.addresses["c"] = "127.0.0.1:1"
+    two.index.holders["c"] = 1
+    await two.knows("c")
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert "node c" in two.a.fetcher._told
+    del two.index.addresses["c"]
+    await two.until(lambda: not two.a.fetcher._told, "a knows that c is gone")
 
 
-def test_who_has_just_joined_is_fetched_from_at_once() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        address = two.index.addresses.pop("b")
-        two.a.fetcher._members.discard("b")
-        two.a.fetcher._addresses.pop("b", None)
-        two.index.holders["b"] = 1
-        two.index.addresses["b"] = address
-        more = await two.lease(Stored(two.a, "ea"), 1, 1)
-        assert more.from_peer == 1
-
-    run(body)
+@driven(run)
+async def test_who_has_just_joined_is_fetched_from_at_once(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    address = two.index.addresses.pop("b")
+    two.a.fetcher._members.discard("b")
+    two.a.fetcher._addresses.pop("b", None)
+    two.index.holders["b"] = 1
+    two.index.addresses["b"] = address
+    more = await two.lease(Stored(two.a, "ea"), 1, 1)
+    assert more.from_peer == 1
 
 
 async def _read_to_its_end(call: Any) -> None:
@@ -432,31 +386,27 @@ GARBAGE = {
 }
 
 
-def test_nonsense_is_hung_up_on_in_words(subtests: pytest.Subtests) -> None:
+@driven(run)
+async def test_nonsense_is_hung_up_on_in_words(two: Two, subtests: pytest.Subtests) -> None:
     said = {f"at first {name}": [word] for name, word in UNNAMED.items()}
     said |= {name: [hello(), word] for name, word in GARBAGE.items()}
 
-    async def body(two: Two) -> None:
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            other = session(channel)
-            await other.write(hello("y"))
-            await other.read()
-            for serving, (name, words) in enumerate(said.items()):
-                with subtests.test(name):
-                    refused = await ended(channel, *words)
-                    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-                    sentence = refused.details()
-                    assert sentence
-                    assert "\n" not in sentence
-                    await two.until(
-                        lambda: len(two.b.block_server.sessions) == 1, "the session ends"
-                    )
-                    await other.write(serve(serving=serving))
-                    assert await slots_of(other) == b"", "and no other one"
-            other.cancel()
-        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the other one ends, too")
-
-    run(body)
+    async with grpc.aio.insecure_channel(two.b.address) as channel:
+        other = session(channel)
+        await other.write(hello("y"))
+        await other.read()
+        for serving, (name, words) in enumerate(said.items()):
+            with subtests.test(name):
+                refused = await ended(channel, *words)
+                assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+                sentence = refused.details()
+                assert sentence
+                assert "\n" not in sentence
+                await two.until(lambda: len(two.b.block_server.sessions) == 1, "the session ends")
+                await other.write(serve(serving=serving))
+                assert await slots_of(other) == b"", "and no other one"
+        other.cancel()
+    await two.until(lambda: len(two.b.block_server.sessions) == 0, "the other one ends, too")
 
 
 async def ended(channel: grpc.aio.Channel, *words: bytes) -> grpc.aio.AioRpcError:
@@ -469,32 +419,30 @@ async def ended(channel: grpc.aio.Channel, *words: bytes) -> grpc.aio.AioRpcErro
     return refused.value
 
 
-def test_who_does_not_begin_with_hello_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven(run)
+async def test_who_does_not_begin_with_hello_is_nobody(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstore.peers.peer_session.HELLO_TIMEOUT_S", 0.01)
 
-    async def body(two: Two) -> None:
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            refused = await ended(channel, SERVE)
-            assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert "first word of a session" in str(refused.details())
-            refused = await ended(channel)
-            assert refused.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "begins with Hello" in str(refused.details())
-
-    run(body)
+    async with grpc.aio.insecure_channel(two.b.address) as channel:
+        refused = await ended(channel, SERVE)
+        assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert "first word of a session" in str(refused.details())
+        refused = await ended(channel)
+        assert refused.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "begins with Hello" in str(refused.details())
 
 
-def test_too_many_asks_at_once_are_hung_up_on() -> None:
-    async def body(two: Two) -> None:
-        two.b.handle = lambda command: None  # type: ignore[method-assign]
-        two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
-        async with grpc.aio.insecure_channel(two.b.address) as channel:
-            words = (wire.encode(wire.GiveBack(serving)) for serving in range(ASKS_MAX + 1))
-            refused = await ended(channel, hello(), *words)
-            assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
-
-    run(body)
+@driven(run)
+async def test_too_many_asks_at_once_are_hung_up_on(two: Two) -> None:
+    two.b.handle = lambda command: None  # type: ignore[method-assign]
+    two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
+    async with grpc.aio.insecure_channel(two.b.address) as channel:
+        words = (wire.encode(wire.GiveBack(serving)) for serving in range(ASKS_MAX + 1))
+        refused = await ended(channel, hello(), *words)
+        assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
 
 
 def lies() -> dict[str, wire.ServeAnswer]:
@@ -522,58 +470,52 @@ def lies() -> dict[str, wire.ServeAnswer]:
     }
 
 
-def test_a_peer_that_lies_costs_a_miss(subtests: pytest.Subtests) -> None:
-    async def body(two: Two) -> None:
-        say = two.b.block_server.answer
-        lie, told = wire.ServeAnswer(1), list[wire.ServeAnswer]()
+@driven(run)
+async def test_a_peer_that_lies_costs_a_miss(two: Two, subtests: pytest.Subtests) -> None:
+    say = two.b.block_server.answer
+    lie, told = wire.ServeAnswer(1), list[wire.ServeAnswer]()
 
-        def served(peer: int, answer: wire.Answer) -> None:
-            assert isinstance(answer, wire.ServeAnswer | wire.GivenBack)
-            told.append(lie)
-            say(peer, msgspec.structs.replace(lie, serving=answer.serving))
+    def served(peer: int, answer: wire.Answer) -> None:
+        assert isinstance(answer, wire.ServeAnswer | wire.GivenBack)
+        told.append(lie)
+        say(peer, msgspec.structs.replace(lie, serving=answer.serving))
 
-        two.b.block_server.answer = served  # type: ignore[method-assign]
-        two.index.holders["b"] = 1
-        engine = Stored(two.a, "ea")
-        for lease, (name, lie) in enumerate(lies().items(), start=1):
-            with subtests.test(name):
-                assert (await two.lease(engine, lease, 1)).slots == b""
-                assert lie in told
-                assert two.a.blocks() == {}
-                two.a.hear(engine.scheduler, release(lease))
-                await two.at_rest()
-                two.a.tick(60_000)  # it is tried again
-
-    run(body)
+    two.b.block_server.answer = served  # type: ignore[method-assign]
+    two.index.holders["b"] = 1
+    engine = Stored(two.a, "ea")
+    for lease, (name, lie) in enumerate(lies().items(), start=1):
+        with subtests.test(name):
+            assert (await two.lease(engine, lease, 1)).slots == b""
+            assert lie in told
+            assert two.a.blocks() == {}
+            two.a.hear(engine.scheduler, release(lease))
+            await two.at_rest()
+            two.a.tick(60_000)  # it is tried again
 
 
 @pytest.mark.parametrize("intact", [bytes(2), b"\2"])
-def test_who_takes_other_blocks_back_is_hung_up_on(intact: bytes) -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
+@driven(run)
+async def test_who_takes_other_blocks_back_is_hung_up_on(two: Two, intact: bytes) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
 
-        say = two.b.block_server.answer
+    say = two.b.block_server.answer
 
-        def ended(peer: int, answer: wire.Answer) -> None:
-            is_end = isinstance(answer, wire.GivenBack)
-            say(peer, msgspec.structs.replace(answer, intact=intact) if is_end else answer)
+    def ended(peer: int, answer: wire.Answer) -> None:
+        is_end = isinstance(answer, wire.GivenBack)
+        say(peer, msgspec.structs.replace(answer, intact=intact) if is_end else answer)
 
-        two.b.block_server.answer = ended  # type: ignore[method-assign]
-        assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
-        assert "other blocks than were served" in two.a.fetcher._told["node b"]
-
-    run(body)
+    two.b.block_server.answer = ended  # type: ignore[method-assign]
+    assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
+    assert "other blocks than were served" in two.a.fetcher._told["node b"]
 
 
-def test_a_restarted_peer_voids_what_it_had_served() -> None:
-    async def body(two: Two) -> None:
-        two.b.step(PeerGone(77))
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        two.a.transfer_worker.before = lambda: two.b.step(PeerGone(1))
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.fetcher.counters.not_kept == 1
-
-    run(body)
+@driven(run)
+async def test_a_restarted_peer_voids_what_it_had_served(two: Two) -> None:
+    two.b.step(PeerGone(77))
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    two.a.transfer_worker.before = lambda: two.b.step(PeerGone(1))
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert two.a.fetcher.counters.not_kept == 1

@@ -13,30 +13,22 @@ from kvstore.types import Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import RANKS_MAX
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
-from tests.unit.peers.two_nodes import (
-    Stored,
-    Together,
-    Two,
-    Whereabouts,
-    release,
-    run,
-)
+from tests.kit.coroutines import driven, on_loop
+from tests.unit.peers.two_nodes import Stored, Together, Two, Whereabouts, release, run
 
 
-def test_what_a_transfer_worker_would_choke_on_does_not_come_to_it() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        size = len(two.b.memory)
-        two.b.transfer_worker.descriptor = encode(
-            Descriptor("memory", "b", size, 0, bytes(DESCRIPTOR_BYTES_MAX))
-        )
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.transfer_worker.descriptors == []
-        assert "bytes` of length <= 65536 - at `$.descriptor" in two.a.fetcher._told["node b"]
-
-    run(body)
+@driven(run)
+async def test_what_a_transfer_worker_would_choke_on_does_not_come_to_it(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    size = len(two.b.memory)
+    two.b.transfer_worker.descriptor = encode(
+        Descriptor("memory", "b", size, 0, bytes(DESCRIPTOR_BYTES_MAX))
+    )
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert two.a.transfer_worker.descriptors == []
+    assert "bytes` of length <= 65536 - at `$.descriptor" in two.a.fetcher._told["node b"]
 
 
 def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
@@ -52,67 +44,56 @@ def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
         wire.decode_answer(wire.encode(wire.ServeAnswer(1, shards[:1] * count, (8,) * count)))
 
 
-def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
+@on_loop
+async def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
     """Its checksums are of another form: none of its blocks would be right."""
-
-    async def body() -> None:
-        server = grpc.aio.server()
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        context = Together("a", Whereabouts()).context
-        try:
-            with pytest.raises(SessionLost, match="node b speaks another peer protocol"):
-                await PeerSession.open("b", f"127.0.0.1:{port}", context)
-        finally:
-            await server.stop(0)
-
-    asyncio.run(body())
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    context = Together("a", Whereabouts()).context
+    try:
+        with pytest.raises(SessionLost, match="node b speaks another peer protocol"):
+            await PeerSession.open("b", f"127.0.0.1:{port}", context)
+    finally:
+        await server.stop(0)
 
 
-def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        two.a.transfer_worker.reason = "the peer died"
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        two.a.hear(engine.scheduler, release(1))
-        await two.at_rest()
-        assert "b.node.kvstore" in two.a.transfer_worker.forgotten
-
-    run(body)
+@driven(run)
+async def test_a_transfer_that_fails_gives_everything_back_on_both_sides(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    two.a.transfer_worker.reason = "the peer died"
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    two.a.hear(engine.scheduler, release(1))
+    await two.at_rest()
+    assert "b.node.kvstore" in two.a.transfer_worker.forgotten
 
 
-def test_a_peer_is_not_blamed_for_our_own_transfer_worker() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        two.a.transfer_worker.reason = two.a.transfer_worker.trouble = (
-            "our own transfer worker died"
-        )
-        engine = Stored(two.a, "ea")
-        assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.engine._fetches._peers["b"].failures == 0
-        two.a.transfer_worker.reason = two.a.transfer_worker.trouble = ""
-        two.a.tick(1001)
-        assert (await two.lease(engine, 2, 1)).from_peer == 1
-
-    run(body)
+@driven(run)
+async def test_a_peer_is_not_blamed_for_our_own_transfer_worker(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    two.a.transfer_worker.reason = two.a.transfer_worker.trouble = "our own transfer worker died"
+    engine = Stored(two.a, "ea")
+    assert (await two.lease(engine, 1, 1)).slots == b""
+    assert two.a.engine._fetches._peers["b"].backoff.failures == 0
+    two.a.transfer_worker.reason = two.a.transfer_worker.trouble = ""
+    two.a.tick(1001)
+    assert (await two.lease(engine, 2, 1)).from_peer == 1
 
 
-def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        gate = two.a.transfer_worker.gate = asyncio.Event()
-        engine = Stored(two.a, "ea")
-        engine.hint(1)
-        await two.until(lambda: bool(two.b.served()), "b serves")
-        two.a.end(engine.scheduler, *engine.ranks)
-        assert len(two.a.state.slots.of_writer(-2)) == 1
-        assert len(two.b.engine.leases()) == 1
-        gate.set()
-        await two.at_rest()
-        assert len(two.a.blocks()) == 1
-
-    run(body)
+@driven(run)
+async def test_slots_stay_the_fetchs_until_the_transfer_has_ended(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    gate = two.a.transfer_worker.gate = asyncio.Event()
+    engine = Stored(two.a, "ea")
+    engine.hint(1)
+    await two.until(lambda: bool(two.b.served()), "b serves")
+    two.a.end(engine.scheduler, *engine.ranks)
+    assert len(two.a.state.slots.of_writer(-2)) == 1
+    assert len(two.b.engine.leases()) == 1
+    gate.set()
+    await two.at_rest()
+    assert len(two.a.blocks()) == 1

@@ -6,25 +6,15 @@ import asyncio
 import threading
 from typing import Any, Self
 
-from kvstore.engine.events import (
-    Locate,
-    Located,
-    PeerEvent,
-)
+from kvstore.engine.events import Locate, Located, PeerEvent
 from kvstore.index.index import Answer
 from kvstore.peers.fetcher import ASK_THREADS, LOCATE_TIMEOUT_S
 from kvstore.units import NS_PER_S
+from tests.kit.coroutines import driven
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import (
-    keys,
-)
+from tests.unit.engine.harness import keys
 from tests.unit.node.conftest import FakeClock
-from tests.unit.peers.two_nodes import (
-    Stored,
-    Two,
-    Whereabouts,
-    run,
-)
+from tests.unit.peers.two_nodes import Stored, Two, Whereabouts, run
 
 
 class Hanging:
@@ -66,35 +56,33 @@ def ask(two: Two, count: int) -> list[Located]:
     return located
 
 
-def test_questions_behind_an_index_that_hangs_are_answered_without_asking_it() -> None:
-    async def body(two: Two) -> None:
-        clock = two.a.fetcher._clock = FakeClock()
-        two.index.is_away = True
-        with Hanging(two.index) as index:
-            located = ask(two, 256)
-            await two.until(lambda: len(index.asked) == ASK_THREADS, "the first are asked")
-            clock.ns += int(LOCATE_TIMEOUT_S * NS_PER_S) + 1
-        await two.until(lambda: len(located) == 256, "all are answered")
-        assert len({answer.locate for answer in located}) == 256
-        assert not any(answer.is_known for answer in located)
-        assert len(index.asked) == ASK_THREADS
+@driven(run)
+async def test_questions_behind_an_index_that_hangs_are_answered_without_asking_it(
+    two: Two,
+) -> None:
+    clock = two.a.fetcher._clock = FakeClock()
+    two.index.is_away = True
+    with Hanging(two.index) as index:
+        located = ask(two, 256)
+        await two.until(lambda: len(index.asked) == ASK_THREADS, "the first are asked")
+        clock.ns += int(LOCATE_TIMEOUT_S * NS_PER_S) + 1
+    await two.until(lambda: len(located) == 256, "all are answered")
+    assert len({answer.locate for answer in located}) == 256
+    assert not any(answer.is_known for answer in located)
+    assert len(index.asked) == ASK_THREADS
 
-    run(body)
 
-
-def test_what_has_come_is_verified_while_the_index_hangs() -> None:
-    async def body(two: Two) -> None:
-        Stored(two.b, "eb").store(1)
-        two.index.holders["b"] = 1
-        gate = two.a.transfer_worker.gate = asyncio.Event()
-        engine = Stored(two.a, "ea")
-        engine.hint(1)
-        await two.until(lambda: bool(two.a.transfer_worker.descriptors), "its bytes are moved")
-        with Hanging(two.index) as index:
-            ask(two, ASK_THREADS + 1)
-            await two.until(lambda: len(index.asked) == ASK_THREADS, "all who ask hang")
-            gate.set()
-            await two.until(lambda: bool(two.a.blocks()), "the block is here")
-        assert len(two.a.blocks()) == 1
-
-    run(body)
+@driven(run)
+async def test_what_has_come_is_verified_while_the_index_hangs(two: Two) -> None:
+    Stored(two.b, "eb").store(1)
+    two.index.holders["b"] = 1
+    gate = two.a.transfer_worker.gate = asyncio.Event()
+    engine = Stored(two.a, "ea")
+    engine.hint(1)
+    await two.until(lambda: bool(two.a.transfer_worker.descriptors), "its bytes are moved")
+    with Hanging(two.index) as index:
+        ask(two, ASK_THREADS + 1)
+        await two.until(lambda: len(index.asked) == ASK_THREADS, "all who ask hang")
+        gate.set()
+        await two.until(lambda: bool(two.a.blocks()), "the block is here")
+    assert len(two.a.blocks()) == 1

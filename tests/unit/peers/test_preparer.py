@@ -16,6 +16,7 @@ from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.peers import PrepareReply, PrepareRequest, encode
+from tests.kit.coroutines import on_loop
 
 
 class Refused(Exception):
@@ -85,37 +86,33 @@ def test_nobody_else_is(names: tuple[str, ...]) -> None:
     assert door.preparer.refused_count == 1
 
 
-def test_calls_of_one_caller_are_bounded_and_others_are_served() -> None:
-    async def knock() -> None:
-        door = Door()
-        silent = [door.silent(R1) for _ in range(CALLS_MAX)]
-        await asyncio.sleep(0)
-        with pytest.raises(Refused, match=f"{R1} has {CALLS_MAX} calls open here already"):
-            await door.call(R1)
-        assert (await door.call(R2)).dram == 3
-        for each in silent:
-            each.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
-        assert (await door.call(R1)).dram == 3
-
-    asyncio.run(knock())
-
-
-def test_callers_are_bounded_and_idle_ones_give_way() -> None:
-    async def knock() -> None:
-        door = Door()
-        for number in range(2 * CALLERS_MAX):
-            await door.call(f"r{number}.client.kvstore")
-        silent = [door.silent(f"s{number}.client.kvstore") for number in range(CALLERS_MAX)]
-        await asyncio.sleep(0)
-        with pytest.raises(Refused, match="too many callers"):
-            await door.call(R1)
-        for each in silent:
-            each.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
+@on_loop
+async def test_calls_of_one_caller_are_bounded_and_others_are_served() -> None:
+    door = Door()
+    silent = [door.silent(R1) for _ in range(CALLS_MAX)]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match=f"{R1} has {CALLS_MAX} calls open here already"):
         await door.call(R1)
+    assert (await door.call(R2)).dram == 3
+    for each in silent:
+        each.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    assert (await door.call(R1)).dram == 3
 
-    asyncio.run(knock())
+
+@on_loop
+async def test_callers_are_bounded_and_idle_ones_give_way() -> None:
+    door = Door()
+    for number in range(2 * CALLERS_MAX):
+        await door.call(f"r{number}.client.kvstore")
+    silent = [door.silent(f"s{number}.client.kvstore") for number in range(CALLERS_MAX)]
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="too many callers"):
+        await door.call(R1)
+    for each in silent:
+        each.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    await door.call(R1)
 
 
 def test_keys_of_one_caller_are_bounded_in_time() -> None:

@@ -19,14 +19,9 @@ from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.pushes import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    PushCancel,
-    PushClose,
-    PushExpect,
-    PushOpen,
-)
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
 from kvstore.wire.transfer_worker import Descriptor, encode
+from tests.kit.coroutines import driven, on_loop
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant
 from tests.unit.peers.two_nodes import MemoryTransferWorker, Stored, Two, cut, run, session as dial
@@ -57,134 +52,114 @@ def prefills(two: Two, **options: Any) -> Stored:
     ("there", "here"),
     [((WHOLE,), (WHOLE,)), (HALVES, (WHOLE,)), ((WHOLE,), HALVES), (HALVES, HALVES)],
 )
-def test_pushed_blocks_are_here_byte_by_byte(
-    there: tuple[Shard, ...], here: tuple[Shard, ...]
+@driven(pushing)
+async def test_pushed_blocks_are_here_byte_by_byte(
+    two: Two, there: tuple[Shard, ...], here: tuple[Shard, ...]
 ) -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two, shards=there)
-        prefill.store(1, 2, 3)
-        engine = Stored(two.a, "ea", shards=here)
-        assert (await two.push(engine, 1, 2, 3)).reason == ""
-        reply = engine.lease(1, 1, 2, 3)
-        found = engine.read(reply)  # type: ignore[arg-type]
-        assert found == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
-
-    pushing(body)
+    prefill = prefills(two, shards=there)
+    prefill.store(1, 2, 3)
+    engine = Stored(two.a, "ea", shards=here)
+    assert (await two.push(engine, 1, 2, 3)).reason == ""
+    reply = engine.lease(1, 1, 2, 3)
+    found = engine.read(reply)  # type: ignore[arg-type]
+    assert found == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
 
 
-def test_each_write_goes_to_the_extents_of_its_blocks() -> None:
-    async def body(two: Two) -> None:
-        prefill, engine = prefills(two), Stored(two.a, "ea")
-        prefill.store(1)
-        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2, 3), 20_000))
-        await two.until(lambda: len(two.a.blocks()) == 1, "the first one is here")
-        prefill.store(2, 3)
-        await two.until(lambda: len(two.a.blocks()) == 3, "and the others")
-        assert two.a.engine.counters.push_blocks_damaged == 0
-
-    pushing(body)
+@driven(pushing)
+async def test_each_write_goes_to_the_extents_of_its_blocks(two: Two) -> None:
+    prefill, engine = prefills(two), Stored(two.a, "ea")
+    prefill.store(1)
+    two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2, 3), 20_000))
+    await two.until(lambda: len(two.a.blocks()) == 1, "the first one is here")
+    prefill.store(2, 3)
+    await two.until(lambda: len(two.a.blocks()) == 3, "and the others")
+    assert two.a.engine.counters.push_blocks_damaged == 0
 
 
-def test_whole_blocks_are_pushed() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        prefill.store(1, 2, 3)
-        end = await two.push(Stored(two.a, "ea"), 1, 2, 3)
-        assert (end.blocks, end.reason) == (3, "")
-
-    pushing(body)
+@driven(pushing)
+async def test_whole_blocks_are_pushed(two: Two) -> None:
+    prefill = prefills(two)
+    prefill.store(1, 2, 3)
+    end = await two.push(Stored(two.a, "ea"), 1, 2, 3)
+    assert (end.blocks, end.reason) == (3, "")
 
 
-def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        prefill.store(1, 2)
+@driven(pushing)
+async def test_a_flipped_bit_on_the_way_is_a_miss(two: Two) -> None:
+    prefill = prefills(two)
+    prefill.store(1, 2)
 
-        def flip() -> None:
-            asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
-            begin = int.from_bytes(asked.extents[4:8], "little") * PAGE_BYTES
-            two.a.memory[begin + 100] ^= 4
+    def flip() -> None:
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        begin = int.from_bytes(asked.extents[4:8], "little") * PAGE_BYTES
+        two.a.memory[begin + 100] ^= 4
 
-        two.b.transfer_worker.after = flip
-        engine = Stored(two.a, "ea")
-        end = await two.push(engine, 1, 2)
-        assert (end.blocks, "damaged" in end.reason) == (1, True)
-        assert len(pairs(engine.lease(1, 1, 2))) == 1
-        assert two.a.engine.counters.push_blocks_damaged == 1
-
-    pushing(body)
+    two.b.transfer_worker.after = flip
+    engine = Stored(two.a, "ea")
+    end = await two.push(engine, 1, 2)
+    assert (end.blocks, "damaged" in end.reason) == (1, True)
+    assert len(pairs(engine.lease(1, 1, 2))) == 1
+    assert two.a.engine.counters.push_blocks_damaged == 1
 
 
-def test_a_write_that_failed_is_told_and_leaves_limbo() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        prefill.store(1)
-        two.b.transfer_worker.reason = "it is broken"
-        engine = Stored(two.a, "ea")
-        assert "it is broken" in (await two.push(engine, 1)).reason
-        assert two.a.engine.landing_bytes()[("limbo",)] > 0
-
-    pushing(body)
+@driven(pushing)
+async def test_a_write_that_failed_is_told_and_leaves_limbo(two: Two) -> None:
+    prefill = prefills(two)
+    prefill.store(1)
+    two.b.transfer_worker.reason = "it is broken"
+    engine = Stored(two.a, "ea")
+    assert "it is broken" in (await two.push(engine, 1)).reason
+    assert two.a.engine.landing_bytes()[("limbo",)] > 0
 
 
-def test_an_abort_is_told_and_nothing_is_left() -> None:
-    async def body(two: Two) -> None:
-        engine = Stored(two.a, "ea")
-        prefills(two)
-        await asked_for(two, engine, 1, 2)
-        two.a.hear(engine.scheduler, PushCancel("r"))
-        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 0, "told")
-        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
-        assert two.a.engine.landing_bytes()[("limbo",)] == 0
-
-    pushing(body)
+@driven(pushing)
+async def test_an_abort_is_told_and_nothing_is_left(two: Two) -> None:
+    engine = Stored(two.a, "ea")
+    prefills(two)
+    await asked_for(two, engine, 1, 2)
+    two.a.hear(engine.scheduler, PushCancel("r"))
+    await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 0, "told")
+    await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
+    assert two.a.engine.landing_bytes()[("limbo",)] == 0
 
 
-def test_the_end_of_a_prefill_is_told() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        engine = Stored(two.a, "ea")
-        await asked_for(two, engine, 1, 2)
-        two.b.hear(prefill.scheduler, PushClose("r", "preempted"))
-        assert (await two.push(engine, 3, transfer="other")).reason
-        assert "preempted" in [
-            m.reason for m in two.a.sent[engine.scheduler] if hasattr(m, "reason")
-        ]
-
-    pushing(body)
+@driven(pushing)
+async def test_the_end_of_a_prefill_is_told(two: Two) -> None:
+    prefill = prefills(two)
+    engine = Stored(two.a, "ea")
+    await asked_for(two, engine, 1, 2)
+    two.b.hear(prefill.scheduler, PushClose("r", "preempted"))
+    assert (await two.push(engine, 3, transfer="other")).reason
+    assert "preempted" in [m.reason for m in two.a.sent[engine.scheduler] if hasattr(m, "reason")]
 
 
-def test_a_descriptor_of_another_machine_is_refused() -> None:
-    async def body(two: Two) -> None:
-        there = encode(Descriptor("tcp", "a.node.kvstore", 1, 0, b"203.0.113.9:1"))
-        two.a.transfer_worker.descriptor = there
-        prefill = prefills(two)
-        prefill.store(1)
-        engine = Stored(two.a, "ea")
-        assert "own machine" in (await two.push(engine, 1)).reason
-        assert not any(isinstance(c, WritePush) for c in two.b.asked)
-
-    pushing(body)
+@driven(pushing)
+async def test_a_descriptor_of_another_machine_is_refused(two: Two) -> None:
+    there = encode(Descriptor("tcp", "a.node.kvstore", 1, 0, b"203.0.113.9:1"))
+    two.a.transfer_worker.descriptor = there
+    prefill = prefills(two)
+    prefill.store(1)
+    engine = Stored(two.a, "ea")
+    assert "own machine" in (await two.push(engine, 1)).reason
+    assert not any(isinstance(c, WritePush) for c in two.b.asked)
 
 
-def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        prefill.store(1, 2)
-        engine = Stored(two.a, "ea")
-        assert not (await two.push(engine, 1)).reason
-        # Another node's grant, with the number that a's next one has.
-        number = next(c for c in two.a.asked if isinstance(c, AskPush)).its.grant
-        other = _TakenGrant("other", push_grant(number, keys(2)))
-        written = bytes(two.a.memory[:SLOT_BYTES_MIN])
-        for _ in range(6):
-            number += 1
-            two.b.pusher._taken[99, number] = other
-        prefill.store(3)
-        assert not (await two.push(engine, 3)).reason
-        assert bytes(two.a.memory[:SLOT_BYTES_MIN]) == written
-
-    pushing(body)
+@driven(pushing)
+async def test_a_grant_is_used_by_the_peer_that_has_it(two: Two) -> None:
+    prefill = prefills(two)
+    prefill.store(1, 2)
+    engine = Stored(two.a, "ea")
+    assert not (await two.push(engine, 1)).reason
+    # Another node's grant, with the number that a's next one has.
+    number = next(c for c in two.a.asked if isinstance(c, AskPush)).its.grant
+    other = _TakenGrant("other", push_grant(number, keys(2)))
+    written = bytes(two.a.memory[:SLOT_BYTES_MIN])
+    for _ in range(6):
+        number += 1
+        two.b.pusher._taken[99, number] = other
+    prefill.store(3)
+    assert not (await two.push(engine, 3)).reason
+    assert bytes(two.a.memory[:SLOT_BYTES_MIN]) == written
 
 
 def pushed(asked: wire.PushGrant, shard: Shard, block_bytes: int) -> wire.Pushed:
@@ -199,103 +174,94 @@ def pushed(asked: wire.PushGrant, shard: Shard, block_bytes: int) -> wire.Pushed
     )
 
 
-def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
-    async def body(two: Two) -> None:
-        engine = Stored(two.a, "ea")
-        asked = await asked_for(two, engine, 1)
-        word = pushed(asked, Shard(0, 1, 0, 1), 1)
-        two.a.lander._hear(object(), word)  # type: ignore[arg-type]
-        assert not any(isinstance(c, Land) for c in two.a.asked)
-        # Nor can another peer end it by a word that is none.
-        none = msgspec.structs.replace(word, checksums=b"x")
-        two.a.lander._hear(object(), none)  # type: ignore[arg-type]
-        over = wire.PushOver(asked.grant, asked.epoch, "", is_quiet=True)
-        two.a.lander._hear(object(), over)  # type: ignore[arg-type]
-        # Nor does its own session end what others were granted.
-        two.a.lander._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
-        assert two.a.lander._given.keys() == {asked.grant}
-        assert two.a.engine.landing_bytes()[("granted",)] > 0
-
-    pushing(body)
+@driven(pushing)
+async def test_words_of_a_session_that_has_no_such_grant_are_dropped(two: Two) -> None:
+    engine = Stored(two.a, "ea")
+    asked = await asked_for(two, engine, 1)
+    word = pushed(asked, Shard(0, 1, 0, 1), 1)
+    two.a.lander._hear(object(), word)  # type: ignore[arg-type]
+    assert not any(isinstance(c, Land) for c in two.a.asked)
+    # Nor can another peer end it by a word that is none.
+    none = msgspec.structs.replace(word, checksums=b"x")
+    two.a.lander._hear(object(), none)  # type: ignore[arg-type]
+    over = wire.PushOver(asked.grant, asked.epoch, "", is_quiet=True)
+    two.a.lander._hear(object(), over)  # type: ignore[arg-type]
+    # Nor does its own session end what others were granted.
+    two.a.lander._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
+    assert two.a.lander._given.keys() == {asked.grant}
+    assert two.a.engine.landing_bytes()[("granted",)] > 0
 
 
-def test_grants_of_one_number_are_those_of_two_peers() -> None:
+@on_loop
+async def test_grants_of_one_number_are_those_of_two_peers() -> None:
     """Each is taken back, answered, and ends with its session, by itself."""
+    transfer_worker = MemoryTransferWorker(bytearray(1))
+    posted: list[Any] = []
+    answers: list[tuple[int, int]] = []
 
-    async def body() -> None:
-        transfer_worker = MemoryTransferWorker(bytearray(1))
-        posted: list[Any] = []
-        answers: list[tuple[int, int]] = []
+    async def address_of(_: str) -> str:
+        return "127.0.0.1:1"
 
-        async def address_of(_: str) -> str:
-            return "127.0.0.1:1"
+    def answer(peer: int, told: wire.PushWord) -> None:
+        answers.append((peer, told.epoch))
 
-        def answer(peer: int, told: wire.PushWord) -> None:
-            answers.append((peer, told.epoch))
-
-        nothing: Any = None
-        its = nothing, transfer_worker, nothing, MonotonicClock(), None
-        pusher = Pusher(PeerContext(posted.append, *its), address_of, answer)  # type: ignore[arg-type]
-        for peer in (1, 2, 3):
-            grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
-            pusher.asked(peer, f"d{peer}", grant)
-        await asyncio.gather(*pusher._tasks._running)
-        assert [event.peer for event in posted] == [1, 2, 3]
-        pusher.revoked(2, 7)
-        assert posted[3:] == [PushRevoked(2, 7)]
-        pusher.gone(1)
-        over = wire.PushOver(7, 30, "it was taken back", is_quiet=True)
-        pusher.say(3, over)
-        for peer in (1, 2, 3):
-            pusher.say(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))
-        assert answers == [(3, 30), (2, 20)]
-
-    asyncio.run(body())
+    nothing: Any = None
+    its = nothing, transfer_worker, nothing, MonotonicClock(), None
+    pusher = Pusher(PeerContext(posted.append, *its), address_of, answer)  # type: ignore[arg-type]
+    for peer in (1, 2, 3):
+        grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
+        pusher.asked(peer, f"d{peer}", grant)
+    await asyncio.gather(*pusher._tasks._running)
+    assert [event.peer for event in posted] == [1, 2, 3]
+    pusher.revoked(2, 7)
+    assert posted[3:] == [PushRevoked(2, 7)]
+    pusher.gone(1)
+    over = wire.PushOver(7, 30, "it was taken back", is_quiet=True)
+    pusher.say(3, over)
+    for peer in (1, 2, 3):
+        pusher.say(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))
+    assert answers == [(3, 30), (2, 20)]
 
 
-def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> None:
-    async def body(two: Two) -> None:
-        epochs = iter((8, 9))
-        two.a.lander._draw_epoch = lambda: next(epochs)
-        two.a.lander.transfer_worker_changed()
-        await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
-        engine = Stored(two.a, "ea")
-        asked = await asked_for(two, engine, 1)
-        session = two.a.lander._given[asked.grant].session
-        assert session is not None
+@driven(pushing)
+async def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names(two: Two) -> None:
+    epochs = iter((8, 9))
+    two.a.lander._draw_epoch = lambda: next(epochs)
+    two.a.lander.transfer_worker_changed()
+    await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
+    engine = Stored(two.a, "ea")
+    asked = await asked_for(two, engine, 1)
+    session = two.a.lander._given[asked.grant].session
+    assert session is not None
 
-        def over(epoch: int) -> wire.PushOver:
-            return wire.PushOver(asked.grant, epoch, "", is_quiet=True)
+    def over(epoch: int) -> wire.PushOver:
+        return wire.PushOver(asked.grant, epoch, "", is_quiet=True)
 
-        assert (asked.epoch, two.a.lander.epoch) == (8, 8)
-        two.a.lander._hear(session, over(7))
-        assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
-        assert two.a.engine.landing_bytes()[("granted",)] > 0
-        two.a.lander.transfer_worker_changed()
-        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "void")
-        two.a.lander._hear(session, over(9))
-        assert asked.grant in two.a.lander._given, "nor does one of the next"
-        two.a.lander._hear(session, over(8))
-        assert not two.a.lander._given, "the worker is gone, and its grants are not kept"
-
-    pushing(body)
+    assert (asked.epoch, two.a.lander.epoch) == (8, 8)
+    two.a.lander._hear(session, over(7))
+    assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
+    assert two.a.engine.landing_bytes()[("granted",)] > 0
+    two.a.lander.transfer_worker_changed()
+    await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "void")
+    two.a.lander._hear(session, over(9))
+    assert asked.grant in two.a.lander._given, "nor does one of the next"
+    two.a.lander._hear(session, over(8))
+    assert not two.a.lander._given, "the worker is gone, and its grants are not kept"
 
 
-def test_a_word_without_blocks_is_no_first_block_and_ends_nothing() -> None:
-    async def body(two: Two) -> None:
-        engine = Stored(two.a, "ea")
-        prefills(two)
-        asked = await asked_for(two, engine, 1)
-        given = two.a.lander._given[asked.grant]
-        assert given.session is not None
-        for sums in (b"", bytes(16)):
-            assert not given.has_begun
-            assert asked.grant in two.a.lander._given
-            word = wire.Pushed(grant=asked.grant, epoch=asked.epoch, first=0, checksums=sums)
-            two.a.lander._hear(given.session, word)
-        assert asked.grant not in two.a.lander._given, "checksums of no shard"
-
-    pushing(body)
+@driven(pushing)
+async def test_a_word_without_blocks_is_no_first_block_and_ends_nothing(two: Two) -> None:
+    engine = Stored(two.a, "ea")
+    prefills(two)
+    asked = await asked_for(two, engine, 1)
+    given = two.a.lander._given[asked.grant]
+    assert given.session is not None
+    for sums in (b"", bytes(16)):
+        assert not given.has_begun
+        assert asked.grant in two.a.lander._given
+        word = wire.Pushed(grant=asked.grant, epoch=asked.epoch, first=0, checksums=sums)
+        two.a.lander._hear(given.session, word)
+    assert asked.grant not in two.a.lander._given, "checksums of no shard"
 
 
 @pytest.mark.parametrize(
@@ -310,27 +276,23 @@ def test_a_word_without_blocks_is_no_first_block_and_ends_nothing() -> None:
     ],
     ids=["no checksums", "a part of one", "too many", "no size", "two sizes", "no shards"],
 )
-def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
-    other: dict[str, Any],
+@driven(pushing)
+async def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
+    two: Two, other: dict[str, Any]
 ) -> None:
-    async def body(two: Two) -> None:
-        engine = Stored(two.a, "ea")
-        asked = await asked_for(two, engine, 1)
-        session = two.a.lander._given[asked.grant].session
-        assert session is not None
-        word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
-        assert wire.decode_answer(wire.encode(word)) == word
-        two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
-        await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
-        assert not session.lost
-        await two.until(lambda: two.a.engine.landing_bytes()[("limbo",)] > 0, "limbo")
-
-    pushing(body)
+    engine = Stored(two.a, "ea")
+    asked = await asked_for(two, engine, 1)
+    session = two.a.lander._given[asked.grant].session
+    assert session is not None
+    word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
+    assert wire.decode_answer(wire.encode(word)) == word
+    two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
+    await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
+    assert not session.lost
+    await two.until(lambda: two.a.engine.landing_bytes()[("limbo",)] > 0, "limbo")
 
 
-def test_shards_that_nobody_can_have_leave_nothing_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_shards_that_nobody_can_have_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     async def body(two: Two) -> None:
         engine = Stored(two.a, "ea")
         prefills(two)
@@ -346,15 +308,13 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(
     assert "node b pushed 1 of 1 blocks with other bytes" in caplog.text
 
 
-def test_a_node_that_has_just_joined_is_looked_for() -> None:
-    async def body(two: Two) -> None:
-        prefill = prefills(two)
-        prefill.store(1)
-        two.a.fetcher._addresses.clear()
-        engine = Stored(two.a, "ea")
-        assert not (await two.push(engine, 1)).reason
-
-    pushing(body)
+@driven(pushing)
+async def test_a_node_that_has_just_joined_is_looked_for(two: Two) -> None:
+    prefill = prefills(two)
+    prefill.store(1)
+    two.a.fetcher._addresses.clear()
+    engine = Stored(two.a, "ea")
+    assert not (await two.push(engine, 1)).reason
 
 
 @pytest.mark.parametrize(("slow_ns", "lines"), [(-1, 1), (10**12, 0)])
@@ -398,43 +358,41 @@ async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None
         call.cancel()
 
 
-def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven(run)
+async def test_a_peer_that_takes_no_answers_is_not_read(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer_session, "UNREAD_MAX", 8)
 
-    async def body(two: Two) -> None:
-        async with deaf_peer(two) as (call, session, asking):
-            for _ in range(200):  # whatever is still under way
-                if asking.done():
-                    break
-                await asyncio.sleep(0.01)
-            assert session.answers.qsize() <= GRANTS_MAX + 8
-            overs = 0
-            while overs < ASKED:
-                overs += isinstance(wire.decode_answer(await call.read()), wire.PushOver)
-            await asking
-        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
-
-    run(body)
+    async with deaf_peer(two) as (call, session, asking):
+        for _ in range(200):  # whatever is still under way
+            if asking.done():
+                break
+            await asyncio.sleep(0.01)
+        assert session.answers.qsize() <= GRANTS_MAX + 8
+        overs = 0
+        while overs < ASKED:
+            overs += isinstance(wire.decode_answer(await call.read()), wire.PushOver)
+        await asking
+    await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
 
 
-def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
-    monkeypatch: pytest.MonkeyPatch,
+@driven(run)
+async def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
+    two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each of its sessions would take one of SESSIONS_MAX places for ever."""
     monkeypatch.setattr(peer_session, "UNREAD_MAX", 8)
     monkeypatch.setattr(peer_session, "HANG_UP_S", 0.05)
 
-    async def body(two: Two) -> None:
-        async with (
-            deaf_peer(two) as (_, session, _),
-            grpc.aio.insecure_channel(two.b.address) as channel,
-        ):
-            again = dial(channel)
-            await again.write(HELLO)
-            assert isinstance(wire.decode_answer(await again.read()), wire.PeerWelcome)
-            sessions = two.b.block_server.sessions
-            await two.until(lambda: session.number not in sessions, "the first one has ended")
-            assert len(sessions) == 1
-            again.cancel()
-
-    run(body)
+    async with (
+        deaf_peer(two) as (_, session, _),
+        grpc.aio.insecure_channel(two.b.address) as channel,
+    ):
+        again = dial(channel)
+        await again.write(HELLO)
+        assert isinstance(wire.decode_answer(await again.read()), wire.PeerWelcome)
+        sessions = two.b.block_server.sessions
+        await two.until(lambda: session.number not in sessions, "the first one has ended")
+        assert len(sessions) == 1
+        again.cancel()
