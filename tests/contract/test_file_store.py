@@ -34,12 +34,12 @@ from kvstore.units import MIB
 from kvstore.wire.record import Scope
 from kvstore.wire.segment import PAGE_SHIFT
 from tests.kit.memory_store import Kept, MemoryStore
+from tests.kit.set_clock import SetClock
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
     PATIENCE_S,
     SCOPE,
     SEGMENT_BYTES,
-    FakeClock,
     FaultyDisk,
     StoreDriver,
     key,
@@ -97,7 +97,7 @@ class FileRig(StoreDriver):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory
-        self.disk, self.clock = FaultyDisk(), FakeClock()
+        self.disk, self.clock = FaultyDisk(), SetClock()
         self.config = FileConfig(
             directory,
             capacity_bytes=4 * MIB,

@@ -44,8 +44,9 @@ from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope
+from tests.kit.set_clock import SetClock
 from tests.sim.world.threads import Threads
-from tests.unit.tiers.file.kit import FakeClock, checksum, key, payload, u64
+from tests.unit.tiers.file.kit import checksum, key, payload, u64
 
 LETTERS: Final = "STOAVWRKF"
 SEGMENT_PAGES: Final = 10
@@ -219,7 +220,7 @@ class Life:
 
     def _open(self) -> None:
         self._threads = Threads(random.Random(0), lambda: self._clock.ns, lambda: None)
-        self._clock = FakeClock()
+        self._clock = SetClock()
         settings = FileConfig(
             self.directory,
             capacity_bytes=CAPACITY_BYTES,

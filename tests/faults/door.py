@@ -35,8 +35,8 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from tests.kit.set_clock import SetClock
 from tests.unit.engine.harness import Hellos, arrays, checksum, keys, pairs
-from tests.unit.node.conftest import FakeClock
 
 ARENA_SLOTS: Final = 32
 DATAGRAM_ROOM: Final = 1 << 18
@@ -47,7 +47,7 @@ class Door:
 
     def __init__(self, directory: Path, *, slots: int = ARENA_SLOTS) -> None:
         self.path = directory / "node.sock"
-        self.clock = FakeClock()
+        self.clock = SetClock()
         arena = Arena(arena_bytes=slots * SLOT_BYTES_MIN, incarnation=Incarnation(7))
         self.tier = DramTier(arena)
         self.tier.start()

@@ -38,6 +38,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import BlockPage, parse_page, payload_pages
+from tests.sim.world.clocks import SimClock
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
 from tests.sim.world.parts import Knobs, SimMemory
@@ -79,16 +80,6 @@ def _twins(fd: int, offset: int) -> list[int]:
         for place in range(0, len(content), PAGE_BYTES)
         if place != offset and content.startswith(found.key, place + key_at)
     ]
-
-
-class SimClock:
-    """A machine's time, for those who ask a clock."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def now_ns(self) -> int:
-        return self._machine.now_ns
 
 
 class SimDisk(PosixDisk):

@@ -15,8 +15,8 @@ from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
 from tests.kit.cores import has_work
+from tests.sim.world.clocks import SimEngineClock
 from tests.sim.world.copies import Violation
-from tests.sim.world.engine_clock import SimEngineClock
 from tests.sim.world.groups import (
     BLOCK_TOKENS,
     NULL_BLOCK,

@@ -54,6 +54,7 @@ from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, T
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import BlocksChanged, Hello, Removed, Stored
 from kvstore.wire.peers import PeerHello, PushGrant, PushWord, ServeAnswer, encode
+from tests.sim.world.clocks import SimClock
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
@@ -88,14 +89,6 @@ _STRAY_SHARE: Final = 0.1
 _CALM_NS: Final = 8 * NS_PER_S
 """Longer than any fault between nodes lasts."""
 _TOLD_NS: Final = 3 * NS_PER_S
-
-
-class _Clock:
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def now_ns(self) -> int:
-        return self._machine.now_ns
 
 
 class Pushing(NamedTuple):
@@ -143,7 +136,7 @@ class SimPeers:
             PeerHello(self.name, Incarnation(incarnation)),
             self.transfer_worker,  # type: ignore[arg-type]
             np.frombuffer(self.memory.bytes, np.uint8),
-            _Clock(machine),
+            SimClock(machine),
             None,
         )
         self.fetcher = Fetcher(context, dial=self._dial_peer, jitter=lambda: 0.5)

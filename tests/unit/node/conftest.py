@@ -16,6 +16,7 @@ from kvstore.supervisor.sockets import Listener
 from kvstore.types import Shard
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
 from kvstore.wire.space import Group
+from tests.kit.set_clock import SetClock
 from tests.unit.client.rank_kit import SPACE
 
 
@@ -35,14 +36,6 @@ def hello_rank(name: str = "e", rank: int = 0) -> HelloRank:
         process=f"r{rank}",
         groups=(Group(SPACE, Shard(0, 2, 0, 2), 4 * SPACE.head_bytes[0]),),
     )
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.ns = 10**9
-
-    def now_ns(self) -> int:
-        return self.ns
 
 
 class Peer:
@@ -74,15 +67,15 @@ class Peer:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> SetClock:
+    return SetClock()
 
 
 MakeAttach = Callable[..., Attach]
 
 
 @pytest.fixture
-def make_attach(tmp_path: Path, clock: FakeClock) -> Iterator[MakeAttach]:
+def make_attach(tmp_path: Path, clock: SetClock) -> Iterator[MakeAttach]:
     made: list[Attach] = []
 
     def make(

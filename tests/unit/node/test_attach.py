@@ -21,8 +21,8 @@ from kvstore.node.attach import HELLO_DEADLINE_NS, Attach, Sent
 from kvstore.supervisor.sockets import Listener
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import LeaseAsk, Quiesce, Quiet, Refused, decode_from_node, encode
+from tests.kit.set_clock import SetClock
 from tests.unit.node.conftest import (
-    FakeClock,
     MakeAttach,
     Peer,
     all_events,
@@ -119,7 +119,7 @@ def test_another_uid_is_told_so_before_it_speaks(make_attach: MakeAttach, connec
 
 
 def test_a_full_node_turns_newcomers_away_and_serves_the_others(
-    make_attach: MakeAttach, connect: Connect, clock: FakeClock
+    make_attach: MakeAttach, connect: Connect, clock: SetClock
 ) -> None:
     attach = make_attach(connection_count_max=2)
     inside = [connect(), connect()]
@@ -142,7 +142,7 @@ def test_a_full_node_turns_newcomers_away_and_serves_the_others(
 
 
 def test_silence_is_cut_off_after_two_seconds(
-    make_attach: MakeAttach, connect: Connect, clock: FakeClock
+    make_attach: MakeAttach, connect: Connect, clock: SetClock
 ) -> None:
     attach = make_attach()
     silent, known = connect(), connect()

@@ -17,8 +17,8 @@ import pytest
 from kvstore.engine.events import Received
 from kvstore.node import attach as attach_module
 from kvstore.types import ConnectionId
+from tests.kit.set_clock import SetClock
 from tests.unit.node.conftest import (
-    FakeClock,
     MakeAttach,
     Peer,
     all_events,
@@ -70,7 +70,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 def test_without_descriptors_the_door_waits_instead_of_spinning(
     make_attach: MakeAttach,
     connect: Connect,
-    clock: FakeClock,
+    clock: SetClock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def body() -> None:

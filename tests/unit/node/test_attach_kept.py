@@ -23,7 +23,8 @@ from kvstore.wire.messages import (
     decode_from_engine,
     decode_from_node,
 )
-from tests.unit.node.conftest import FakeClock, Peer, all_events, hello_rank, hello_scheduler
+from tests.kit.set_clock import SetClock
+from tests.unit.node.conftest import Peer, all_events, hello_rank, hello_scheduler
 
 Connect = Callable[[], Peer]
 FIRST = 7 << 32
@@ -54,7 +55,7 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-def attach(tmp_path: Path, clock: FakeClock, registry: Registry) -> Iterator[Attach]:
+def attach(tmp_path: Path, clock: SetClock, registry: Registry) -> Iterator[Attach]:
     made = Attach(
         Listener(tmp_path / "node.sock", others_may_connect=False),
         allow_uids=frozenset({os.geteuid()}),

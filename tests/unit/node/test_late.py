@@ -27,7 +27,8 @@ from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier
 from kvstore.units import MIB
-from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock
+from tests.kit.set_clock import SetClock
+from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver
 
 WHY = "a file lies there"
 WRITE = WriteFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"")
@@ -57,7 +58,7 @@ class Opening:
             assert self.hangs.wait(60)
         if not self.may.is_set():
             raise ConfigError(WHY)
-        return FileTier(self.config, self.arena, FakeClock(), outbox=outbox).start()
+        return FileTier(self.config, self.arena, SetClock(), outbox=outbox).start()
 
 
 @pytest.fixture

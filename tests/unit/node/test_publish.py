@@ -21,6 +21,7 @@ from kvstore.testing.raw_engine import make_keys
 from kvstore.types import KEY_BYTES, Incarnation, Shard, SpaceId, Tier
 from kvstore.wire.kv_events import END, SEQUENCE_BYTES
 from tests.kit.event_indexer import Indexer
+from tests.kit.set_clock import SetClock
 
 WAIT_MS = 10_000
 
@@ -40,16 +41,6 @@ def change(*keys: bytes, stored: bool = True, label: str = "m", tier: Tier = Tie
 
 def nothing_held(_row: int) -> Held:
     return [], -1
-
-
-class SetClock:
-    """Stands until it is set."""
-
-    def __init__(self) -> None:
-        self.set_ns = 0
-
-    def now_ns(self) -> int:
-        return self.set_ns
 
 
 Make = Callable[..., Publisher]
@@ -226,7 +217,7 @@ def test_who_does_not_take_his_replay_is_given_up(
 ) -> None:
     monkeypatch.setattr(publish, "BATCH_KEYS_MAX", 100)
     monkeypatch.setattr(publish, "REPLAY_COUNT_MAX", 1)
-    clock = SetClock()
+    clock = SetClock(0)
     publisher = make(clock=clock)
     keys = make_keys(100)
     for _ in range(500):  # 4 KiB each: more than sockets buffer
@@ -250,7 +241,7 @@ def test_who_does_not_take_his_replay_is_given_up(
             publisher.log.append(change(*keys))
             until(indexer, lambda: indexer.next_number == 503, catching_up=False)
             assert not indexer.replay.poll(0), "one at a time"
-            clock.set_ns = publish.REPLAY_STUCK_NS
+            clock.ns = publish.REPLAY_STUCK_NS
             assert indexer.replay.poll(WAIT_MS), "answered when the other one's turn is over"
             assert stuck.poll(0)
         finally:

@@ -24,20 +24,11 @@ from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import LeaseAsk, Quiet
 from tests.kit.memory_tier import MemoryTier
+from tests.kit.set_clock import SetClock
 from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, hello_scheduler, rounds
 
 Connect = Callable[[], Peer]
 LATE_NS = 50 * NS_PER_MS
-
-
-class Clock:
-    """Stands still but for what work takes."""
-
-    def __init__(self) -> None:
-        self.ns = 10**9
-
-    def now_ns(self) -> int:
-        return self.ns
 
 
 class Beats:
@@ -65,7 +56,7 @@ class Costs:
     def is_behind(self) -> bool:
         return self.behind > 0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SetClock) -> None:
         self.counters, self._clock = Counters(), clock
         self.done: list[tuple[int, int]] = []
         """(connection, when it was done) of every lookup."""
@@ -90,7 +81,7 @@ class Costs:
 class Sockets:
     """In place of `Attach`: queues that are read like sockets, and fill as a test says."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SetClock) -> None:
         self.turns, self._clock = Turns(), clock
         self.sources: dict[int, TurnSource] = {}
         self.queues: dict[int, deque[int]] = {}
@@ -141,7 +132,7 @@ class World:
     """A driver over queues, on a clock of its own."""
 
     def __init__(self) -> None:
-        self.clock, self.tier = Clock(), Beats()
+        self.clock, self.tier = SetClock(), Beats()
         self.engine, self.sockets = Costs(self.clock), Sockets(self.clock)
         attach, tier = cast("Attach", self.sockets), cast("MemoryTier", self.tier)
         self.driver = Driver(

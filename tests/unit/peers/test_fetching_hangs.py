@@ -11,9 +11,9 @@ from kvstore.index.index import Answer
 from kvstore.peers.fetcher import ASK_THREADS, LOCATE_TIMEOUT_S
 from kvstore.units import NS_PER_S
 from tests.kit.coroutines import driven
+from tests.kit.set_clock import SetClock
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import keys
-from tests.unit.node.conftest import FakeClock
 from tests.unit.peers.two_nodes import Stored, Two, Whereabouts, run
 
 
@@ -60,7 +60,7 @@ def ask(two: Two, count: int) -> list[Located]:
 async def test_questions_behind_an_index_that_hangs_are_answered_without_asking_it(
     two: Two,
 ) -> None:
-    clock = two.a.fetcher._clock = FakeClock()
+    clock = two.a.fetcher._clock = SetClock()
     two.index.is_away = True
     with Hanging(two.index) as index:
         located = ask(two, 256)

@@ -34,6 +34,7 @@ from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
 from kvstore.wire.record import Scope
 from tests.kit import reference
+from tests.kit.set_clock import SetClock
 
 BLOCK_BYTES = 64 * KIB
 SEGMENT_BYTES = 512 * KIB
@@ -59,19 +60,6 @@ def checksum(scope: Scope, name: bytes, data: bytes) -> bytes:
 
 def u64(packed: bytes) -> list[int]:
     return list(np.frombuffer(packed, np.uint64).tolist())
-
-
-class FakeClock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.ns = 1_000_000_000
-
-    def now_ns(self) -> int:
-        return self.ns
-
-    def advance_ms(self, ms: int) -> None:
-        self.ns += ms * 1_000_000
 
 
 class FaultyDisk(PosixDisk):
@@ -269,7 +257,7 @@ class Driver(StoreDriver):
         look = settings.pop("look", None)
         values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
         self.config = FileConfig(directory, **values)
-        self.clock = FakeClock()
+        self.clock = SetClock()
         self.tier = FileTier(self.config, self.arena, self.clock, disk=disk, look=look).start()
 
 

@@ -32,6 +32,7 @@ from kvstore.tiers.file.parts import Health
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
+from tests.kit.set_clock import SetClock
 from tests.sim.world.threads import Threads
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
@@ -39,7 +40,6 @@ from tests.unit.tiers.file.kit import (
     SCOPE,
     SEGMENT_BYTES,
     Driver,
-    FakeClock,
     FaultyDisk,
     checksum,
     key,
@@ -55,7 +55,7 @@ NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 class SlowDisk(PosixDisk):
     """Each call takes its virtual time: 100 µs and half a nanosecond a byte, times `factor`."""
 
-    def __init__(self, threads: Threads, clock: FakeClock) -> None:
+    def __init__(self, threads: Threads, clock: SetClock) -> None:
         self.factor = 1
         self.due: list[int] = []
         self._threads = threads
@@ -79,7 +79,7 @@ class VirtualTier:
     """The real tier, its threads taking turns, in time that passes when nobody can go on."""
 
     def __init__(self, directory: Path) -> None:
-        self.clock = FakeClock()
+        self.clock = SetClock()
         self.threads = Threads(random.Random(1), self.clock.now_ns, self._pass_time)
         self.disk = SlowDisk(self.threads, self.clock)
         self.config = FileConfig(

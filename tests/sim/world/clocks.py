@@ -1,8 +1,18 @@
-"""Time of an engine without a model, which need not be its machine's."""
+"""Time of a machine, and of an engine without a model on it, which need not be the same."""
 
 from __future__ import annotations
 
-from tests.sim.world.machine import Machine
+from tests.sim.world.ground import Machine
+
+
+class SimClock:
+    """A machine's time, for those who ask a clock."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def now_ns(self) -> int:
+        return self._machine.now_ns
 
 
 class SimEngineClock:
