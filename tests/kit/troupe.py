@@ -26,15 +26,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import xxhash
 
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
 from kvstore.types import CHECKSUM_BYTES, Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
-from kvstore.wire.space import Group
+from kvstore.wire.messages import HelloRank, HelloScheduler
 from tests.kit import actor
 from tests.kit.actor import (
     AnswerMessage,
@@ -57,6 +56,7 @@ from tests.kit.actor import (
     Written,
     contents,
 )
+from tests.kit.hello import group_of, rank_hello, scheduler_hello
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """An actor waits for the node no longer than a third of this."""
@@ -266,28 +266,18 @@ class SplitEngine:
         raise TimeoutError(f"{self._engine_id} gets no session: {found}")
 
     def _hello(self, number: int) -> HelloScheduler | HelloRank:
-        process = self.members[number].name
+        told: dict[str, Any] = {
+            "nonce": self._nonce,
+            "tenant": self._tenant,
+            "process": self.members[number].name,
+        }
         if number == 0:
-            return HelloScheduler(
-                protocol=PROTOCOL_VERSION,
-                engine_id=self._engine_id,
-                nonce=self._nonce,
-                tenant=self._tenant,
-                rank_count=self.rank_count,
-                process=process,
-                label=self._space.model,
-            )
+            told |= {"rank_count": self.rank_count, "label": self._space.model}
+            return scheduler_hello(self._engine_id, **told)
         heads, rank = HEAD_COUNT // self.rank_count, number - 1
         shard = Shard(0, LAYER_COUNT, rank * heads, (rank + 1) * heads)
-        return HelloRank(
-            protocol=PROTOCOL_VERSION,
-            engine_id=self._engine_id,
-            nonce=self._nonce,
-            tenant=self._tenant,
-            rank=rank,
-            process=process,
-            groups=(Group(self._space, shard, self.shard_bytes),),
-        )
+        group = group_of(self._space, shard)
+        return rank_hello(group, name=self._engine_id, rank=rank, **told)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 

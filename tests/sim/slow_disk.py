@@ -41,9 +41,10 @@ from kvstore.engine.events import (
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.load import Learned
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Message
+from kvstore.wire.messages import Message
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, Space, fingerprint
+from tests.kit.hello import rank_hello
 from tests.sim.world.parts import sim_space
 
 TENANT, TOKENS = "t", 128
@@ -187,17 +188,7 @@ class SlowDiskWorld:
                 verify_every=0,
             )
         )
-        self.rank = RankCore(
-            HelloRank(
-                protocol=PROTOCOL_VERSION,
-                engine_id="e",
-                nonce="n",
-                tenant=TENANT,
-                rank=0,
-                process="r",
-                groups=(Group(space, SHARD, setting.block_bytes),),
-            )
-        )
+        self.rank = RankCore(rank_hello(Group(space, SHARD, setting.block_bytes)))
         self._poll_ns = max(POLL_NS_MIN, int(POLL_BLOCKS * TOKENS * setting.compute_ns))
         self._inbox: list[Message] = []
         self._requests = 0

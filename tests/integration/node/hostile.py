@@ -17,8 +17,9 @@ from typing import Any, Self
 from kvstore.client.link import received_descriptors
 from kvstore.testing.raw_engine import BLOCK_BYTES, make_space
 from kvstore.types import Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, encode
+from kvstore.wire.messages import encode
 from kvstore.wire.space import Group
+from tests.kit.hello import rank_hello
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 
@@ -39,13 +40,12 @@ def punch(fd: int, times: int) -> None:
 
 def _live(path: Path, pipe: Connection) -> None:
     """In the child: attach as a rank, then do as told."""
-    hello = HelloRank(
-        protocol=PROTOCOL_VERSION, engine_id="hostile", nonce="n", tenant="t", rank=0,
-        process="p", groups=(Group(make_space(model="hostile"), Shard(0, 4, 0, 4), BLOCK_BYTES),),
-    )  # fmt: skip
+    group = Group(make_space(model="hostile"), Shard(0, 4, 0, 4), BLOCK_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(str(path))
-        socket.send_fds(sock, [encode(hello)], [os.pidfd_open(os.getpid())])
+        socket.send_fds(
+            sock, [encode(rank_hello(group, name="hostile"))], [os.pidfd_open(os.getpid())]
+        )
         _, ancillary, _, _ = sock.recvmsg(64 << 10, socket.CMSG_SPACE(16))
         arena, _ = received_descriptors(ancillary)
         pipe.send(os.getpid())

@@ -24,9 +24,6 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_
 from kvstore.types import Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
-    PROTOCOL_VERSION,
-    HelloRank,
-    HelloScheduler,
     Hint,
     Message,
     Refused,
@@ -36,21 +33,12 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.space import Group
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
+from tests.kit.hello import rank_hello, scheduler_hello
 
 pytestmark = pytest.mark.slow
 
-HELLO = HelloScheduler(
-    protocol=PROTOCOL_VERSION, engine_id="raw", nonce="n", tenant="t", rank_count=1, process="p"
-)
-HELLO_RANK = HelloRank(
-    protocol=PROTOCOL_VERSION,
-    engine_id="raw",
-    nonce="n",
-    tenant="t",
-    rank=0,
-    process="p",
-    groups=(Group(make_space(), Shard(0, 4, 0, 4), BLOCK_BYTES),),
-)
+HELLO = scheduler_hello("raw")
+HELLO_RANK = rank_hello(Group(make_space(), Shard(0, 4, 0, 4), BLOCK_BYTES), name="raw")
 
 
 @pytest.fixture
@@ -163,7 +151,6 @@ def test_a_forked_grandchild_delays_nothing(node: NodeProcess, bystander: RawEng
 
 HOLDER = """
 import os, socket, sys
-from kvstore.types import Shard
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloScheduler, encode
 hello = HelloScheduler(
     protocol=PROTOCOL_VERSION, engine_id="h", nonce="n", tenant="t", rank_count=1, process="p")
@@ -312,15 +299,7 @@ def test_three_hundred_connections(node: NodeProcess, bystander: RawEngine) -> N
         answers = []
         for number in range(300):
             sock = stack.enter_context(raw_socket(node))
-            hello = HelloScheduler(
-                protocol=PROTOCOL_VERSION,
-                engine_id=f"e{number}",
-                nonce="n",
-                tenant="t",
-                rank_count=1,
-                process=f"p{number}",
-            )
-            introduce(sock, hello)
+            introduce(sock, scheduler_hello(f"e{number}", process=f"p{number}"))
             try:
                 data, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
             except ConnectionResetError:

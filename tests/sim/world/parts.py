@@ -21,6 +21,7 @@ from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
 from kvstore.wire.space import Slab, Space
+from tests.kit.hello import space_of
 from tests.kit.memory_tier import MemoryTier
 from tests.sim.world.groups import Kind
 
@@ -425,24 +426,14 @@ class WorldResult(msgspec.Struct, frozen=True):
 
 def sim_space(model: str) -> Space:
     """A space of small blocks; the two models differ in the size of theirs."""
-    return Space(
-        model=model,
+    return space_of(
+        model,
         weights="w",
-        draft="",
-        group="",
-        dtype="float32",
-        kv_dtype="float32",
-        quantization="",
         attention_backend="sim",
-        kv_layout="LBHNC",
-        isa="",
-        block_tokens=16,
-        hash_block_tokens=16,
         layer_count=2,
         kv_head_count=2,
         # Layers of one size, and of two.
         head_bytes=(1 << 10,) if model == "model-a" else (24 << 10, 40 << 10),
-        hash_algorithm="sha256_cbor",
         hash_seed="",
         kv_format="sim",
     )

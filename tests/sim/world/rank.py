@@ -18,9 +18,10 @@ import msgspec
 
 from kvstore.client.core.rank import RankCore
 from kvstore.types import Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Message, Welcome
-from kvstore.wire.space import Group, Space, shard_bytes
+from kvstore.wire.messages import Message, Welcome
+from kvstore.wire.space import Space, shard_bytes
 from tests.kit.cores import has_work
+from tests.kit.hello import group_of, rank_hello
 from tests.sim.world.copies import SimCopies, Violation
 from tests.sim.world.ground import Engine, Ground
 from tests.sim.world.parts import DAMAGED, SimMemory
@@ -44,14 +45,13 @@ class SimRank:
         others = range(1, len(engine.kinds))
         spaces = [space, *(msgspec.structs.replace(space, group=str(n)) for n in others)]
         self.core = RankCore(
-            HelloRank(
-                protocol=PROTOCOL_VERSION,
-                engine_id=engine.name,
+            rank_hello(
+                *(group_of(each, shard) for each in spaces),
+                name=engine.name,
+                rank=rank,
                 nonce="1",
                 tenant=engine.tenant,
-                rank=rank,
                 process=f"{engine.name}-rank{rank}",
-                groups=tuple(Group(each, shard, self.block_bytes) for each in spaces),
                 gpu=GPU,
             )
         )

@@ -9,38 +9,20 @@ import numpy as np
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.client.core.rank import Copied, Copy, Outcome, RankCore
 from kvstore.types import Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Quiesce, Quiet, Welcome
-from kvstore.wire.space import Group, ShardColumn, Space
+from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
+from kvstore.wire.space import Group, ShardColumn
+from tests.kit.hello import rank_hello, space_of
 
-SPACE = Space(
-    model="m",
-    weights="w",
-    draft="",
-    group="",
-    dtype="float32",
+SPACE = space_of(
     kv_dtype="auto",
-    quantization="",
-    attention_backend="CPU_ATTN",
-    kv_layout="LBHNC",
     isa="vec",
     block_tokens=128,
     hash_block_tokens=128,
     layer_count=2,
     kv_head_count=2,
     head_bytes=(128 * 64,),
-    hash_algorithm="sha256_cbor",
-    hash_seed="",
-    kv_format="vllm-cpu-1",
 )
-CONFIG = HelloRank(
-    protocol=PROTOCOL_VERSION,
-    engine_id="e",
-    nonce="n",
-    tenant="t",
-    rank=1,
-    process="p",
-    groups=(Group(SPACE, Shard(0, 2, 1, 2), 4096),),
-)
+CONFIG = rank_hello(Group(SPACE, Shard(0, 2, 1, 2), 4096), rank=1)
 SHARDS = 2
 COLUMN = 1
 WELCOME = Welcome(

@@ -18,7 +18,6 @@ from kvstore.errors import AttachError
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
-    HelloScheduler,
     LeaseAsk,
     NodeMessage,
     Quiesce,
@@ -28,8 +27,9 @@ from kvstore.wire.messages import (
     encode,
 )
 from kvstore.wire.space import Slab
+from tests.kit.hello import scheduler_hello
 
-HELLO = HelloScheduler(protocol=1, engine_id="e", nonce="n", tenant="t", rank_count=1, process="p")
+HELLO = scheduler_hello()
 
 
 class ScriptedNode:

@@ -23,10 +23,8 @@ from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.messages import (
-    PROTOCOL_VERSION,
     Distrust,
     Drop,
-    HelloRank,
     Pinned,
     Quiesce,
     Quiet,
@@ -34,8 +32,9 @@ from kvstore.wire.messages import (
     Seal,
 )
 from kvstore.wire.record import Scope, header
-from kvstore.wire.space import Group, fingerprint
+from kvstore.wire.space import fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
+from tests.kit.hello import group_of, rank_hello
 from tests.kit.reference import checksum
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.client import rank_kit
@@ -45,15 +44,7 @@ LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
 BLOCK = LAYERS * PAGE
 SLOT_PAGES = BLOCK // PAGE_BYTES
 SPACE = msgspec.structs.replace(rank_kit.SPACE, layer_count=LAYERS, head_bytes=(PAGE // 2,))
-CONFIG = HelloRank(
-    protocol=PROTOCOL_VERSION,
-    engine_id="e",
-    nonce="n",
-    tenant="t",
-    rank=0,
-    process="p",
-    groups=(Group(SPACE, Shard(0, LAYERS, 0, 2), BLOCK),),
-)
+CONFIG = rank_hello(group_of(SPACE, Shard(0, LAYERS, 0, 2)))
 PREFIX = Scope(
     tenant="t",
     space=fingerprint(SPACE, weights_epoch=""),

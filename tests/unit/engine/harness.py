@@ -36,7 +36,6 @@ from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import (
-    PROTOCOL_VERSION,
     Distrust,
     Drop,
     EngineMessage,
@@ -54,8 +53,9 @@ from kvstore.wire.messages import (
     Seal,
     SessionOpen,
 )
-from kvstore.wire.space import Group, Space, shard_bytes
+from kvstore.wire.space import Space
 from tests.kit import engine_check
+from tests.kit.hello import group_of, rank_hello, scheduler_hello, space_of
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound="Node")
@@ -74,26 +74,8 @@ REPLICAS = (HALVES[0], HALVES[0], HALVES[1], HALVES[1])
 
 def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
     """A model whose blocks take `layer_bytes` per layer."""
-    return Space(
-        model=model,
-        weights="w",
-        draft="",
-        group="",
-        dtype="float32",
-        kv_dtype="float32",
-        quantization="",
-        attention_backend="a",
-        kv_layout="LBHNC",
-        isa="",
-        block_tokens=TOKENS,
-        hash_block_tokens=TOKENS,
-        layer_count=LAYERS,
-        kv_head_count=HEADS,
-        head_bytes=(layer_bytes // HEADS,),
-        hash_algorithm="sha256_cbor",
-        hash_seed="",
-        kv_format="e",
-    )
+    head_bytes = (layer_bytes // HEADS,)
+    return space_of(model, layer_count=LAYERS, kv_head_count=HEADS, head_bytes=head_bytes)
 
 
 SMALL = space("small", layer_bytes=16 << 10)
@@ -353,36 +335,21 @@ class Hellos:
         """Rank that writes, by column."""
 
     def scheduler_hello(self, **changes: Any) -> HelloScheduler:
-        hello = HelloScheduler(
-            protocol=PROTOCOL_VERSION,
-            engine_id=self.name,
-            nonce="n",
-            tenant=self.tenant,
-            rank_count=len(self.shards),
-            process=f"{self.name}-scheduler",
-            label=self.name,
-            weights_epoch=self.epoch,
-        )
-        return msgspec.structs.replace(hello, **changes)
+        fields = {
+            "tenant": self.tenant,
+            "rank_count": len(self.shards),
+            "process": f"{self.name}-scheduler",
+            "label": self.name,
+            "weights_epoch": self.epoch,
+        }
+        return scheduler_hello(self.name, **fields | changes)
 
     def rank_hello(self, rank: int, /, **changes: Any) -> HelloRank:
         changed = {name: changes.pop(name) for name in ("space", "block_bytes") if name in changes}
-        groups = [
-            Group(space, shards[rank], shard_bytes(space, shards[rank]))
-            for space, shards in self.groups
-        ]
+        groups = [group_of(space, shards[rank]) for space, shards in self.groups]
         groups[0] = msgspec.structs.replace(groups[0], **changed)
-        hello = HelloRank(
-            protocol=PROTOCOL_VERSION,
-            engine_id=self.name,
-            nonce="n",
-            tenant=self.tenant,
-            rank=rank,
-            process=f"{self.name}-rank{rank}",
-            groups=tuple(groups),
-            gpu=self.gpu,
-        )
-        return msgspec.structs.replace(hello, **changes)
+        fields = {"tenant": self.tenant, "process": f"{self.name}-rank{rank}", "gpu": self.gpu}
+        return rank_hello(*groups, name=self.name, rank=rank, **fields | changes)
 
 
 class Peer(Hellos):

@@ -14,28 +14,15 @@ from kvstore.net.process import process_of
 from kvstore.node.attach import Attach
 from kvstore.supervisor.sockets import Listener
 from kvstore.types import Shard
-from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
-from kvstore.wire.space import Group
+from kvstore.wire.messages import HelloRank, Message, encode
+from tests.kit.hello import group_of, rank_hello
 from tests.kit.set_clock import SetClock
 from tests.unit.client.rank_kit import SPACE
 
 
-def hello_scheduler(name: str = "e", rank_count: int = 1) -> HelloScheduler:
-    return HelloScheduler(
-        protocol=1, engine_id=name, nonce="n", tenant="t", rank_count=rank_count, process="s"
-    )
-
-
 def hello_rank(name: str = "e", rank: int = 0) -> HelloRank:
-    return HelloRank(
-        protocol=1,
-        engine_id=name,
-        nonce="n",
-        tenant="t",
-        rank=rank,
-        process=f"r{rank}",
-        groups=(Group(SPACE, Shard(0, 2, 0, 2), 4 * SPACE.head_bytes[0]),),
-    )
+    group = group_of(SPACE, Shard(0, 2, 0, 2))
+    return rank_hello(group, name=name, rank=rank, process=f"r{rank}")
 
 
 class Peer:

@@ -21,13 +21,13 @@ from kvstore.node.attach import HELLO_DEADLINE_NS, Attach, Sent
 from kvstore.supervisor.sockets import Listener
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import LeaseAsk, Quiesce, Quiet, Refused, decode_from_node, encode
+from tests.kit.hello import scheduler_hello
 from tests.kit.set_clock import SetClock
 from tests.unit.node.conftest import (
     MakeAttach,
     Peer,
     all_events,
     hello_rank,
-    hello_scheduler,
     read,
     rounds,
 )
@@ -55,7 +55,7 @@ def test_a_node_without_descriptors_says_so(
     monkeypatch.setattr(attach_module, "_ANCILLARY_BYTES", 0)  # as if none could be received
     attach = make_attach()
     peer = connect()
-    peer.introduce(hello_scheduler())
+    peer.introduce(scheduler_hello())
     assert all_events(attach) == []
     refused = refusal(peer)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -70,13 +70,13 @@ def a_plain_file() -> int:
 @pytest.mark.parametrize(
     ("datagram", "kinds", "reason"),
     [
-        (encode(hello_scheduler()), "", "without the pidfd"),
-        (encode(hello_scheduler()), "f", "without the pidfd"),
-        (encode(hello_scheduler()), "pp", "without the pidfd"),
+        (encode(scheduler_hello()), "", "without the pidfd"),
+        (encode(scheduler_hello()), "f", "without the pidfd"),
+        (encode(scheduler_hello()), "pp", "without the pidfd"),
         (encode(Quiet(session=1)), "p", "the first datagram is no hello"),
         (b"\xc1garbage", "p", "malformed"),
         (b"\xc1garbage", "", "malformed"),
-        (encode(hello_scheduler()).replace(b"\xa1n", b"\xa1\xff"), "p", "malformed"),
+        (encode(scheduler_hello()).replace(b"\xa1n", b"\xa1\xff"), "p", "malformed"),
         (encode(Quiesce(session=1)), "p", "malformed"),
     ],
     ids=[
@@ -165,7 +165,7 @@ def test_a_seal_sent_before_a_lookup_is_read_before_it(
 ) -> None:
     attach = make_attach()
     scheduler, ranks = connect(), [connect(), connect()]
-    scheduler.introduce(hello_scheduler(rank_count=2))
+    scheduler.introduce(scheduler_hello(rank_count=2))
     for number, rank in enumerate(ranks):
         rank.introduce(hello_rank(rank=number))
     all_events(attach)
@@ -184,7 +184,7 @@ def test_a_seal_between_two_lookups_is_read_between_them(
 ) -> None:
     attach = make_attach()
     scheduler, rank = connect(), connect()
-    scheduler.introduce(hello_scheduler())
+    scheduler.introduce(scheduler_hello())
     rank.introduce(hello_rank())
     all_events(attach)
     scheduler.say(LeaseAsk(lease=1, keys=b""))

@@ -23,8 +23,9 @@ from kvstore.wire.messages import (
     decode_from_engine,
     decode_from_node,
 )
+from tests.kit.hello import scheduler_hello
 from tests.kit.set_clock import SetClock
-from tests.unit.node.conftest import Peer, all_events, hello_rank, hello_scheduler
+from tests.unit.node.conftest import Peer, all_events, hello_rank
 
 Connect = Callable[[], Peer]
 FIRST = 7 << 32
@@ -72,7 +73,7 @@ def attach(tmp_path: Path, clock: SetClock, registry: Registry) -> Iterator[Atta
 def test_a_rank_is_remembered_before_the_engine_hears_of_it(
     attach: Attach, connect: Connect, registry: Registry
 ) -> None:
-    connect().introduce(hello_scheduler())
+    connect().introduce(scheduler_hello())
     assert [event.connection for event in all_events(attach)] == [FIRST]  # type: ignore[union-attr]
     assert registry.ranks == {}, "a scheduler writes to no slot"
     connect().introduce(hello_rank())

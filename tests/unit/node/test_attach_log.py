@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from kvstore.types import ConnectionId
-from tests.unit.node.conftest import MakeAttach, Peer, all_events, hello_rank, hello_scheduler
+from tests.kit.hello import scheduler_hello
+from tests.unit.node.conftest import MakeAttach, Peer, all_events, hello_rank
 
 Connect = Callable[[], Peer]
 
@@ -20,7 +21,7 @@ def test_engines_are_told_of_once_when_they_come_and_when_they_go(
     attach = make_attach()
     name = "e" * 100
     scheduler, rank = connect(), connect()
-    scheduler.introduce(msgspec.structs.replace(hello_scheduler(), engine_id=name))
+    scheduler.introduce(msgspec.structs.replace(scheduler_hello(), engine_id=name))
     rank.introduce(msgspec.structs.replace(hello_rank(), engine_id=name))
     all_events(attach)
     assert caplog.messages == [f"engine {'e' * 64} attached (connection 1)"]

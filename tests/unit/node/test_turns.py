@@ -23,9 +23,10 @@ from kvstore.node.turns import Party, TurnKind, Turns, TurnSource
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import LeaseAsk, Quiet
+from tests.kit.hello import scheduler_hello
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.set_clock import SetClock
-from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, hello_scheduler, rounds
+from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, rounds
 
 Connect = Callable[[], Peer]
 LATE_NS = 50 * NS_PER_MS
@@ -252,9 +253,9 @@ def test_a_scheduler_waits_while_its_ranks_words_are_not_read_to_the_end(
     """A step that was cut between two seals: the lookup sent behind them must see both."""
     attach = make_attach()
     scheduler, rank, other = connect(), connect(), connect()
-    scheduler.introduce(hello_scheduler())
+    scheduler.introduce(scheduler_hello())
     rank.introduce(hello_rank())
-    other.introduce(hello_scheduler("other"))
+    other.introduce(scheduler_hello("other"))
     rounds(attach, 2)
     for session in (1, 2):
         rank.say(Quiet(session))
