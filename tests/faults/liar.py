@@ -13,18 +13,15 @@ import random
 import select
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
 
-from kvstore.arena import Arena
-from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation
+from kvstore.types import KEY_BYTES, PAGE_BYTES
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
-    PROTOCOL_VERSION,
     Grant,
     HelloRank,
     HelloScheduler,
@@ -38,10 +35,10 @@ from kvstore.wire.messages import (
     Quiet,
     SessionClosed,
     SessionOpen,
-    Welcome,
     decode_from_engine,
     encode,
 )
+from tests.kit.scripted_node import ScriptedNode
 
 ARENA_BYTES: Final = 8 << 20
 BEAT_S: Final = 0.02
@@ -51,7 +48,7 @@ NOISE: Final = 9
 """The lie that is about bytes alone: slots that hold noise."""
 
 
-class Liar:
+class Liar(ScriptedNode):
     """Listens at `path` from a thread of its own, for an engine of one rank."""
 
     def __init__(self, path: Path, *, seed: int, lies: Sequence[int] = LIES) -> None:
@@ -61,15 +58,8 @@ class Liar:
         self._seed = seed
         self._lies = lies
         self._random = random.Random(seed)
-        self._arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(seed))
-        self._arena.populate(0, ARENA_BYTES)
-        self._arena.set_ready(ARENA_BYTES)
-        self._arena.array[:] = np.random.default_rng(seed).integers(0, 256, ARENA_BYTES, np.uint8)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path.unlink(missing_ok=True)  # a node that was killed leaves it
-        self._listener.bind(str(path))
-        self._listener.listen(16)
-        self._path = path
+        super().__init__(path, incarnation=seed, arena_bytes=ARENA_BYTES)
+        self.arena.array[:] = np.random.default_rng(seed).integers(0, 256, ARENA_BYTES, np.uint8)
         self._peers: dict[socket.socket, str] = {}
         """What each is: "", "scheduler" or "rank"."""
         self._done = threading.Event()
@@ -84,16 +74,13 @@ class Liar:
         self._thread.join()
         for peer in self._peers:
             peer.close()
-        self._listener.close()
-        self._path.unlink()
-        self._arena.close()
+        self.close()
 
     def _run(self) -> None:
         while not self._done.is_set():
-            self._arena.beat(time.monotonic_ns())
-            ready, _, _ = select.select([self._listener, *self._peers], [], [], BEAT_S)
+            ready, _, _ = select.select([self.listener, *self._peers], [], [], BEAT_S)
             for sock in ready:
-                if sock is self._listener:
+                if sock is self.listener:
                     peer, _ = sock.accept()
                     peer.setblocking(False)
                     self._peers[peer] = ""
@@ -117,11 +104,11 @@ class Liar:
         match decode_from_engine(datagram):
             case HelloScheduler():
                 self._peers[peer] = "scheduler"
-                self._welcome(peer, [self._arena.generation_fd])
+                self.welcome(peer, descriptors=[self.arena.generation_fd])
                 self._begin()
             case HelloRank():
                 self._peers[peer] = "rank"
-                self._welcome(peer, [self._arena.arena_fd, self._arena.generation_fd])
+                self.welcome(peer)
                 self._begin()
             case Quiet():
                 for other, kind in list(self._peers.items()):
@@ -136,16 +123,6 @@ class Liar:
                 self._lie(peer, lease, len(keys) // KEY_BYTES)
             case _:
                 pass
-
-    def _welcome(self, peer: socket.socket, descriptors: list[int]) -> None:
-        message = Welcome(
-            protocol=PROTOCOL_VERSION,
-            incarnation=self._seed,
-            now_ns=time.monotonic_ns(),
-            arena_bytes=ARENA_BYTES,
-            generation_bytes=self._arena.generation_bytes,
-        )
-        socket.send_fds(peer, [encode(message)], descriptors)
 
     def _begin(self) -> None:
         """A session as soon as both are there."""

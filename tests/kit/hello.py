@@ -22,10 +22,10 @@ def group_of(space: Space, shard: Shard) -> Group:
 
 
 def scheduler_hello(name: str = "e", **changes: Any) -> HelloScheduler:
-    fields = {"nonce": "n", "tenant": "t", "rank_count": 1, "process": "p", **changes}
-    return HelloScheduler(protocol=PROTOCOL_VERSION, engine_id=name, **fields)
+    hello = HelloScheduler(PROTOCOL_VERSION, name, "n", "t", rank_count=1, process="p")
+    return msgspec.structs.replace(hello, **changes)
 
 
 def rank_hello(*groups: Group, name: str = "e", rank: int = 0, **changes: Any) -> HelloRank:
-    fields = {"nonce": "n", "tenant": "t", "process": "p", **changes}
-    return HelloRank(protocol=PROTOCOL_VERSION, engine_id=name, rank=rank, groups=groups, **fields)
+    hello = HelloRank(PROTOCOL_VERSION, name, "n", "t", rank, process="p", groups=groups)
+    return msgspec.structs.replace(hello, **changes)

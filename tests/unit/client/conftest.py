@@ -1,4 +1,4 @@
-"""A scripted node for the scheduler's core: it answers what the test tells it to."""
+"""A scheduler's core, and a node that answers it as a test says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(count)]
 
 
-class ScriptedNode:
+class AnsweredCore:
     """Holds one core and a clock; `keys` are what it pretends to hold, those of later KV cache
     groups as `named` writes them."""
 
@@ -165,5 +165,5 @@ def split(keys: bytes) -> list[bytes]:
 
 
 @pytest.fixture
-def node() -> ScriptedNode:
-    return ScriptedNode()
+def node() -> AnsweredCore:
+    return AnsweredCore()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvstore.client.core.attachment import CREDITS_MAX, DialState
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import ScriptedNode
+from tests.unit.client.conftest import AnsweredCore
 
 
-def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
+def lost(node: AnsweredCore, heartbeat_ns: int) -> bool:
     """Whether the cache is off."""
     node.core.attachment.check_heartbeat(node.now_ns, heartbeat_ns)
     attachment = node.core.attachment
@@ -17,7 +17,7 @@ def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
 
 
 def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     node.attach(credits=3)
     node.core.take_notices()
@@ -35,7 +35,7 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     assert "back" in notice
 
 
-def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
+def test_a_node_that_stays_silent_is_left(node: AnsweredCore) -> None:
     node.attach()
     beat = node.now_ns
     assert not node.core.attachment.check_heartbeat(node.now_ns, beat)
@@ -43,7 +43,7 @@ def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
     assert node.core.attachment.check_heartbeat(node.now_ns, beat)
 
 
-def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> None:
+def test_a_node_that_comes_and_goes_is_told_of_rarely(node: AnsweredCore) -> None:
     node.attach()
     node.core.take_notices()
     for _ in range(60):
@@ -55,7 +55,7 @@ def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> Non
     assert len(node.core.take_notices()) <= 4
 
 
-def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: ScriptedNode) -> None:
+def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: AnsweredCore) -> None:
     attachment = node.core.attachment
     tries = 0
     for _ in range(1000):
@@ -73,7 +73,7 @@ def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: Script
     assert len(node.core.take_notices()) == 1
 
 
-def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
+def test_a_refusal_closes_and_waits_long(node: AnsweredCore) -> None:
     node.core.attachment.dial.connected(node.now_ns)
     assert node.give(m.Refused(reason="other version", permanent=True)) is not None
     node.wait(9000)
@@ -84,7 +84,7 @@ def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
     assert "other version" in notice
 
 
-def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
+def test_credits_end_with_the_connection(node: AnsweredCore) -> None:
     node.attach(credits=3)
     assert len(node.core.attachment.credits[0]) == 3
     node.core.attachment.disconnected(node.now_ns, "gone")
@@ -92,20 +92,20 @@ def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
     assert node.core.take_outbox() == []
 
 
-def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> None:
+def test_a_node_that_grants_without_end_is_not_believed(node: AnsweredCore) -> None:
     node.attach()
     for _ in range(CREDITS_MAX // 1000 + 2):
         node.grant(1000)
     assert len(node.core.attachment.credits[0]) == CREDITS_MAX
 
 
-def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
+def test_credits_of_one_session_do_not_last_into_the_next(node: AnsweredCore) -> None:
     node.attach(credits=3)
     node.give(m.SessionOpen(session=2, shard_counts=(2,)))
     assert not node.core.attachment.credits[0]
 
 
-def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:
+def test_credits_are_those_of_their_group(node: AnsweredCore) -> None:
     node.attach()
     node.give(m.SessionOpen(session=1, shard_counts=(1, 2)))
     for group in (0, 1, 2):
@@ -114,7 +114,7 @@ def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:
     assert {group: len(its) for group, its in credits.items()} == {0: 2, 1: 1}
 
 
-def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
+def test_another_epoch_is_said_in_the_next_hello(node: AnsweredCore) -> None:
     node.attach()
     node.core.new_weights("abc", node.now_ns, emptied=True)
     assert node.core.attachment.hello().weights_epoch == "abc"
@@ -125,7 +125,7 @@ def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
 WELCOME = m.Welcome(protocol=1, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
 
 
-def test_why_no_session_opens_is_told_on_every_connection(node: ScriptedNode) -> None:
+def test_why_no_session_opens_is_told_on_every_connection(node: AnsweredCore) -> None:
     attachment = node.core.attachment
     attachment.cannot_be_served("x" * 999)
     for _ in range(2):

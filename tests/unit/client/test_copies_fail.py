@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvstore.client.core.scheduler import Hit, Miss
 from tests.kit.cores import is_serving
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 from tests.unit.client.test_lookups import ended
 from tests.unit.client.test_shadow import lookup
 
 HIT = Hit(3 * BLOCK_TOKENS)
 
 
-def begin(node: ScriptedNode, name: str) -> int:
+def begin(node: AnsweredCore, name: str) -> int:
     """A hit whose load has begun; its lease."""
     keys = chain(name, 3)
     node.keys |= set(keys)
@@ -20,18 +20,18 @@ def begin(node: ScriptedNode, name: str) -> int:
     return job.lease
 
 
-def fail(node: ScriptedNode, name: str) -> None:
+def fail(node: AnsweredCore, name: str) -> None:
     ended(node, name, begin(node, name), failed=(1, 2, 3))
 
 
-def answer(node: ScriptedNode, name: str) -> object:
+def answer(node: AnsweredCore, name: str) -> object:
     keys = chain(name, 3)
     node.keys |= set(keys)
     node.look_up(name, keys)
     return node.match(name)
 
 
-def test_three_failed_loads_open_it_though_every_question_was_answered(node: ScriptedNode) -> None:
+def test_three_failed_loads_open_it_though_every_question_was_answered(node: AnsweredCore) -> None:
     node.attach()
     for i in range(3):
         assert is_serving(node.core)

@@ -18,7 +18,7 @@ from kvstore.client.core.plan import (
 )
 from kvstore.wire import messages as m
 from kvstore.wire.load import COMPUTE_NS_MAX, COMPUTE_NS_MIN
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 COMPUTE_NS = 100_000
 
@@ -30,9 +30,9 @@ def report(blocks: int, ns_per_token: int, session: int = 1) -> RankReport:
     return RankReport(rank=0, session=session, loads=(load,))
 
 
-def attached(*, load_ns: int = 0, computed: bool = True, **changes: Any) -> ScriptedNode:
+def attached(*, load_ns: int = 0, computed: bool = True, **changes: Any) -> AnsweredCore:
     """An engine that has computed tokens in COMPUTE_NS each, and has copied some in `load_ns`."""
-    node = ScriptedNode(**{"prefill_ns_per_token": COMPUTE_NS, **changes})
+    node = AnsweredCore(**{"prefill_ns_per_token": COMPUTE_NS, **changes})
     node.attach()
     if computed:
         node.core.costs.compute.told(changes.get("prefill_ns_per_token", COMPUTE_NS))
@@ -42,7 +42,7 @@ def attached(*, load_ns: int = 0, computed: bool = True, **changes: Any) -> Scri
     return node
 
 
-def asks(node: ScriptedNode, request: str, keys: list[bytes]) -> Outcome:
+def asks(node: AnsweredCore, request: str, keys: list[bytes]) -> Outcome:
     """A whole lookup."""
     tokens = len(keys) * BLOCK_TOKENS
     node.core.new_request(request, keys, prompt_tokens=tokens, now_ns=node.now_ns)
@@ -54,7 +54,7 @@ def asks(node: ScriptedNode, request: str, keys: list[bytes]) -> Outcome:
     return outcome
 
 
-def step(node: ScriptedNode, *, tokens: int = 1000, ns_per_token: int = 50_000) -> None:
+def step(node: AnsweredCore, *, tokens: int = 1000, ns_per_token: int = 50_000) -> None:
     """The engine computes."""
     plan = node.core.plan((), node.now_ns, computed_tokens=tokens)
     node.now_ns += tokens * ns_per_token
@@ -184,7 +184,7 @@ def test_what_was_told_is_waited_for_as_if_it_saved_two_seconds_at_most() -> Non
 
 
 def test_a_session_begins_with_what_the_node_knows() -> None:
-    node = ScriptedNode()
+    node = AnsweredCore()
     node.attach()
     assert node.core.costs.compute.ns_per_token == 10_000, "a quick one, until it is known"
     node.give(
@@ -201,7 +201,7 @@ def test_a_session_begins_with_what_the_node_knows() -> None:
 
 
 def test_absurd_words_of_the_node_are_moved_into_bounds() -> None:
-    node = ScriptedNode()
+    node = AnsweredCore()
     node.attach()
     for told, expected in ((1, COMPUTE_NS_MIN), (2**62, COMPUTE_NS_MAX)):
         node.give(m.SessionOpen(session=2, shard_counts=(1,), compute_ns_per_token=told))
@@ -229,7 +229,7 @@ def test_the_node_is_told_at_the_start_and_rarely_afterwards() -> None:
 # ── how long to wait for the node's word ─────────────────────────────────────────────────────────
 
 
-def waited_ms(node: ScriptedNode, keys: list[bytes]) -> int:
+def waited_ms(node: AnsweredCore, keys: list[bytes]) -> int:
     """Until a question that the node does not answer is given up."""
     node.core.new_request("slow", keys, prompt_tokens=10**6, now_ns=node.now_ns)
     for ms in range(2000):
@@ -250,7 +250,7 @@ def test_a_deadline_beyond_the_heartbeats_limit_is_kept() -> None:
     assert waited_ms(attached(lookup_deadline_ms=1000), chain("p", 20)) == 1000
 
 
-def silent(**changes: Any) -> ScriptedNode:
+def silent(**changes: Any) -> AnsweredCore:
     """A node that was heard of 251 ms ago."""
     node = attached(**changes)
     node.core.attachment.check_heartbeat(node.now_ns, node.now_ns)

@@ -8,82 +8,38 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstore.arena import Arena
-from kvstore.client.link import Link, Lost, received_descriptors
+from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError
-from kvstore.types import SLOT_BYTES_MIN, Incarnation
+from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     LeaseAsk,
     NodeMessage,
     Quiesce,
     Refused,
-    Welcome,
     decode_from_engine,
     encode,
 )
 from kvstore.wire.space import Slab
 from tests.kit.hello import scheduler_hello
+from tests.kit.scripted_node import ScriptedNode, node_at
 
 HELLO = scheduler_hello()
 
 
-class ScriptedNode:
-    """The other end: a listening socket and, after `accept`, one connection."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(str(path))
-        self.listener.listen(4)
-        self._peer: socket.socket | None = None
-        self.arena = Arena(arena_bytes=4 * SLOT_BYTES_MIN, incarnation=Incarnation(7))
-
-    @property
-    def peer(self) -> socket.socket:
-        assert self._peer is not None
-        return self._peer
-
-    def accept(self) -> tuple[bytes, list[int]]:
-        """The Hello datagram and the descriptors that came with it."""
-        self._peer, _ = self.listener.accept()
-        data, ancillary, _, _ = self.peer.recvmsg(4096, socket.CMSG_SPACE(16))
-        return data, received_descriptors(ancillary)
-
-    def welcome(self, *, descriptors: Sequence[int], **changes: object) -> None:
-        fields: dict[str, Any] = {
-            "protocol": 1,
-            "incarnation": 7,
-            "now_ns": 1,
-            "arena_bytes": self.arena.arena_bytes,
-            "generation_bytes": self.arena.generation_bytes,
-        }
-        socket.send_fds(self.peer, [encode(Welcome(**(fields | changes)))], descriptors)
-
-    def close(self) -> None:
-        self.arena.close()
-        self.listener.close()
-        if self._peer is not None:
-            self._peer.close()
-
-
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[ScriptedNode]:
-    made = ScriptedNode(tmp_path / "node.sock")
-    yield made
-    made.close()
+    with node_at(tmp_path / "node.sock") as node:
+        yield node
 
 
 @pytest.fixture
 def link(node: ScriptedNode) -> Iterator[Link]:
     made = Link.connect(node.path, HELLO)
-    _, descriptors = node.accept()
-    for descriptor in descriptors:
-        os.close(descriptor)
+    node.accept()
     yield made
     made.close()
 

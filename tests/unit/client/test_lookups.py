@@ -10,10 +10,10 @@ from kvstore.client.core.request import joined_checksums
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
 from tests.kit.cores import is_serving
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 
-def ended(node: ScriptedNode, request: str, lease: int, *, failed: tuple[int, ...] = ()) -> None:
+def ended(node: AnsweredCore, request: str, lease: int, *, failed: tuple[int, ...] = ()) -> None:
     result = LoadResult(
         request=request,
         lease=lease,
@@ -25,14 +25,14 @@ def ended(node: ScriptedNode, request: str, lease: int, *, failed: tuple[int, ..
     node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
 
 
-def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: ScriptedNode) -> None:
+def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: AnsweredCore) -> None:
     keys = chain("a", 4)
     node.arrive("r", keys)
     assert node.match("r") == Miss("node unreachable")
     assert node.core.take_outbox() == []
 
 
-def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> None:
+def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: AnsweredCore) -> None:
     keys = node.holding(5, 3)
     node.arrive("r", keys)
     assert node.match("r") is PENDING
@@ -46,7 +46,7 @@ def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> No
 
 
 def test_with_drafts_a_hit_leaves_its_last_block_out() -> None:
-    node = ScriptedNode(lookahead_tokens=1)
+    node = AnsweredCore(lookahead_tokens=1)
     keys = node.holding(5, 4)
     node.look_up("r", keys)
     assert node.match("r") == Hit(3 * BLOCK_TOKENS)
@@ -57,7 +57,7 @@ def test_with_drafts_a_hit_leaves_its_last_block_out() -> None:
     assert node.match("s", local=3) == Miss("not stored")
 
 
-def test_the_engines_own_hit_may_grow_between_two_questions(node: ScriptedNode) -> None:
+def test_the_engines_own_hit_may_grow_between_two_questions(node: AnsweredCore) -> None:
     keys = node.holding(6)
     node.look_up("r", keys)
     assert node.match("r", local=2) == Hit(4 * BLOCK_TOKENS)
@@ -68,7 +68,7 @@ def test_the_engines_own_hit_may_grow_between_two_questions(node: ScriptedNode) 
 
 
 def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_back(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     keys = node.holding(4)
     node.arrive("r", keys)
@@ -87,7 +87,7 @@ def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_
     assert node.match("r") == Miss("deadline")
 
 
-def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: ScriptedNode) -> None:
+def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: AnsweredCore) -> None:
     node.attach()
     for i in range(3):
         keys = chain(f"late{i}", 3)
@@ -107,7 +107,7 @@ def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: ScriptedNo
     assert is_serving(node.core)
 
 
-def test_lookups_that_end_without_a_load_give_the_lease_back(node: ScriptedNode) -> None:
+def test_lookups_that_end_without_a_load_give_the_lease_back(node: AnsweredCore) -> None:
     keys = node.holding(4)
     for i, way in enumerate(("computed", "aborted")):
         node.look_up(f"r{i}", keys)
@@ -119,7 +119,7 @@ def test_lookups_that_end_without_a_load_give_the_lease_back(node: ScriptedNode)
         assert sum(isinstance(s, m.LeaseRelease) for s in node.exchange()) == 1
 
 
-def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: ScriptedNode) -> None:
+def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: AnsweredCore) -> None:
     keys = node.holding(3)
     node.look_up("r", keys)
     job = node.load("r", [1, 2, 3], 3)
@@ -130,7 +130,7 @@ def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: ScriptedNo
 
 
 def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     node.attach()
     for number in range(3):
@@ -159,7 +159,7 @@ def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
 
 @pytest.mark.parametrize("sent", [b"", bytes(48), bytes(32) + b"x" * 16])
 def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
-    node = ScriptedNode(verify_every=1)
+    node = AnsweredCore(verify_every=1)
     node.attach()
     keys = chain("a", 3)
     node.keys = set(keys)
@@ -174,7 +174,7 @@ def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
 
 
 def test_a_request_that_waits_for_longer_than_leases_are_renewed_asks_again(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     keys = node.holding(5, 3)
     node.look_up("r", keys)
@@ -189,7 +189,7 @@ def test_a_request_that_waits_for_longer_than_leases_are_renewed_asks_again(
     assert asked == [m.LeaseRelease, m.LeaseAsk]
 
 
-def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
+def test_leases_are_renewed_while_the_request_waits(node: AnsweredCore) -> None:
     keys = node.holding(3)
     node.look_up("r", keys)
     for _ in range(5):
@@ -205,7 +205,7 @@ def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
         assert node.core.take_outbox() == []
 
 
-def test_many_leases_are_renewed_in_as_many_datagrams_as_it_takes(node: ScriptedNode) -> None:
+def test_many_leases_are_renewed_in_as_many_datagrams_as_it_takes(node: AnsweredCore) -> None:
     (key,) = node.keys = chain("a", 1)  # type: ignore[assignment]
     node.attach()
     for i in range(m.LEASES_PER_DATAGRAM_MAX + 1):
@@ -220,7 +220,7 @@ def test_many_leases_are_renewed_in_as_many_datagrams_as_it_takes(node: Scripted
     )
 
 
-def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) -> None:
+def test_long_prompts_take_several_leases_that_act_as_one(node: AnsweredCore) -> None:
     keys = node.holding(5000, 0)
     for held, expected in ((5000, 5000), (3000, 3000), (2048, 2048), (100, 100)):
         node.keys = set(keys[:held])
@@ -234,7 +234,7 @@ def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) ->
         assert node.core.lookups.leases_open == 0
 
 
-def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:
+def test_a_new_session_voids_what_was_leased(node: AnsweredCore) -> None:
     keys = node.holding(3, credits=2)
     node.look_up("r", keys)
     node.give(m.SessionClosed(session=1, reason="a rank left"))
@@ -249,7 +249,7 @@ def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:
 
 
 def test_every_nth_load_is_verified() -> None:
-    node = ScriptedNode(verify_every=3)
+    node = AnsweredCore(verify_every=3)
     node.attach()
     for i in range(6):
         keys = chain(f"k{i}", 3)
@@ -273,7 +273,7 @@ def test_what_the_node_wants_verified_is_whatever_came_with_it() -> None:
 
 @pytest.mark.parametrize("lie", [b"", b"\0" * 400])
 def test_a_node_that_leases_nothing_or_too_much_harms_nobody(
-    node: ScriptedNode, lie: bytes
+    node: AnsweredCore, lie: bytes
 ) -> None:
     keys = node.holding(3, 0)
     node.arrive("r", keys)
@@ -286,7 +286,7 @@ def test_a_node_that_leases_nothing_or_too_much_harms_nobody(
 
 
 def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() -> None:
-    node = ScriptedNode()
+    node = AnsweredCore()
     keys = node.holding(3)
     node.arrive("r", keys)
     for _ in range(2):  # admitted, preempted, admitted again
@@ -321,7 +321,7 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
 def test_after_a_preemption_the_story_is_that_of_the_last_admission(
     local_blocks: int, outcome: str, *, is_away: bool
 ) -> None:
-    node, keys = ScriptedNode(), chain("a", 16)
+    node, keys = AnsweredCore(), chain("a", 16)
     node.keys = set(keys[:8])
     node.attach()
     node.arrive("r", keys)

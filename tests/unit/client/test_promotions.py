@@ -11,13 +11,13 @@ import pytest
 from kvstore.client.core.costs import SAMPLES, STEP_TOKENS_MIN, Pace
 from kvstore.client.core.plan import PENDING, Hit, Miss, RankReport
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 COMPUTE_NS_PER_TOKEN = 100_000
 """A block of 128 tokens takes 12.8 ms, half of it is 6.4 ms."""
 
 
-class SlowDisk(ScriptedNode):
+class SlowDisk(AnsweredCore):
     """Has `keys` in dram and says that `coming` more are on their way."""
 
     def __init__(self, *, coming: int, promoting_ms: int = 1, **changes: Any) -> None:

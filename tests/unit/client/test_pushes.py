@@ -15,14 +15,14 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.requests import DecodePart, PrefillPart
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain, split
 from tests.unit.client.test_windows import WindowRules
 
 DEADLINE_MS = 5000
 WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
 
 
-class PushNode(ScriptedNode):
+class PushNode(AnsweredCore):
     """A node that serves pushes."""
 
     def __init__(self, **changes: Any) -> None:

@@ -14,7 +14,7 @@ from tests.unit.client.test_promotions import COMPUTE_NS_PER_TOKEN, SlowDisk
 
 BLOCKS = 10
 PROMPT = BLOCKS * BLOCK_TOKENS + 3
-"""Tokens of a request that `ScriptedNode.look_up` makes of so many blocks."""
+"""Tokens of a request that `AnsweredCore.look_up` makes of so many blocks."""
 PROMPT_NS = PROMPT * COMPUTE_NS_PER_TOKEN
 
 

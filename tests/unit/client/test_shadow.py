@@ -7,12 +7,12 @@ from typing import Any
 from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 SHADOW = Miss("shadow check")
 
 
-def lookup(node: ScriptedNode, request: str, keys: list[bytes], *, local: int = 0) -> object:
+def lookup(node: AnsweredCore, request: str, keys: list[bytes], *, local: int = 0) -> object:
     """Ask until there is an answer."""
     node.arrive(request, keys)
     node.exchange()
@@ -23,9 +23,9 @@ def lookup(node: ScriptedNode, request: str, keys: list[bytes], *, local: int = 
 
 def shadowed(
     count: int = 4, *, held: int | None = None, local: int = 0, **changes: Any
-) -> tuple[ScriptedNode, list[bytes]]:
+) -> tuple[AnsweredCore, list[bytes]]:
     """Request r is a hit that is computed; it has been admitted."""
-    node = ScriptedNode(shadow_every=1, **changes)
+    node = AnsweredCore(shadow_every=1, **changes)
     keys = chain("a", count)
     node.keys = set(keys[:held])
     node.attach()
@@ -35,7 +35,7 @@ def shadowed(
 
 
 def compute(
-    node: ScriptedNode, keys: list[bytes], blocks: int, *, new: tuple[int, ...] = ()
+    node: AnsweredCore, keys: list[bytes], blocks: int, *, new: tuple[int, ...] = ()
 ) -> list[StoreJob]:
     """A step after which so many blocks are complete; the jobs that compare."""
     tokens = blocks * BLOCK_TOKENS
@@ -47,7 +47,7 @@ def compute(
 
 
 def done(
-    node: ScriptedNode,
+    node: AnsweredCore,
     job: StoreJob,
     *diverged: int,
     rank: int = 0,
@@ -60,7 +60,7 @@ def done(
     node.core.reported(report, node.now_ns)
 
 
-def verdicts(node: ScriptedNode) -> list[tuple[int, list[int], int]]:
+def verdicts(node: AnsweredCore) -> list[tuple[int, list[int], int]]:
     return [
         (s.blocks, m.slots_array(s.diverged).tolist(), s.error_ppm)
         for s in node.exchange()
@@ -69,7 +69,7 @@ def verdicts(node: ScriptedNode) -> list[tuple[int, list[int], int]]:
 
 
 def test_what_is_computed_from_blocks_of_older_weights_is_not_compared() -> None:
-    node, keys = ScriptedNode(shadow_every=1), chain("a", 4)
+    node, keys = AnsweredCore(shadow_every=1), chain("a", 4)
     node.core.new_weights("w1", node.now_ns, emptied=False)
     node.keys = set(keys)
     node.attach()
@@ -83,7 +83,7 @@ def test_what_is_computed_from_blocks_of_older_weights_is_not_compared() -> None
 
 
 def test_every_nth_hit_is_computed_whatever_misses_come_between() -> None:
-    node = ScriptedNode(shadow_every=3)
+    node = AnsweredCore(shadow_every=3)
     node.attach()
     answers = []
     for i in range(9):

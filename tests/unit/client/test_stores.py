@@ -8,11 +8,11 @@ import pytest
 
 from kvstore.client.core.plan import RankReport, StoreJob
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 
 def step(
-    node: ScriptedNode,
+    node: AnsweredCore,
     request: str,
     *,
     computed: int,
@@ -32,14 +32,14 @@ def step(
     return jobs[0] if jobs else None
 
 
-def stored(node: ScriptedNode, request: str, **changes: Any) -> StoreJob:
+def stored(node: AnsweredCore, request: str, **changes: Any) -> StoreJob:
     """The job of a step that stores."""
     job = step(node, request, **changes)
     assert job is not None
     return job
 
 
-def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> None:
+def begin(node: AnsweredCore, request: str, keys: list[bytes], local: int = 0) -> None:
     node.core.new_request(request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
     node.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
@@ -48,7 +48,7 @@ def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -
     node.core.allocated(request, tables=([],), external_tokens=0, now_ns=node.now_ns)
 
 
-def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -> None:
+def test_blocks_are_stored_in_the_step_that_completes_them(node: AnsweredCore) -> None:
     keys = node.holding(5, 0, credits=10)
     begin(node, "r", keys)
     first = stored(node, "r", computed=3 * BLOCK_TOKENS - 1)
@@ -70,7 +70,7 @@ def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -
 
 @pytest.mark.parametrize("store", ["all", "prompt"])
 def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> None:
-    node = ScriptedNode(lookahead_tokens=2, store=store)
+    node = AnsweredCore(lookahead_tokens=2, store=store)
     keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     assert step(node, "r", computed=BLOCK_TOKENS + 1) is None
@@ -84,7 +84,7 @@ def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> N
 
 
 def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     keys = node.holding(5, 0, credits=2)
     begin(node, "r", keys)
@@ -98,7 +98,7 @@ def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
     assert m.slots_array(rest.slots).tolist() == [320, 336, 352]
 
 
-def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
+def test_equal_prompts_are_stored_once(node: AnsweredCore) -> None:
     keys = node.holding(3, 0, credits=10)
     begin(node, "r1", keys)
     begin(node, "r2", keys)
@@ -107,14 +107,14 @@ def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
 
 
 def test_nothing_is_stored_when_asked_so() -> None:
-    node = ScriptedNode(store="none")
+    node = AnsweredCore(store="none")
     keys = node.holding(4, 0, credits=10)
     begin(node, "r", keys)
     assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
     assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
 
 
-def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
+def test_load_targets_are_fenced_too(node: AnsweredCore) -> None:
     keys, other = chain("a", 2), chain("b", 2)
     node.keys = set(other)
     node.attach(credits=10)
@@ -128,7 +128,7 @@ def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
 
 
 def test_loads_outlast_a_plan_that_fails(
-    node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+    node: AnsweredCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.look_up("r", node.holding(2))
     node.match("r")
@@ -144,7 +144,7 @@ def test_loads_outlast_a_plan_that_fails(
     assert node.core.rescue_plan().loads == ()
 
 
-def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedNode) -> None:
+def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: AnsweredCore) -> None:
     keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     step(node, "r", computed=2 * BLOCK_TOKENS)
@@ -153,13 +153,13 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedN
     assert not node.core.has_pending_work(node.now_ns)
 
 
-def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
+def test_credits_of_another_session_are_not_taken(node: AnsweredCore) -> None:
     node.attach()
     node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
     assert not node.core.attachment.credits[0]
 
 
-def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
+def test_a_restarted_node_is_told_everything_again(node: AnsweredCore) -> None:
     keys = node.holding(2, 0, credits=10)
     begin(node, "r1", keys)
     step(node, "r1", computed=2 * BLOCK_TOKENS)
@@ -171,13 +171,13 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     assert job.session == node.session
 
 
-def reattach(node: ScriptedNode, *, emptied: bool) -> None:
+def reattach(node: AnsweredCore, *, emptied: bool) -> None:
     """The engine's cache was reset; the node opens a session in the new space."""
     node.core.new_weights("w1", node.now_ns, emptied=emptied)
     node.attach(credits=10)
 
 
-def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> None:
+def test_what_an_engine_holds_over_a_reset_is_not_stored(node: AnsweredCore) -> None:
     running, reader, fresh = chain("a", 3), chain("b", 3), chain("c", 3)
     node.attach(credits=10)
     begin(node, "running", running)

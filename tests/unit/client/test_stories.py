@@ -8,10 +8,10 @@ import pytest
 from kvstore.client.core.scheduler import STORIES_KEPT_MAX, Hit, Miss
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 
-class Disk(ScriptedNode):
+class Disk(AnsweredCore):
     """Says that the first `from_file` of what it leases came from disk, and `coming` will."""
 
     from_file = 0
@@ -28,14 +28,14 @@ class Disk(ScriptedNode):
         )
 
 
-def loaded(node: ScriptedNode, request: str, blocks: int, local: int = 0) -> int:
+def loaded(node: AnsweredCore, request: str, blocks: int, local: int = 0) -> int:
     """A load of so many blocks that took 5 ms; its lease."""
     lease = node.load(request, list(range(local + blocks)), blocks).lease
     node.ended(request, lease, blocks, duration_ns=5 * NS_PER_MS)
     return lease
 
 
-def finish(node: ScriptedNode, request: str) -> m.Story:
+def finish(node: AnsweredCore, request: str) -> m.Story:
     """Its story, which is also on its way to the node."""
     node.sent.clear()
     story = node.core.finished(request)
@@ -98,7 +98,7 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
 
 
-def test_reasons_of_misses(node: ScriptedNode) -> None:
+def test_reasons_of_misses(node: AnsweredCore) -> None:
     node.attach()
     keys = chain("a", 3)
     node.arrive("never asked", keys)
@@ -120,7 +120,7 @@ def test_reasons_of_misses(node: ScriptedNode) -> None:
 
 
 def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     keys = chain("a", 3)
     for i in range(STORIES_KEPT_MAX + 6):
@@ -141,7 +141,7 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
     assert node.of(m.Story) == [], "once"
 
 
-def test_any_id_of_a_request_can_travel(node: ScriptedNode) -> None:
+def test_any_id_of_a_request_can_travel(node: AnsweredCore) -> None:
     node.attach()
     for name in ("x" * 1000, "ß" * 200, "bad \udc80 id", ""):
         node.arrive(name, chain("a", 1))

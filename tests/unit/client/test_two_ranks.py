@@ -7,16 +7,16 @@ import pytest
 from kvstore.client.core.plan import RankReport
 from kvstore.client.core.scheduler import Hit, Miss
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 from tests.unit.client.test_stores import begin, step
 
 
 @pytest.fixture
-def node() -> ScriptedNode:
-    return ScriptedNode(rank_count=2)
+def node() -> AnsweredCore:
+    return AnsweredCore(rank_count=2)
 
 
-def under_load(node: ScriptedNode, request: str) -> int:
+def under_load(node: AnsweredCore, request: str) -> int:
     """A request whose load of 3 blocks runs; returns its lease."""
     keys = chain(request, 3)
     node.keys |= set(keys)
@@ -27,7 +27,7 @@ def under_load(node: ScriptedNode, request: str) -> int:
     return job.lease
 
 
-def test_the_lease_is_held_until_both_have_loaded(node: ScriptedNode) -> None:
+def test_the_lease_is_held_until_both_have_loaded(node: AnsweredCore) -> None:
     node.attach()
     lease = under_load(node, "r")
     node.ended("r", lease, 3, rank=1)
@@ -42,7 +42,7 @@ def test_the_lease_is_held_until_both_have_loaded(node: ScriptedNode) -> None:
 
 @pytest.mark.parametrize("loaded", [(1, 3), (3, 1), (0, 0)])
 def test_a_load_that_fails_on_one_rank_has_failed(
-    node: ScriptedNode, loaded: tuple[int, int]
+    node: AnsweredCore, loaded: tuple[int, int]
 ) -> None:
     node.attach()
     lease = under_load(node, "r")
@@ -57,7 +57,7 @@ def test_a_load_that_fails_on_one_rank_has_failed(
 
 
 def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too(
-    node: ScriptedNode,
+    node: AnsweredCore,
 ) -> None:
     keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)

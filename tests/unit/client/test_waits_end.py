@@ -9,21 +9,21 @@ import pytest
 from kvstore.client.core.attachment import DialState
 from kvstore.client.core.scheduler import PENDING, Miss
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import ScriptedNode, chain
+from tests.unit.client.conftest import AnsweredCore, chain
 
 STEP_MS = 5
 LONGEST_MS = 250 + 2000 + 250 + 250
 """A heartbeat's limit, a promotion, and the time for an answer, once more for the last question."""
 
 
-def welcome(node: ScriptedNode) -> None:
+def welcome(node: AnsweredCore) -> None:
     hello = m.Welcome(
         protocol=1, incarnation=7, now_ns=node.now_ns, arena_bytes=1 << 20, generation_bytes=8192
     )
     say(node, hello)
 
 
-def say(node: ScriptedNode, message: m.Message) -> None:
+def say(node: AnsweredCore, message: m.Message) -> None:
     """As the connector takes a message: a reason to close the socket closes it."""
     attachment = node.core.attachment
     if attachment.dial.is_due(node.now_ns):
@@ -35,7 +35,7 @@ def say(node: ScriptedNode, message: m.Message) -> None:
         attachment.disconnected(node.now_ns, reason)
 
 
-def open_or_close(node: ScriptedNode) -> None:
+def open_or_close(node: AnsweredCore) -> None:
     """A session that ends in the step after it began, before any answer."""
     if node.core.attachment.session:
         say(node, m.SessionClosed(session=node.session, reason="a rank left"))
@@ -43,14 +43,14 @@ def open_or_close(node: ScriptedNode) -> None:
         open_another(node)
 
 
-def open_another(node: ScriptedNode) -> None:
+def open_another(node: AnsweredCore) -> None:
     node.session += 1
     say(node, m.SessionOpen(session=node.session, shard_counts=(1,)))
 
 
 @pytest.mark.parametrize("lie", [welcome, open_or_close, open_another])
-def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
-    node = ScriptedNode()
+def test_a_lying_node_holds_nobody(lie: Callable[[AnsweredCore], None]) -> None:
+    node = AnsweredCore()
     keys = chain("a", 400)  # so many that their answer is waited for longest
     node.core.attachment.dial.connected(node.now_ns)
     welcome(node)
@@ -66,7 +66,7 @@ def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
     assert node.core.lookups.leases_open == 0
 
 
-def test_a_second_welcome_is_no_welcome(node: ScriptedNode) -> None:
+def test_a_second_welcome_is_no_welcome(node: AnsweredCore) -> None:
     node.attach(credits=1)
     again = m.Welcome(
         protocol=1, incarnation=8, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192

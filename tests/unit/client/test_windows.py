@@ -23,7 +23,7 @@ from kvstore.client.core.plan import (
 )
 from kvstore.client.core.request import Presence, block_keys
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, named, split
+from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain, named, split
 
 WINDOW_BLOCKS = 2
 """Blocks before its end that a hit needs of the second group."""
@@ -47,24 +47,24 @@ class WindowRules:
 
 
 @pytest.fixture
-def node() -> ScriptedNode:
+def node() -> AnsweredCore:
     return make()
 
 
-def make(shard_counts: tuple[int, int] = (1, 1), **changes: Any) -> ScriptedNode:
+def make(shard_counts: tuple[int, int] = (1, 1), **changes: Any) -> AnsweredCore:
     changes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": NAMES} | changes
-    node = ScriptedNode(rules=WindowRules(), **changes)
+    node = AnsweredCore(rules=WindowRules(), **changes)
     node.shard_counts = shard_counts
     node.attach(credits=50)
     return node
 
 
-def begin(node: ScriptedNode, keys: list[bytes]) -> None:
+def begin(node: AnsweredCore, keys: list[bytes]) -> None:
     node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
 
 
-def begun(node: ScriptedNode, *windows: int) -> list[bytes]:
+def begun(node: AnsweredCore, *windows: int) -> list[bytes]:
     """A prompt of six blocks, all of them in the first group and these in the second."""
     keys = chain("a", 6)
     node.keys = held(keys, *windows)
@@ -72,7 +72,7 @@ def begun(node: ScriptedNode, *windows: int) -> list[bytes]:
     return keys
 
 
-def match(node: ScriptedNode, local: int = 0, most: int = 100) -> Outcome:
+def match(node: AnsweredCore, local: int = 0, most: int = 100) -> Outcome:
     """The answer, after so many exchanges as it takes."""
     for _ in range(2 + ROUNDS_MAX):
         outcome = node.core.match(
@@ -87,12 +87,12 @@ def match(node: ScriptedNode, local: int = 0, most: int = 100) -> Outcome:
     return PENDING
 
 
-def load(node: ScriptedNode, tokens: int) -> tuple[LoadJob, ...]:
+def load(node: AnsweredCore, tokens: int) -> tuple[LoadJob, ...]:
     node.core.allocated("r", tables=TABLES, external_tokens=tokens, now_ns=node.now_ns)
     return node.core.plan((), node.now_ns).loads
 
 
-def asked(node: ScriptedNode, group: int) -> list[list[bytes]]:
+def asked(node: AnsweredCore, group: int) -> list[list[bytes]]:
     return [split(a.keys) for a in node.of(m.LeaseAsk) if a.group == group]  # type: ignore[attr-defined]
 
 
@@ -114,7 +114,7 @@ def held(keys: list[bytes], *windows: int) -> set[bytes]:
     ],
 )
 def test_a_hit_ends_where_every_group_can_serve_it(
-    node: ScriptedNode, windows: tuple[int, ...], blocks: int
+    node: AnsweredCore, windows: tuple[int, ...], blocks: int
 ) -> None:
     begun(node, *windows)
     expected = Hit(blocks * BLOCK_TOKENS) if blocks else Miss("group not stored")
@@ -127,7 +127,7 @@ def test_a_hit_ends_where_every_group_can_serve_it(
     assert node.core.lookups.leases_open == 0
 
 
-def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None:
+def test_what_the_engine_has_itself_is_not_asked_for(node: AnsweredCore) -> None:
     keys = begun(node, 4)
     assert match(node, local=4) == Hit(BLOCK_TOKENS)
     assert asked(node, 0) == [keys[4:]]
@@ -136,7 +136,7 @@ def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None
     assert (first.block_ids, second.block_ids) == ((104,), (204,))
 
 
-def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode) -> None:
+def test_answers_that_promise_too_much_end_after_some_rounds(node: AnsweredCore) -> None:
     keys = chain("a", 20)
     node.keys = {*keys}
     begin(node, keys)
@@ -167,7 +167,7 @@ def test_an_answer_behind_a_gap_is_none() -> None:
     assert np.flatnonzero(present.resized(1, 40)).tolist() == [0]
 
 
-def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
+def test_a_window_on_disk_is_waited_for_as_a_whole(node: AnsweredCore) -> None:
     node = make(prefill_ns_per_token=10_000_000)
     begun(node, *range(6))
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
@@ -187,7 +187,7 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
     assert [len(job.block_ids) for job in load(node, 6 * BLOCK_TOKENS)] == [6, 2]
 
 
-def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNode) -> None:
+def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: AnsweredCore) -> None:
     begun(node, *range(6))
     match(node)
     first, second = load(node, 6 * BLOCK_TOKENS)
@@ -202,7 +202,7 @@ def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNo
     assert (story.loaded_tokens, story.outcome) == (0, "load failed")
 
 
-def test_each_group_stores_with_credits_of_its_own(node: ScriptedNode) -> None:
+def test_each_group_stores_with_credits_of_its_own(node: AnsweredCore) -> None:
     keys = chain("a", 6)
     node.keys = {keys[0], named(keys[1], 1)}
     begin(node, keys)

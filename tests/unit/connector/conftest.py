@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore.obs.logs import RateLimit
-from tests.unit.connector.scripted_node import ScriptedNode, node_at
+from tests.kit.scripted_node import ScriptedNode, node_at
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import ScriptedNode
+from tests.unit.client.conftest import AnsweredCore
 from tests.unit.client.test_two_ranks import under_load
 from tests.unit.connector.test_guard import scheduler_connector
 
@@ -23,7 +23,7 @@ def test_outputs_that_are_replayed_after_a_workers_failure_end_each_load_once() 
 
     from kvstore.connector.vllm import KVStoreWorkerMetadata
 
-    node = ScriptedNode(rank_count=2)
+    node = AnsweredCore(rank_count=2)
     node.attach()
     leases = {name: under_load(node, name) for name in ("a", "b")}
     connector = scheduler_connector()

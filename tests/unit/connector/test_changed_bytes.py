@@ -19,8 +19,8 @@ from kvstore.kernels.host import PagedCache
 from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as m
 from tests.kit.reference import checksum
-from tests.unit.client.conftest import ScriptedNode as Question
-from tests.unit.connector.scripted_node import ScriptedNode
+from tests.kit.scripted_node import ScriptedNode
+from tests.unit.client.conftest import AnsweredCore
 from tests.unit.connector.test_copier import BLOCK, BLOCKS, SLOT_PAGES, Rank, key
 
 DEFAULT = ConnectorConfig(socket="/run/node.sock").verify_every
@@ -35,7 +35,7 @@ def rank(node: ScriptedNode) -> Iterator[Rank]:
     rank.stop()
 
 
-class Scheduler(Question):
+class Scheduler(AnsweredCore):
     """The core of a scheduler whose node holds all blocks, and tells what it is asked for."""
 
     def __init__(self, sums: bytes) -> None:

@@ -15,7 +15,7 @@ from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import Distrust, Seal
 from tests.kit.copy_parties import BOTH_KINDS
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
+from tests.kit.scripted_node import WAIT_S, ScriptedNode
 from tests.unit.connector.test_copier import BLOCKS, LAYERS, PAGE, SLOT_PAGES, Rank, key
 
 

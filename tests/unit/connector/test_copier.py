@@ -36,9 +36,9 @@ from kvstore.wire.space import fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
 from tests.kit.hello import group_of, rank_hello
 from tests.kit.reference import checksum
+from tests.kit.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.client import rank_kit
-from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 
 LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
 BLOCK = LAYERS * PAGE
@@ -245,7 +245,7 @@ def test_loads_go_on_in_the_mapping_of_a_dead_node(path: Path, rank: Rank) -> No
 @ON_HOST
 def test_a_node_that_talks_nonsense_is_left_and_tried_again(node: ScriptedNode, rank: Rank) -> None:
     node.open_session(5)
-    node.send_raw(b"\xc1")
+    node.peer.send(b"\xc1")
     assert node.is_hung_up()
     node.open_session(6)
 

@@ -25,9 +25,9 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Inca
 from kvstore.wire.messages import Seal
 from kvstore.wire.record import checksum_of, header
 from tests.kit.copy_parties import noise
+from tests.kit.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.kit.slab import ended, order_of
-from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 from tests.unit.connector.test_copier import BLOCK, PREFIX, SLOT_PAGES, Rank, key
 
 P = PAGES_PER_GENERATION

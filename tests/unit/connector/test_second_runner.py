@@ -19,7 +19,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Drop, Seal, slots_array
 from tests.kit.cores import has_work
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
+from tests.kit.scripted_node import WAIT_S, ScriptedNode
 from tests.unit.connector.test_worker_side import (
     job,
     kv_cache_config,

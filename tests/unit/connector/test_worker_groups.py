@@ -16,7 +16,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.mapping import describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Seal
-from tests.unit.connector.scripted_node import ScriptedNode
+from tests.kit.scripted_node import ScriptedNode
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     BLOCKS,

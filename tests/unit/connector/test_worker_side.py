@@ -25,8 +25,8 @@ from kvstore.ports import BlockCopy
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import Seal
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
+from tests.kit.scripted_node import WAIT_S, ScriptedNode
 from tests.kit.simulated_device import SimulatedDevice
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
 
 pytestmark = pytest.mark.engine
 

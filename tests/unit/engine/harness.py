@@ -74,8 +74,16 @@ REPLICAS = (HALVES[0], HALVES[0], HALVES[1], HALVES[1])
 
 def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
     """A model whose blocks take `layer_bytes` per layer."""
-    head_bytes = (layer_bytes // HEADS,)
-    return space_of(model, layer_count=LAYERS, kv_head_count=HEADS, head_bytes=head_bytes)
+    return space_of(
+        model,
+        weights="w",
+        attention_backend="a",
+        layer_count=LAYERS,
+        kv_head_count=HEADS,
+        head_bytes=(layer_bytes // HEADS,),
+        hash_seed="",
+        kv_format="e",
+    )
 
 
 SMALL = space("small", layer_bytes=16 << 10)
@@ -349,7 +357,7 @@ class Hellos:
         groups = [group_of(space, shards[rank]) for space, shards in self.groups]
         groups[0] = msgspec.structs.replace(groups[0], **changed)
         fields = {"tenant": self.tenant, "process": f"{self.name}-rank{rank}", "gpu": self.gpu}
-        return rank_hello(*groups, name=self.name, rank=rank, **fields | changes)
+        return rank_hello(*groups, name=self.name, **{"rank": rank, **fields, **changes})
 
 
 class Peer(Hellos):

@@ -28,7 +28,7 @@ SCOPE = Scope("t", b"s" * 32, Shard(0, 1, 0, 1), 5000)
 COUNT = 4
 
 
-class ScriptedNode:
+class ScrubbedNode:
     """A tier with COUNT blocks, and a driver that answers with two at a time."""
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class ScriptedNode:
 
 
 @pytest.fixture
-def node() -> ScriptedNode:
-    return ScriptedNode()
+def node() -> ScrubbedNode:
+    return ScrubbedNode()
 
 
 @pytest.fixture
-def scrub(node: ScriptedNode) -> DramScrub:
+def scrub(node: ScrubbedNode) -> DramScrub:
     return DramScrub(cast("Driver", node), node.tier, FAST)
 
 
@@ -95,13 +95,13 @@ def run_pass(scrub: DramScrub) -> None:
         word = scrub.look(word)
 
 
-def found(node: ScriptedNode) -> list[int]:
+def found(node: ScrubbedNode) -> list[int]:
     return [slot for event in node.told for slot in np.frombuffer(event.slots, "<u4").tolist()]
 
 
 @pytest.mark.parametrize("at", [0, SCOPE.block_bytes - 1])
 def test_a_flipped_bit_is_found(
-    node: ScriptedNode, scrub: DramScrub, at: int, caplog: pytest.LogCaptureFixture
+    node: ScrubbedNode, scrub: DramScrub, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.payload(2)[at] ^= 1
     run_pass(scrub)
@@ -111,14 +111,14 @@ def test_a_flipped_bit_is_found(
     assert node.key(2).hex() not in caplog.text
 
 
-def test_an_intact_block_of_another_key_is_found(node: ScriptedNode, scrub: DramScrub) -> None:
+def test_an_intact_block_of_another_key_is_found(node: ScrubbedNode, scrub: DramScrub) -> None:
     node.checksums[3] = node.checksums[2]
     run_pass(scrub)
     assert found(node) == [node.slot(3)]
 
 
 def test_a_slot_that_is_reused_meanwhile_is_not_reported(
-    node: ScriptedNode, scrub: DramScrub
+    node: ScrubbedNode, scrub: DramScrub
 ) -> None:
     def reuse() -> None:
         node.tier.raise_generations([node.slot(0)], [2])
@@ -129,7 +129,7 @@ def test_a_slot_that_is_reused_meanwhile_is_not_reported(
     assert found(node) == []
 
 
-def test_it_reads_no_faster_than_told(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reads_no_faster_than_told(node: ScrubbedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     scrub = DramScrub(cast("Driver", node), node.tier, ScrubRate(SCOPE.block_bytes, daily=False))
     waited: list[float] = []
 
@@ -143,7 +143,7 @@ def test_it_reads_no_faster_than_told(node: ScriptedNode, monkeypatch: pytest.Mo
 
 
 def test_where_there_is_nothing_to_read_it_rests_and_says_nothing(
-    node: ScriptedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
+    node: ScrubbedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(scrub._leaving, "wait", waited.append)
@@ -167,7 +167,7 @@ def test_where_there_is_nothing_to_read_it_rests_and_says_nothing(
 
 
 def test_it_goes_on_by_itself_and_ends_when_told(
-    node: ScriptedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
+    node: ScrubbedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrub_module, "PASS_PAUSE_S", 0.001)
     monkeypatch.setattr(scrub_module, "BUSY_PAUSE_S", 0.001)

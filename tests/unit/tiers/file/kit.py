@@ -114,6 +114,10 @@ class OpenFails(FaultyDisk):
         return super().open(name, flags, dir_fd)
 
 
+OPENED: list[Driver] = []
+"""Of this test; closed at its end (conftest.py)."""
+
+
 class StoreDriver:
     """A store with an arena, driven the way a node does it: by its eventfd."""
 
@@ -257,8 +261,14 @@ class Driver(StoreDriver):
         look = settings.pop("look", None)
         values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
         self.config = FileConfig(directory, **values)
-        self.clock = SetClock()
+        self.clock, self.disk = SetClock(), disk
         self.tier = FileTier(self.config, self.arena, self.clock, disk=disk, look=look).start()
+        OPENED.append(self)
+
+    def look(self) -> list[FileTierEvent]:
+        """At what other nodes have; what is told then."""
+        self.tier.look_at_peers()
+        return self.take()
 
 
 def reopen(driver: Driver, **more: Any) -> Driver:

@@ -133,7 +133,6 @@ def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
     assert driver.read([0, 1]) == [False, True]
     gone = [event for event in driver.seen if isinstance(event, FileGone)]
     assert [event.keys for event in gone] == [key(0)]
-    driver.close()
 
 
 def test_a_clear_survives_a_crash(store: Path) -> None:
@@ -460,7 +459,6 @@ def test_fsck_of_no_store_and_of_a_running_one(store: Path, tmp_path: Path) -> N
     assert fsck(store).status == 0
     with pytest.raises(ConfigError, match="in use"):
         fsck(store, quarantine=True)
-    driver.close()
 
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -473,7 +471,6 @@ def test_a_directory_of_version_1_is_refused_with_a_way_out(store: Path) -> None
     (store / "store").write_bytes((GOLDEN / "file_v2" / "store").read_bytes())
     driver = Driver(store).recovered()
     assert not driver.known, "segments of version 1"
-    driver.close()
 
 
 def test_a_directory_of_version_2_is_still_served(store: Path) -> None:

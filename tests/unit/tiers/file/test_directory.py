@@ -20,11 +20,6 @@ SEGMENT = segment_name(1)
 
 
 @pytest.fixture
-def disk() -> FaultyDisk:
-    return FaultyDisk()
-
-
-@pytest.fixture
 def directory(tmp_path: Path, disk: FaultyDisk) -> Iterator[Directory]:
     made = Directory(tmp_path, disk, direct=False)
     yield made

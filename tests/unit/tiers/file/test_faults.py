@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileLate, FileRead, FileWritten, Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.parts import Health
+from tests.unit.tiers.file.conftest import Start
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
     PATIENCE_S,
@@ -27,8 +27,6 @@ from tests.unit.tiers.file.kit import (
     u64,
 )
 
-Start = Callable[..., Driver]
-
 
 def failing(code: int, *, times: int = 1 << 30) -> Callable[[int], OSError | None]:
     """Fails that many calls, then no more."""
@@ -39,27 +37,6 @@ def failing(code: int, *, times: int = 1 << 30) -> Callable[[int], OSError | Non
         return OSError(code, os.strerror(code)) if left[0] >= 0 else None
 
     return fail
-
-
-@pytest.fixture
-def disk() -> FaultyDisk:
-    return FaultyDisk()
-
-
-@pytest.fixture
-def start(tmp_path: Path, disk: FaultyDisk) -> Iterator[Start]:
-    opened: list[Driver] = []
-
-    def make(**settings: Any) -> Driver:
-        opened.append(Driver(tmp_path / "store", disk=disk, **settings).recovered())
-        return opened[-1]
-
-    yield make
-    disk.fail.clear()
-    disk.hang.clear()
-    disk.release.set()
-    for driver in opened:
-        driver.close()
 
 
 def test_memory_that_is_not_there_says_nothing_against_the_disk(
@@ -93,7 +70,6 @@ def test_what_was_read_is_verified_without_a_touch_of_the_arena(tmp_path: Path) 
     driver.arena = again.arena
     assert again.read([1, 2]) == [True, False]
     assert sorted(looks) == [(0, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES)]
-    again.close()
 
 
 def test_a_failed_write_costs_its_blocks_and_begins_a_new_segment(
@@ -109,7 +85,6 @@ def test_a_failed_write_costs_its_blocks_and_begins_a_new_segment(
     again = reopen(driver)
     assert again.read([1, 3]) == [True, True]
     assert not again.has(2)
-    again.close()
 
 
 def test_a_failed_sync_is_read_back(start: Start, disk: FaultyDisk) -> None:
@@ -291,7 +266,6 @@ def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Pa
         Driver(tmp_path / "store", disk=OpenFails("store.new", errno.ENOSPC))
     driver = Driver(tmp_path / "store").recovered()
     assert driver.write([2]) != [0]
-    driver.close()
 
 
 @pytest.mark.parametrize("times", [1, 1 << 30])
@@ -326,7 +300,6 @@ def test_a_store_on_a_disk_that_takes_no_more_files_is_served(tmp_path: Path, co
     driver.close()
     again = Driver(tmp_path / "store", disk=OpenFails("probe", code)).recovered()
     assert again.has(1)
-    again.close()
 
 
 def test_a_full_disk_without_a_quarantine_is_served(
@@ -360,7 +333,6 @@ def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) ->
         Driver(tmp_path / "store", disk=OpenFails("store", errno.EMFILE))
     driver = Driver(tmp_path / "store").recovered()
     assert driver.has(1)
-    driver.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -429,7 +401,6 @@ def test_what_waits_behind_a_hung_write_is_done_before_the_end(
     assert u64(written.locations) != [0]
     again = Driver(tmp_path / "store").recovered()
     assert again.known == {}
-    again.close()
 
 
 def test_what_can_neither_be_synced_nor_read_back_is_gone(start: Start, disk: FaultyDisk) -> None:

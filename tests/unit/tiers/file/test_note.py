@@ -37,7 +37,6 @@ def test_a_note_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     del disk.fail["fsync"]
     again = Driver(tmp_path / "store").recovered()
     assert again.tier.note == b"a" * PAGE
-    again.close()
 
 
 def test_a_note_that_is_no_file_is_none(tmp_path: Path) -> None:
@@ -47,7 +46,6 @@ def test_a_note_that_is_no_file_is_none(tmp_path: Path) -> None:
     again = Driver(tmp_path / "store").recovered()
     assert again.tier.note == b""
     again.tier.keep_note(b"a" * PAGE)
-    again.close()
 
 
 def test_a_directory_with_nothing_but_a_note_is_taken(tmp_path: Path) -> None:
@@ -55,4 +53,3 @@ def test_a_directory_with_nothing_but_a_note_is_taken(tmp_path: Path) -> None:
     (tmp_path / "store" / "learned").write_bytes(b"a" * 100)
     driver = Driver(tmp_path / "store").recovered()
     assert driver.tier.note == b"a" * 100
-    driver.close()

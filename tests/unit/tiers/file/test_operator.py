@@ -44,7 +44,6 @@ def test_a_clear_that_the_disk_cannot_note_is_known_not_to_be_durable(
     driver.close()
     again = Driver(tmp_path / "store").recovered()
     assert again.known == {}
-    again.close()
 
 
 def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> None:
@@ -61,7 +60,6 @@ def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> 
     driver.close()
     again = Driver(tmp_path / "store").recovered()
     assert {name for _, name in again.known} == {key(2)}
-    again.close()
 
 
 def test_a_clear_is_durable_when_it_says_so(tmp_path: Path) -> None:
@@ -69,7 +67,6 @@ def test_a_clear_is_durable_when_it_says_so(tmp_path: Path) -> None:
     driver.write([1])
     driver.void(None, None)
     assert driver.tier.wait_for_voids(20)
-    driver.close()
 
 
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
@@ -83,7 +80,6 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert not driver.tier.wait_for_voids(0.01)
     disk.release.set()
     assert driver.tier.wait_for_voids(20)
-    driver.close()
 
 
 # ── start ────────────────────────────────────────────────────────────────────────────────────────
@@ -133,10 +129,9 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
         says = f"contains the store {inner}: give --file an empty directory, or add ',shared' if"
         with pytest.raises(ConfigError, match=says):
             Driver(tmp_path / outer)
-    first = Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered()
+    Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered()
     with pytest.raises(ConfigError, match=r"b is in use by another node of that name: give each"):
         Driver(tmp_path / "parent", **shared | {"node": "b"})
-    first.close()
 
 
 # ── trouble ──────────────────────────────────────────────────────────────────────────────────────
@@ -180,7 +175,6 @@ def test_a_directory_that_was_removed_is_made_again(
     driver = reopen(driver)
     assert key(299) in {name for _, name in driver.known}
     assert key(5) not in {name for _, name in driver.known}
-    driver.close()
 
 
 def test_segments_outlive_a_lock_that_was_removed(tmp_path: Path) -> None:
@@ -191,7 +185,6 @@ def test_segments_outlive_a_lock_that_was_removed(tmp_path: Path) -> None:
     assert driver.read([1, 2]) == [True, True]
     driver = reopen(driver)
     assert {name for _, name in driver.known} == {key(1), key(2)}
-    driver.close()
 
 
 def test_a_clear_of_a_directory_that_was_removed_is_durable(tmp_path: Path) -> None:
@@ -203,7 +196,6 @@ def test_a_clear_of_a_directory_that_was_removed_is_durable(tmp_path: Path) -> N
     assert driver.tier.wait_for_voids(20)
     driver = reopen(driver)
     assert driver.known == {}
-    driver.close()
 
 
 def test_a_directory_is_not_made_again_on_another_file_system(tmp_path: Path) -> None:
@@ -235,7 +227,6 @@ def test_a_directory_is_not_made_again_on_another_file_system(tmp_path: Path) ->
     assert 0 not in driver.write([3])
     driver.wait(Resumed)
     assert driver.read([3]) == [True]
-    driver.close()
 
 
 def test_a_place_that_another_node_took_is_left_to_it(tmp_path: Path) -> None:
@@ -252,7 +243,6 @@ def test_a_place_that_another_node_took_is_left_to_it(tmp_path: Path) -> None:
     assert 0 not in other.write([1])
     driver.close()
     assert other.read([1]) == [True]
-    other.close()
 
 
 # ── fsck ─────────────────────────────────────────────────────────────────────────────────────────
@@ -359,4 +349,3 @@ def test_fsck_calls_nothing_damaged_that_is_only_being_written(tmp_path: Path) -
         file.seek(at)
         file.write(b"\0never\0")
     assert dict(fsck(tmp_path / "store").problems) == {"damaged records": 1}
-    driver.close()

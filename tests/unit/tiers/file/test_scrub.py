@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,17 @@ from kvstore.tiers.file.config import ScrubRate
 from kvstore.tiers.file.parts import Parts
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
+from tests.unit.tiers.file.conftest import Start
 from tests.unit.tiers.file.kit import BLOCK_BYTES, PATIENCE_S, Driver, FaultyDisk, key, u64
 
 FAST = ScrubRate(1 << 40, daily=False)
-Start = Callable[..., Driver]
 
 
 @pytest.fixture
-def disk() -> FaultyDisk:
-    return FaultyDisk()
-
-
-@pytest.fixture
-def start(tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(start: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     """A tier whose scrub begins pass after pass."""
     monkeypatch.setattr(scrub_module, "PASS_PAUSE_S", 0.01)
-    opened: list[Driver] = []
-
-    def make(**settings: Any) -> Driver:
-        driver = Driver(tmp_path / "store", disk=disk, **{"scrub": FAST, **settings})
-        opened.append(driver.recovered())
-        return driver
-
-    yield make
-    disk.fail.clear()
-    disk.hang.clear()
-    disk.release.set()
-    for driver in opened:
-        driver.close()
+    return partial(start, scrub=FAST)
 
 
 def flip(driver: Driver, place: int, *, at: int = PAGE_BYTES + 99) -> None:

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,22 +23,21 @@ from kvstore.units import MIB, NS_PER_S
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
 
 
+def shared(parent: Path, node: str, **settings: Any) -> Driver:
+    """A node that looks at its peers when it is told to."""
+    more = {"shared": True, "poll_interval_ms": 1 << 30, **settings}
+    return Driver(parent, node=node, **more).recovered()
+
+
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Driver]]:
-    made = [
-        Driver(tmp_path, shared=True, node=name, poll_interval_ms=1 << 30).recovered()
-        for name in ("a", "b")
-    ]
-    yield made
-    for driver in made:
-        driver.close()
+def nodes(tmp_path: Path) -> list[Driver]:
+    return [shared(tmp_path, name) for name in ("a", "b")]
 
 
 def test_an_unfinished_segment_is_read_as_it_grows(nodes: list[Driver]) -> None:
     a, b = nodes
     a.write([1, 2])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     assert b.read([1, 2]) == [True, True]
     assert b.known[SCOPE, key(1)] >> 32 >= FOREIGN_BASE
     a.write(range(3, 12))
@@ -53,8 +51,7 @@ def test_an_unfinished_segment_is_read_as_it_grows(nodes: list[Driver]) -> None:
 def test_a_node_writes_nowhere_else_and_sees_itself_once(nodes: list[Driver]) -> None:
     a, b = nodes
     (place,) = a.write([1])
-    a.tier.look_at_peers()
-    a.take()
+    a.look()
     assert a.known == {(SCOPE, key(1)): place}
     b.tier.look_at_peers()
     assert sorted(p.name for p in (b.config.directory / "b").iterdir()) == [
@@ -67,8 +64,7 @@ def test_a_node_writes_nowhere_else_and_sees_itself_once(nodes: list[Driver]) ->
 def test_a_segment_that_vanishes_is_gone_and_a_read_of_it_a_miss(nodes: list[Driver]) -> None:
     a, b = nodes
     a.write([1])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     for path in (a.config.directory / "a").glob("seg-*.kv"):
         path.unlink()
     assert b.read([1]) == [False]
@@ -80,12 +76,10 @@ def test_a_segment_that_vanishes_is_gone_and_a_read_of_it_a_miss(nodes: list[Dri
 
 @pytest.mark.parametrize("what", ["the directory", "what is in it"])
 def test_a_node_that_begins_again_is_seen_anew(tmp_path: Path, what: str) -> None:
-    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
-    a = Driver(tmp_path, node="a", **more).recovered()
-    b = Driver(tmp_path, node="b", **more).recovered()
+    a = shared(tmp_path, "a")
+    b = shared(tmp_path, "b")
     a.write([1, 2])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     (segment,) = (tmp_path / "a").glob("seg-*.kv")
     size = segment.stat().st_size
     a.close()
@@ -94,26 +88,22 @@ def test_a_node_that_begins_again_is_seen_anew(tmp_path: Path, what: str) -> Non
     else:
         for path in (tmp_path / "a").iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    a = Driver(tmp_path, node="a", **more).recovered()
+    a = shared(tmp_path, "a")
     a.write([3, 4])
     assert segment.stat().st_size == size, "the same name, the same size"
     os.utime(segment, (1, 1))
     b.seen.clear()
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     assert [u64(event.locations) for event in b.seen if isinstance(event, FileGone)] == [
         [b.known[SCOPE, key(1)], b.known[SCOPE, key(2)]]
     ]
     assert b.read([3, 4]) == [True, True]
-    a.close()
-    b.close()
 
 
 def test_a_node_that_leaves_is_forgotten(nodes: list[Driver], tmp_path: Path) -> None:
     a, b = nodes
     a.write([1])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     a.close()
     (tmp_path / "a").rename(tmp_path.parent / f"{tmp_path.name}-a")
     b.seen.clear()
@@ -128,8 +118,7 @@ def test_a_node_whose_open_directory_cannot_be_looked_at_ends_no_looking(
 ) -> None:
     a, b = nodes
     a.write([1])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     assert b.tier._peers is not None
     theirs, look = b.tier._peers._peers["a"].fd, os.fstat
 
@@ -172,12 +161,10 @@ def test_a_node_needs_a_name(tmp_path: Path) -> None:
 
 
 def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
-    a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
-    b = Driver(tmp_path, node="b", **more).recovered()
+    a = shared(tmp_path, "a", capacity_bytes=4 * MIB)
+    b = shared(tmp_path, "b")
     a.write(range(7))
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     assert b.read([0]) == [True]
     a.on_reclaim = lambda event: a.reclaim(event.segment, [])
     number = 7
@@ -191,15 +178,12 @@ def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path)
     a.clock.advance_ms(10_001)
     a.tier.look_at_peers()
     assert not list((tmp_path / "a").glob("dead-*"))
-    a.close()
-    b.close()
 
 
 def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
-    a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
+    a = shared(tmp_path, "a", capacity_bytes=4 * MIB)
     asked: list[int] = []
 
     def let_one_go(event: FileReclaim) -> None:
@@ -237,25 +221,20 @@ def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
         looking.join()
     assert not list((tmp_path / "a").glob("dead-*"))
     assert a.tier.taken_bytes < taken_bytes
-    a.close()
 
 
 def test_no_more_foreign_segments_are_kept_than_told(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
-    a = Driver(tmp_path, node="a", **more).recovered()
+    a = shared(tmp_path, "a")
     a.write(range(14))
     disk = FaultyDisk()
-    b = Driver(tmp_path, node="b", foreign_segments_max=1, disk=disk, **more).recovered()
-    b.tier.look_at_peers()
-    b.take()
+    b = shared(tmp_path, "b", foreign_segments_max=1, disk=disk)
+    b.look()
     disk.calls.clear()
     b.tier.look_at_peers()
     assert ("open", 0) not in disk.calls, "what is too much is not opened again and again"
     assert len(list((tmp_path / "a").glob("seg-*.kv"))) == 2
     assert len({place >> 32 for place in b.known.values()}) == 1
     assert b.read(range(7, 14)) == [True] * 7, "the latest one"
-    a.close()
-    b.close()
 
 
 def test_who_is_told_to_stop_looking_stops_and_goes_on_there(
@@ -275,8 +254,7 @@ def test_who_is_told_to_stop_looking_stops_and_goes_on_there(
         patch.setattr(b.tier._outbox, "known", refuse)
         assert not peers.look()
     assert asked == [1]
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     assert b.read([1]) == [True]
 
 
@@ -286,8 +264,7 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
 ) -> None:
     a, b = nodes
     a.write([1])
-    b.tier.look_at_peers()
-    b.take()
+    b.look()
     listdir, look = os.listdir, os.stat
 
     def fail_listdir(path: Any) -> list[str]:

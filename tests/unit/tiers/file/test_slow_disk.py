@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -34,12 +34,12 @@ from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from tests.kit.set_clock import SetClock
 from tests.sim.world.threads import Threads
+from tests.unit.tiers.file.conftest import Start
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
     PATIENCE_S,
     SCOPE,
     SEGMENT_BYTES,
-    Driver,
     FaultyDisk,
     checksum,
     key,
@@ -182,22 +182,8 @@ def test_a_disk_a_thousand_times_slower_drops_stores_while_loads_go_through(
     assert any(isinstance(e, FileWritten) and e.job == 9999 and all(u64(e.locations)) for e in said)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    opened: list[Driver] = []
-
-    def make(disk: FaultyDisk, **settings: int) -> Driver:
-        opened.append(Driver(tmp_path / "store", disk=disk, **settings).recovered())
-        return opened[-1]
-
-    yield make
-    for driver in opened:
-        driver.close()
-
-
-def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Callable[..., Driver]) -> None:
-    disk = FaultyDisk()
-    driver = start(disk, queued_bytes_max=8 * BLOCK_BYTES, failures_max=1)
+def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Start, disk: FaultyDisk) -> None:
+    driver = start(queued_bytes_max=8 * BLOCK_BYTES, failures_max=1)
     driver.write([1, 2, 3])
     disk.hang.add("pwritev")
     assert driver.start_write([1, 2, 3])

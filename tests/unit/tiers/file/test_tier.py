@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,29 +20,16 @@ from kvstore.tier_events import (
 from kvstore.types import Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
+from tests.unit.tiers.file.conftest import Start
 from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, SEGMENT_BYTES, Driver, key, reopen, u64
 
-Open = Callable[..., Driver]
 OTHER = Scope("u", SCOPE.space, SCOPE.shard, BLOCK_BYTES)
 ODD = Scope("t", b"o" * 32, Shard(0, 1, 0, 1), 5_000)
 """Fills its last page only in part."""
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Open]:
-    opened: list[Driver] = []
-
-    def make(**settings: Any) -> Driver:
-        opened.append(Driver(tmp_path / "store", **settings).recovered())
-        return opened[-1]
-
-    yield make
-    for driver in opened:
-        driver.close()
-
-
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_is_written_is_read_back(start: Open, *, direct: bool) -> None:
+def test_what_is_written_is_read_back(start: Start, *, direct: bool) -> None:
     driver = start(direct=direct)
     places = driver.write([1, 2, 3])
     assert len(set(places)) == 3
@@ -52,7 +38,7 @@ def test_what_is_written_is_read_back(start: Open, *, direct: bool) -> None:
     assert driver.tier.is_direct <= direct
 
 
-def test_a_block_that_does_not_fill_its_pages(start: Open) -> None:
+def test_a_block_that_does_not_fill_its_pages(start: Start) -> None:
     driver = start()
     assert 0 not in driver.write([1, 2, 3], ODD)
     assert driver.read([2, 3, 1], ODD) == [True] * 3
@@ -64,7 +50,7 @@ def test_a_block_that_does_not_fill_its_pages(start: Open) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_an_orderly_end_loses_nothing(start: Open, tmp_path: Path, *, direct: bool) -> None:
+def test_an_orderly_end_loses_nothing(start: Start, tmp_path: Path, *, direct: bool) -> None:
     driver = start(direct=direct)
     for first in range(0, 40, 10):
         driver.write(range(first, first + 10))
@@ -79,17 +65,16 @@ def test_an_orderly_end_loses_nothing(start: Open, tmp_path: Path, *, direct: bo
     assert firsts == sorted(firsts, reverse=True), "newest segment first"
 
 
-def test_checksums_of_the_caller_outrank_those_of_the_record(start: Open) -> None:
+def test_checksums_of_the_caller_outrank_those_of_the_record(start: Start) -> None:
     driver = start()
     driver.write([1])
     driver = reopen(driver)
     sums = driver.checksums[driver.known[SCOPE, key(1)]]
     assert driver.read([1], sums=sums) == [True]
     assert driver.read([1], sums=bytes(16)) == [False]
-    driver.close()
 
 
-def test_a_record_is_no_other_key_scope_or_place(start: Open) -> None:
+def test_a_record_is_no_other_key_scope_or_place(start: Start) -> None:
     driver = start()
     first, second = driver.write([1, 2])
     assert driver.read([2], places=[first]) == [False]
@@ -100,14 +85,13 @@ def test_a_record_is_no_other_key_scope_or_place(start: Open) -> None:
     assert [u64(event.locations) for event in gone] == [[first], [first], [first + 1]]
 
 
-def test_a_new_location_is_greater_and_supersedes_the_old(start: Open) -> None:
+def test_a_new_location_is_greater_and_supersedes_the_old(start: Start) -> None:
     driver = start()
     (old,) = driver.write([1])
     (new,) = driver.write([1])
     assert new > old
     driver = reopen(driver)
     assert driver.known[SCOPE, key(1)] == new
-    driver.close()
 
 
 def keeping(driver: Driver, keep: Callable[[int], bool]) -> Callable[[FileReclaim], None]:
@@ -129,7 +113,7 @@ def keeping(driver: Driver, keep: Callable[[int], bool]) -> Callable[[FileReclai
     return answer
 
 
-def test_the_oldest_segment_makes_room_and_what_is_kept_moves(start: Open) -> None:
+def test_the_oldest_segment_makes_room_and_what_is_kept_moves(start: Start) -> None:
     driver = start(capacity_bytes=4 * MIB)
     driver.on_reclaim = keeping(driver, lambda number: number in (0, 2))
     driver.write(range(3))
@@ -149,7 +133,7 @@ def test_the_oldest_segment_makes_room_and_what_is_kept_moves(start: Open) -> No
     assert used <= 4 * MIB
 
 
-def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Open) -> None:
+def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Start) -> None:
     driver = start(capacity_bytes=4 * MIB)
     jobs = [driver.start_write([number]) for number in range(100)]
     assert all(jobs)
@@ -167,7 +151,7 @@ def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Open) -
     [(None, None, 0), ("t", None, 1), (None, SCOPE.space, 0), ("t", SCOPE.space, 1)],
 )
 def test_a_clear_survives_a_restart(
-    start: Open, tenant: str | None, space: bytes | None, left: int
+    start: Start, tenant: str | None, space: bytes | None, left: int
 ) -> None:
     driver = start()
     driver.write(range(20))
@@ -179,10 +163,9 @@ def test_a_clear_survives_a_restart(
     assert driver.has(50)
     driver = reopen(driver)
     assert len(driver.known) == left + 1
-    driver.close()
 
 
-def test_a_clear_during_recovery_covers_what_is_still_unknown(start: Open, tmp_path: Path) -> None:
+def test_a_clear_during_recovery_covers_what_is_still_unknown(start: Start, tmp_path: Path) -> None:
     driver = start()
     driver.write(range(20))
     driver.close()
@@ -192,10 +175,9 @@ def test_a_clear_during_recovery_covers_what_is_still_unknown(start: Open, tmp_p
     assert not again.known
     again = reopen(again)
     assert not again.known
-    again.close()
 
 
-def test_a_clear_outlives_its_segment(start: Open) -> None:
+def test_a_clear_outlives_its_segment(start: Start) -> None:
     """The segment with the void is the only newer one, and is reclaimed while older ones live."""
     driver = start(capacity_bytes=4 * MIB)
     driver.write(range(7))
@@ -206,10 +188,9 @@ def test_a_clear_outlives_its_segment(start: Open) -> None:
         driver.write([number])
     driver = reopen(driver, capacity_bytes=4 * MIB)
     assert not any((SCOPE, key(number)) in driver.known for number in range(7))
-    driver.close()
 
 
-def test_an_idle_tier_makes_no_file(start: Open) -> None:
+def test_an_idle_tier_makes_no_file(start: Start) -> None:
     driver = start()
     assert driver.seen == [RecoveryDone()]
     driver.close()
@@ -220,7 +201,7 @@ def test_an_idle_tier_makes_no_file(start: Open) -> None:
     ]
 
 
-def test_a_block_too_large_for_a_segment_is_not_written(start: Open) -> None:
+def test_a_block_too_large_for_a_segment_is_not_written(start: Start) -> None:
     driver = start()
     large = Scope("t", b"l" * 32, SCOPE.shard, SEGMENT_BYTES)
     job = driver.tier.submit(WriteFile(1, large, key(1), np.zeros(1, np.uint32), bytes(16)))

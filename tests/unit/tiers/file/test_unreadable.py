@@ -99,7 +99,6 @@ def test_a_file_that_cannot_be_looked_at_stops_no_start(
     again = Driver(store).recovered()
     assert found(again) == list(STORED)
     assert again.has(99)
-    again.close()
 
 
 def test_a_dead_file_that_cannot_be_looked_at_stops_no_start(
@@ -135,9 +134,8 @@ def test_a_file_that_proves_too_long_is_put_aside(
         return look(path, **more)
 
     monkeypatch.setattr(os, "stat", fail)
-    driver = Driver(store).recovered()
+    Driver(store).recovered()
     assert [aside.startswith(f"{name}.too-long.") for aside in put_aside(store)] == [True]
-    driver.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -183,7 +181,6 @@ def test_an_error_that_passes_costs_nothing(store: Path, which: int) -> None:
     again = reopen(driver)
     assert again.read([*STORED, 99]) == [True] * (len(STORED) + 1)
     assert set(names) < set(segments(store)), "what came later has a name of its own"
-    again.close()
 
 
 def test_one_that_stays_costs_that_file_and_is_told(
@@ -197,7 +194,6 @@ def test_one_that_stays_costs_that_file_and_is_told(
     assert f"{store / name} cannot be read, though the disk can be: Input/output error" in (
         caplog.messages
     )
-    driver.close()
 
 
 def test_a_disk_that_is_away_is_waited_for(store: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +205,6 @@ def test_a_disk_that_is_away_is_waited_for(store: Path, caplog: pytest.LogCaptur
     assert found(driver) == list(STORED)
     assert put_aside(store) == []
     assert caplog.messages[0].startswith(f"{store} cannot be read at present: Input/output error")
-    driver.close()
 
 
 def test_who_waits_for_the_disk_can_be_stopped(
@@ -226,7 +221,6 @@ def test_who_waits_for_the_disk_can_be_stopped(
     assert put_aside(store) == []
     again = Driver(store).recovered()
     assert found(again) == list(STORED)
-    again.close()
 
 
 @pytest.mark.parametrize("disk_is_away", [True, False])
@@ -254,7 +248,6 @@ def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
         assert driver.write([200]) != [0]
         assert oldest not in segments(store)
     assert (oldest in asked) == disk_is_away, "what it holds is asked about, if it can be known"
-    driver.close()
 
 
 def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(store: Path) -> None:
@@ -273,7 +266,6 @@ def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(st
         driver.write([number])
     assert oldest not in segments(store)
     assert asked[0] == 1, "its records are offered before it goes"
-    driver.close()
 
 
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
@@ -284,4 +276,3 @@ def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Pat
     newest = segments(store)[-1]
     again = Driver(store, disk=BadPlaces({newest: 3})).recovered()
     assert found(again) == []
-    again.close()

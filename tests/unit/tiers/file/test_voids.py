@@ -46,7 +46,6 @@ def test_many_clears_become_one_of_everything_older(tmp_path: Path) -> None:
     found = {name for _, name in again.known}
     assert key(1) not in found
     assert {key(number) for number in range(20, 27)} <= found
-    again.close()
 
 
 class HeldRecovery(FaultyDisk):
@@ -80,4 +79,3 @@ def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Pat
     assert table is not None
     assert void in table.voids
     assert driver.read([2, 3]) == [True, True]
-    driver.close()

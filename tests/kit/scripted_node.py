@@ -6,10 +6,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.arena import Arena
 from kvstore.tiers.hbm import HbmTier
@@ -18,6 +18,7 @@ from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     PROTOCOL_VERSION,
     HelloRank,
+    HelloScheduler,
     Message,
     Pinned,
     Quiesce,
@@ -34,19 +35,19 @@ M = TypeVar("M", bound=Message)
 
 
 class ScriptedNode:
-    def __init__(self, path: Path, *, incarnation: int = 7) -> None:
+    def __init__(self, path: Path, *, incarnation: int = 7, arena_bytes: int = ARENA_BYTES) -> None:
         self.path = path
         self.incarnation = incarnation
-        self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(incarnation))
-        self.arena.populate(0, ARENA_BYTES)
-        self.arena.set_ready(ARENA_BYTES)
+        self.arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(incarnation))
+        self.arena.populate(0, arena_bytes)
+        self.arena.set_ready(arena_bytes)
         self.hbm: HbmTier | None = None
         """Shared with the ranks, if it is there."""
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path.unlink(missing_ok=True)
-        self._listener.bind(str(path))
-        self._listener.listen(8)
-        self._listener.settimeout(WAIT_S)
+        self.listener.bind(str(path))
+        self.listener.listen(8)
+        self.listener.settimeout(WAIT_S)
         self.connection: socket.socket | None = None
         self._stop, self.alive = threading.Event(), threading.Event()
         self.alive.set()
@@ -58,12 +59,20 @@ class ScriptedNode:
             if self.alive.is_set():
                 self.arena.beat(time.monotonic_ns())
 
-    def accept(self) -> HelloRank:
+    @property
+    def peer(self) -> socket.socket:
+        """Who came last."""
+        assert self.connection is not None
+        return self.connection
+
+    def accept(self) -> HelloRank | HelloScheduler:
         """Wait for the next connection and its Hello."""
         self.hang_up()
-        self.connection, _ = self._listener.accept()
+        self.connection, _ = self.listener.accept()
         self.connection.settimeout(WAIT_S)
-        return self.receive(HelloRank)
+        hello = self._receive()
+        assert isinstance(hello, HelloRank | HelloScheduler), hello
+        return hello
 
     def receive(self, kind: type[M]) -> M:
         """Wait for the next datagram, which must be of that kind; news of pinned memory, which a
@@ -75,8 +84,7 @@ class ScriptedNode:
         return message
 
     def _receive(self) -> Message:
-        assert self.connection is not None
-        datagram, fds, _, _ = socket.recv_fds(self.connection, DATAGRAM_BYTES_MAX, 4)
+        datagram, fds, _, _ = socket.recv_fds(self.peer, DATAGRAM_BYTES_MAX, 4)
         for fd in fds:
             os.close(fd)
         assert datagram, "the rank hung up"
@@ -84,37 +92,39 @@ class ScriptedNode:
 
     def is_hung_up(self) -> bool:
         """Wait until the rank closes the connection, whatever it has to say before."""
-        assert self.connection is not None
-        while self.connection.recv(DATAGRAM_BYTES_MAX):
+        while self.peer.recv(DATAGRAM_BYTES_MAX):
             pass
         return True
 
     def send(self, message: Message) -> None:
-        assert self.connection is not None
-        self.connection.send(encode(message))
+        self.peer.send(encode(message))
 
-    def send_raw(self, datagram: bytes) -> None:
-        assert self.connection is not None
-        self.connection.send(datagram)
-
-    def welcome(self) -> None:
-        assert self.connection is not None
+    def welcome(
+        self,
+        to: socket.socket | None = None,
+        *,
+        descriptors: Sequence[int] | None = None,
+        **changes: Any,
+    ) -> None:
+        """Of all its memory, unless said otherwise."""
         self.arena.beat(time.monotonic_ns())
-        message = Welcome(
-            protocol=PROTOCOL_VERSION,
-            incarnation=self.incarnation,
-            now_ns=time.monotonic_ns(),
-            arena_bytes=ARENA_BYTES,
-            generation_bytes=self.arena.generation_bytes,
-            hbm=self.hbm.slab if self.hbm is not None else None,
-        )
-        fds = [self.arena.arena_fd, self.arena.generation_fd]
-        fds += [self.hbm.page_fd] if self.hbm is not None else []
-        socket.send_fds(self.connection, [encode(message)], fds)
+        fields = {
+            "protocol": PROTOCOL_VERSION,
+            "incarnation": self.incarnation,
+            "now_ns": time.monotonic_ns(),
+            "arena_bytes": self.arena.arena_bytes,
+            "generation_bytes": self.arena.generation_bytes,
+            "hbm": self.hbm.slab if self.hbm is not None else None,
+        }
+        if descriptors is None:
+            descriptors = [self.arena.arena_fd, self.arena.generation_fd]
+            descriptors += [self.hbm.page_fd] if self.hbm is not None else []
+        socket.send_fds(to or self.peer, [encode(Welcome(**fields | changes))], descriptors)
 
     def open_session(self, session: int) -> HelloRank:
         """Accept, welcome, quiesce; returns the Hello when the rank is quiet."""
         hello = self.accept()
+        assert isinstance(hello, HelloRank)
         self.welcome()
         self.send(Quiesce(session, columns=tuple(ShardColumn() for _ in hello.groups)))
         assert self.receive(Quiet) == Quiet(session)
@@ -129,7 +139,7 @@ class ScriptedNode:
         self._stop.set()
         self._beater.join()
         self.hang_up()
-        self._listener.close()
+        self.listener.close()
         self.path.unlink(missing_ok=True)
         self.arena.close()
 
