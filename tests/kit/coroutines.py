@@ -23,8 +23,8 @@ def driven(drive: Callable[..., object], *args: Any, **options: Any) -> Callable
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Sync:
         @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
-            drive(functools.partial(test, **fixtures), *args, **options)
+        def run(*values: Any, **fixtures: Any) -> None:
+            drive(lambda world: test(world, *values, **fixtures), *args, **options)
 
         of_test = inspect.signature(test)
         fixtures = list(of_test.parameters.values())[1:]

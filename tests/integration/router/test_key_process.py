@@ -19,6 +19,7 @@ from kvstore.router.keys import process
 from kvstore.router.keys.child import KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
 from kvstore.testing.process import stop_process
+from tests.kit.coroutines import on_loop
 
 
 def order(count: int, **more: object) -> KeyOrder:
@@ -38,19 +39,17 @@ async def answered(keeper: KeyProcess) -> None:
     assert answer.keys == keys(8)
 
 
-def test_orders_are_answered_in_order_and_a_dead_child_replaced() -> None:
-    async def scenario() -> None:
-        keeper = KeyProcess({})
-        try:
-            answers = await asyncio.gather(*(keeper.make(order(n)) for n in range(4, 60, 5)))
-            assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
-            (await keeper.lanes[0].running()).send_signal(signal.SIGKILL)
-            await answered(keeper)
-            assert keeper.restart_count == 1
-        finally:
-            await keeper.close()
-
-    asyncio.run(scenario())
+@on_loop
+async def test_orders_are_answered_in_order_and_a_dead_child_replaced() -> None:
+    keeper = KeyProcess({})
+    try:
+        answers = await asyncio.gather(*(keeper.make(order(n)) for n in range(4, 60, 5)))
+        assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
+        (await keeper.lanes[0].running()).send_signal(signal.SIGKILL)
+        await answered(keeper)
+        assert keeper.restart_count == 1
+    finally:
+        await keeper.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,30 +90,29 @@ def test_a_child_that_died_between_orders_is_replaced(
         runner.run(scenario())
 
 
-def test_a_hanging_child_costs_time_outs_and_is_replaced(
+@on_loop
+async def test_a_hanging_child_costs_time_outs_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(process, "HANG_S", 4.0)
     monkeypatch.setattr(process, "BYTES_MAX", 4 * len(order(8).body))
 
-    async def scenario() -> None:
-        keeper = KeyProcess({})
-        try:
-            await answered(keeper)
-            stop_process((await keeper.lanes[0].running()).pid)
-            answers = await asyncio.gather(*(keeper.make(order(8)) for _ in range(4)))
-            assert answers == [None] * 4
-            assert keeper.refused_count == 2, "a tenant owes half of BYTES_MAX at most"
-            await answered(keeper)
-        finally:
-            await keeper.close()
-
-    asyncio.run(scenario())
+    keeper = KeyProcess({})
+    try:
+        await answered(keeper)
+        stop_process((await keeper.lanes[0].running()).pid)
+        answers = await asyncio.gather(*(keeper.make(order(8)) for _ in range(4)))
+        assert answers == [None] * 4
+        assert keeper.refused_count == 2, "a tenant owes half of BYTES_MAX at most"
+        await answered(keeper)
+    finally:
+        await keeper.close()
 
 
 @pytest.mark.parametrize(("loading_s", "restarts"), [(300.0, 0), (0.0, 1)])
-def test_a_child_that_loads_has_longer(
+@on_loop
+async def test_a_child_that_loads_has_longer(
     monkeypatch: pytest.MonkeyPatch, loading_s: float, restarts: int
 ) -> None:
     """On a busy machine it took longer than a child may hang: it was killed each time."""
@@ -122,101 +120,93 @@ def test_a_child_that_loads_has_longer(
     monkeypatch.setattr(process, "HANG_S", 0.0)
     monkeypatch.setattr(process, "LOADING_S", loading_s)
 
-    async def scenario() -> None:
-        keeper = KeyProcess({})
-        try:
-            child = await keeper.lanes[0].running()
-            stop_process(child.pid)
-            assert await keeper.make(order(8)) is None
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGCONT)
-            monkeypatch.setattr(process, "LOADING_S", 300.0)
-            await answered(keeper)
-            assert keeper.restart_count == restarts
-        finally:
-            await keeper.close()
-
-    asyncio.run(scenario())
+    keeper = KeyProcess({})
+    try:
+        child = await keeper.lanes[0].running()
+        stop_process(child.pid)
+        assert await keeper.make(order(8)) is None
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGCONT)
+        monkeypatch.setattr(process, "LOADING_S", 300.0)
+        await answered(keeper)
+        assert keeper.restart_count == restarts
+    finally:
+        await keeper.close()
 
 
 LONG = 400_000
 """Token ids: 2.6 MB of JSON."""
 
 
-def test_long_prompts_of_one_tenant_make_no_other_wait() -> None:
+@on_loop
+async def test_long_prompts_of_one_tenant_make_no_other_wait() -> None:
     """Four bodies of 2 MB made everybody else's keys late by seconds."""
-
-    async def scenario() -> None:
-        keeper = KeyProcess({})
-        try:
-            await answered(keeper)
-            long = [asyncio.create_task(keeper.make(order(LONG), "a")) for _ in range(4)]
-            short = [await keeper.make(order(n), "b") for n in range(4, 60, 5)]
-            assert [a and a.keys for a in short] == [keys(n) for n in range(4, 60, 5)]
-            assert not any(each.done() for each in long[1:]), "they take seconds"
-            assert keeper.refused_count == 0
-            lane = vars(keeper.lanes[1])
-            lane["_child"].send_signal(signal.SIGKILL)  # costs the one that it has
-            await asyncio.gather(*long)
-            assert (keeper.lanes[0].restart_count, keeper.lanes[1].restart_count) == (0, 1)
-        finally:
-            await keeper.close()
-
-    asyncio.run(scenario())
+    keeper = KeyProcess({})
+    try:
+        await answered(keeper)
+        long = [asyncio.create_task(keeper.make(order(LONG), "a")) for _ in range(4)]
+        short = [await keeper.make(order(n), "b") for n in range(4, 60, 5)]
+        assert [a and a.keys for a in short] == [keys(n) for n in range(4, 60, 5)]
+        assert not any(each.done() for each in long[1:]), "they take seconds"
+        assert keeper.refused_count == 0
+        lane = vars(keeper.lanes[1])
+        lane["_child"].send_signal(signal.SIGKILL)  # costs the one that it has
+        await asyncio.gather(*long)
+        assert (keeper.lanes[0].restart_count, keeper.lanes[1].restart_count) == (0, 1)
+    finally:
+        await keeper.close()
 
 
-def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
+@on_loop
+async def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     body = KeyOrder(body=bytes(32 << 20))
 
-    async def scenario() -> None:
-        keeper = KeyProcess({})
-        lane = keeper.lanes[1]
-        try:
-            stop_process((await lane.running()).pid)
-            asked = [asyncio.create_task(keeper.make(body, f"t{n % 4}")) for n in range(64)]
-            done, rest = await asyncio.wait(asked, timeout=0.2)
-            assert (len(done), len(rest), keeper.refused_count) == (62, 2, 62)
-            for each in rest:
-                each.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-            assert not vars(keeper)["_owed"]
-            again = asyncio.create_task(keeper.make(body, "t0"))
-            await asyncio.sleep(0)
-            assert not again.done(), "there is room again"
-            again.cancel()
-            await asyncio.gather(again, return_exceptions=True)
-        finally:
-            await keeper.close()
-
-    asyncio.run(scenario())
+    keeper = KeyProcess({})
+    lane = keeper.lanes[1]
+    try:
+        stop_process((await lane.running()).pid)
+        asked = [asyncio.create_task(keeper.make(body, f"t{n % 4}")) for n in range(64)]
+        done, rest = await asyncio.wait(asked, timeout=0.2)
+        assert (len(done), len(rest), keeper.refused_count) == (62, 2, 62)
+        for each in rest:
+            each.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        assert not vars(keeper)["_owed"]
+        again = asyncio.create_task(keeper.make(body, "t0"))
+        await asyncio.sleep(0)
+        assert not again.done(), "there is room again"
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
+    finally:
+        await keeper.close()
 
 
-def test_the_tenant_that_got_the_fewest_bytes_is_next() -> None:
-    async def scenario() -> list[str]:
-        loop, queue = asyncio.get_running_loop(), process.FairQueue()
+@on_loop
+async def test_the_tenant_that_got_the_fewest_bytes_is_next() -> None:
+    loop, queue = asyncio.get_running_loop(), process.FairQueue()
 
-        def put(tenant: str, size: int) -> process.Waiting:
-            found = process.Waiting(tenant, size, KeyOrder(), loop.create_future())
-            queue.put(found)
-            return found
+    def put(tenant: str, size: int) -> process.Waiting:
+        found = process.Waiting(tenant, size, KeyOrder(), loop.create_future())
+        queue.put(found)
+        return found
 
-        for _ in range(6):
-            put("a", 100)
-        taken = [queue.take() for _ in range(2)]
+    for _ in range(6):
+        put("a", 100)
+    taken = [queue.take() for _ in range(2)]
+    put("b", 10)
+    gone = put("b", 10)
+    for _ in range(12):
         put("b", 10)
-        gone = put("b", 10)
-        for _ in range(12):
-            put("b", 10)
-        gone.asked.cancel()
-        taken += [queue.take() for _ in range(10)]
-        assert queue.take() is not None
-        while queue.take() is not None:
-            pass
-        return [each.tenant for each in taken if each is not None]
-
-    assert "".join(asyncio.run(scenario())) == "aa" + 10 * "b", "until it has got as much"
+    gone.asked.cancel()
+    taken += [queue.take() for _ in range(10)]
+    assert queue.take() is not None
+    while queue.take() is not None:
+        pass
+    assert "".join([each.tenant for each in taken if each is not None]) == "aa" + 10 * "b", (
+        "until it has got as much"
+    )
 
 
 @pytest.mark.parametrize(

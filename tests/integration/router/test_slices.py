@@ -16,6 +16,7 @@ from kvstore.config.router import WorkerText, load_router_config
 from kvstore.router.engines.discovery import Discovery, KubernetesApi, Slices
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.testing.process import Lab
+from tests.kit.coroutines import on_loop
 
 WAIT_S = 10.0
 TEXT = WorkerText(name="svc", url="kubernetes://ns/svc/http", options={"kind": "sglang"})
@@ -125,38 +126,37 @@ class Heard:
                 await self._changed.wait()
 
 
-def test_pods_come_and_go(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        api, heard = ApiServer(), Heard()
-        api.listed = [piece("s1", ("a", True), ("b", False), ("c", None))]
-        async with served(api, tmp_path) as place:
-            slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
-            task = asyncio.create_task(slices.once())
-            await heard.until("a", "c")
-            assert heard.names["a"] == "http://10.0.0.1:8000"
-            assert heard.kinds == {"sglang"}
-            await api.changes.put(("ADDED", piece("s2", ("d", True), port=9000)))
-            await heard.until("a", "c", "d")
-            assert heard.names["d"] == "http://10.0.0.1:9000"
-            await api.changes.put(("MODIFIED", piece("s1", ("a", False), ("b", True))))
-            await heard.until("b", "d")
-            await api.changes.put(("BOOKMARK", {"metadata": {"resourceVersion": "9"}}))
-            await api.changes.put(("DELETED", piece("s2")))
-            await heard.until("b")
-            await api.changes.put(("ERROR", {"code": 410, "message": "too old"}))
-            await task
-            assert (api.versions, heard.troubles) == (["7"], [])
-            place.token.write_text("second\n")
-            api.status = 500
-            await slices.once()
-            assert heard.troubles == ["the API server answers 500"]
-            await heard.until("b")  # it stays
-            assert api.tokens[-1] == "Bearer second"
-
-    asyncio.run(scenario())
+@on_loop
+async def test_pods_come_and_go(tmp_path: Path) -> None:
+    api, heard = ApiServer(), Heard()
+    api.listed = [piece("s1", ("a", True), ("b", False), ("c", None))]
+    async with served(api, tmp_path) as place:
+        slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+        task = asyncio.create_task(slices.once())
+        await heard.until("a", "c")
+        assert heard.names["a"] == "http://10.0.0.1:8000"
+        assert heard.kinds == {"sglang"}
+        await api.changes.put(("ADDED", piece("s2", ("d", True), port=9000)))
+        await heard.until("a", "c", "d")
+        assert heard.names["d"] == "http://10.0.0.1:9000"
+        await api.changes.put(("MODIFIED", piece("s1", ("a", False), ("b", True))))
+        await heard.until("b", "d")
+        await api.changes.put(("BOOKMARK", {"metadata": {"resourceVersion": "9"}}))
+        await api.changes.put(("DELETED", piece("s2")))
+        await heard.until("b")
+        await api.changes.put(("ERROR", {"code": 410, "message": "too old"}))
+        await task
+        assert (api.versions, heard.troubles) == (["7"], [])
+        place.token.write_text("second\n")
+        api.status = 500
+        await slices.once()
+        assert heard.troubles == ["the API server answers 500"]
+        await heard.until("b")  # it stays
+        assert api.tokens[-1] == "Bearer second"
 
 
-def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: Path) -> None:
+@on_loop
+async def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: Path) -> None:
     """With `publishNotReadyAddresses` it is ready to its end. Conditions that are null: ready,
     serving, not terminating."""
     pods: dict[str, Conditions] = {
@@ -172,38 +172,33 @@ def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: Path) 
     }
     ends = {"ends", "ends-unsaid", "ends-published"}
 
-    async def scenario() -> None:
-        api, heard = ApiServer(), Heard()
-        api.listed = [piece("s", *pods.items())]
-        async with served(api, tmp_path) as place:
-            slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
-            task = asyncio.create_task(slices.once())
-            await heard.until("null", "plain", "published", *ends)
-            assert heard.terminating == ends
-            await api.changes.put(("MODIFIED", piece("s", ("plain", pods["ended-published"]))))
-            await heard.until()
-            await api.changes.put(None)
-            await task
-
-    asyncio.run(scenario())
+    api, heard = ApiServer(), Heard()
+    api.listed = [piece("s", *pods.items())]
+    async with served(api, tmp_path) as place:
+        slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+        task = asyncio.create_task(slices.once())
+        await heard.until("null", "plain", "published", *ends)
+        assert heard.terminating == ends
+        await api.changes.put(("MODIFIED", piece("s", ("plain", pods["ended-published"]))))
+        await heard.until()
+        await api.changes.put(None)
+        await task
 
 
-def test_a_source_that_fails_keeps_its_workers() -> None:
-    async def scenario() -> None:
-        flags = {"worker": ["a=http://127.0.0.1:1"], "worker_dns": ["http://localhost:2"]}
-        config = load_router_config(None, {**flags, "insecure": True})
-        workers = Workers(lambda _: None)
-        discovery = Discovery(config, workers)
-        await discovery.once()
-        names = {worker.name for worker in workers}
-        assert "a" in names
-        assert "127.0.0.1:2" in names
-        discovery.failed("--worker-dns localhost:2", "down")
-        assert {worker.name for worker in workers} == names
-        assert "down" in discovery.trouble
-        await discovery.once()
-        assert discovery.trouble == ""
-        discovery.found("index", [])
-        assert {worker.name for worker in workers} == names
-
-    asyncio.run(scenario())
+@on_loop
+async def test_a_source_that_fails_keeps_its_workers() -> None:
+    flags = {"worker": ["a=http://127.0.0.1:1"], "worker_dns": ["http://localhost:2"]}
+    config = load_router_config(None, {**flags, "insecure": True})
+    workers = Workers(lambda _: None)
+    discovery = Discovery(config, workers)
+    await discovery.once()
+    names = {worker.name for worker in workers}
+    assert "a" in names
+    assert "127.0.0.1:2" in names
+    discovery.failed("--worker-dns localhost:2", "down")
+    assert {worker.name for worker in workers} == names
+    assert "down" in discovery.trouble
+    await discovery.once()
+    assert discovery.trouble == ""
+    discovery.found("index", [])
+    assert {worker.name for worker in workers} == names

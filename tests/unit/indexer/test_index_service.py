@@ -16,6 +16,7 @@ from kvstore.net.aio import LoopThread, persist
 from kvstore.ports import IndexStore
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Hello
+from tests.kit.coroutines import on_loop
 
 
 class Store:
@@ -78,9 +79,8 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
     assert "compiling" in caplog.text
 
 
-def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
-    # Sockets of a process that is killed are closed one after the other: its feed before the one
-    # that listens.
+@on_loop
+async def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
     class Heard:
         def __init__(self) -> None:
             self.words: list[object] = []
@@ -88,18 +88,15 @@ def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
         async def hear(self, word: object, now_ms: int) -> None:
             self.words.append(word)
 
-    async def body() -> list[object]:
-        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            server.close()
-            writer.close()
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server.close()
+        writer.close()
 
-        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        heard = Heard()
-        service = IndexService(cast("IndexStore", heard), demands_names=False)
-        hello = Hello("n1", Incarnation(1), 1, 0, address=f"127.0.0.1:{port}")
-        await service._ended(hello, "ipv4:127.0.0.1:5")
-        service.close()
-        return heard.words
-
-    assert asyncio.run(body())[-1] == ConnectRefused("n1")
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    heard = Heard()
+    service = IndexService(cast("IndexStore", heard), demands_names=False)
+    hello = Hello("n1", Incarnation(1), 1, 0, address=f"127.0.0.1:{port}")
+    await service._ended(hello, "ipv4:127.0.0.1:5")
+    service.close()
+    assert heard.words[-1] == ConnectRefused("n1")

@@ -21,6 +21,7 @@ from kvstore.router.engines.failures import Fault, LegFailure, NoConnection, fau
 from kvstore.router.engines.workers import Worker, WorkerAddress
 from kvstore.router.front.proxy import cached_tokens_of, output_tokens_of, prompt_tokens_of
 from kvstore.routing.events import Failure, Lack
+from tests.kit.coroutines import on_loop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 REFUSED = Failure.REFUSED
@@ -136,56 +137,51 @@ def test_headers_are_those_of_the_answer_when_its_connection_is_used_again_at_on
     assert asyncio.run(both()) == "text/plain"
 
 
-def test_a_piece_in_the_turn_in_which_it_is_given_up_is_no_first_one() -> None:
-    async def given_up() -> list[int]:
-        async with scripted() as engine:
-            attempt, firsts = engine.attempt(Client()), list[int]()
-            running = run(attempt, lambda: firsts.append(1))
-            await engine.asked.get()
-            attempt.give_up()
-            assert attempt._connection is not None
-            attempt._connection.data_received(SIZED)
-            with pytest.raises(LegFailure) as failed:
-                await running
-            assert failed.value.failure is Failure.SILENT
-            return firsts
-
-    assert not asyncio.run(given_up()), "the core would take it for begun, and try nobody else"
+@on_loop
+async def test_a_piece_in_the_turn_in_which_it_is_given_up_is_no_first_one() -> None:
+    async with scripted() as engine:
+        attempt, firsts = engine.attempt(Client()), list[int]()
+        running = run(attempt, lambda: firsts.append(1))
+        await engine.asked.get()
+        attempt.give_up()
+        assert attempt._connection is not None
+        attempt._connection.data_received(SIZED)
+        with pytest.raises(LegFailure) as failed:
+            await running
+        assert failed.value.failure is Failure.SILENT
+        assert not firsts, "the core would take it for begun, and try nobody else"
 
 
-def test_nothing_of_a_first_run_is_left_in_the_second() -> None:
+@on_loop
+async def test_nothing_of_a_first_run_is_left_in_the_second() -> None:
     """A decode leg that began beside its prefill begins anew, alone."""
-
-    async def twice() -> bytes:
-        async with scripted() as engine:
-            client = Client()
-            attempt = engine.attempt(client)
-            running = run(attempt)
-            refusal = b"HTTP/1.1 500 No\r\nContent-Length: 9\r\n\r\nhalf"
-            (await engine.asked.get()).write(refusal)
-            await turns_until(lambda: bool(attempt._pieces))
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            running = run(attempt)
-            (await engine.asked.get()).write(SIZED)
-            await running
-            return client.got
-
-    assert asyncio.run(twice()).partition(b"\r\n\r\n")[2] == b"hello"
+    async with scripted() as engine:
+        client = Client()
+        attempt = engine.attempt(client)
+        running = run(attempt)
+        refusal = b"HTTP/1.1 500 No\r\nContent-Length: 9\r\n\r\nhalf"
+        (await engine.asked.get()).write(refusal)
+        await turns_until(lambda: bool(attempt._pieces))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        running = run(attempt)
+        (await engine.asked.get()).write(SIZED)
+        await running
+        assert client.got.partition(b"\r\n\r\n")[2] == b"hello"
 
 
-def test_a_connection_that_is_closing_is_not_used_again() -> None:
-    async def used() -> bool:
-        async with scripted() as engine:
-            attempt = engine.attempt(Client())
-            running = run(attempt)
-            (await engine.asked.get()).write(SIZED)
-            await running
-            assert attempt._connection is not None
-            attempt._connection.data_received(b"unasked")
-            return engine.engines.place(attempt.worker.url).idle() is not None
-
-    assert not asyncio.run(used()), "the request would fail, and count against the engine"
+@on_loop
+async def test_a_connection_that_is_closing_is_not_used_again() -> None:
+    async with scripted() as engine:
+        attempt = engine.attempt(Client())
+        running = run(attempt)
+        (await engine.asked.get()).write(SIZED)
+        await running
+        assert attempt._connection is not None
+        attempt._connection.data_received(b"unasked")
+        assert not (engine.engines.place(attempt.worker.url).idle() is not None), (
+            "the request would fail, and count against the engine"
+        )
 
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
@@ -213,25 +209,23 @@ def read(got: bytes) -> tuple[str | None, str | None, bytes]:
         (HEAD + b"Content-Length: 0\r\n\r\n", False, b""),
     ],
 )
-def test_an_answer_arrives_whole_in_any_framing(
+@on_loop
+async def test_an_answer_arrives_whole_in_any_framing(
     answer: bytes, closes: bool, whole: bytes, step: int
 ) -> None:
-    async def twice() -> None:
-        async with scripted() as engine:
-            for _ in range(2):
-                client = Client()
-                running = run(engine.attempt(client))
-                writer = await engine.asked.get()
-                for at in range(0, len(answer), step):
-                    writer.write(answer[at : at + step])
-                    await asyncio.sleep(0)
-                if closes:
-                    writer.close()
-                await running
-                assert read(client.got) == ("text/plain", None, whole)
-            assert engine.connection_count == 1 + closes, "one is kept where it can be"
-
-    asyncio.run(twice())
+    async with scripted() as engine:
+        for _ in range(2):
+            client = Client()
+            running = run(engine.attempt(client))
+            writer = await engine.asked.get()
+            for at in range(0, len(answer), step):
+                writer.write(answer[at : at + step])
+                await asyncio.sleep(0)
+            if closes:
+                writer.close()
+            await running
+            assert read(client.got) == ("text/plain", None, whole)
+        assert engine.connection_count == 1 + closes, "one is kept where it can be"
 
 
 @pytest.mark.parametrize(
@@ -304,21 +298,19 @@ def test_a_put_off_request_and_a_key_that_is_refused() -> None:
         assert ours == Fault(Failure.STATUS), "the router's own key is wrong there"
 
 
-def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew() -> None:
-    async def twice() -> bytes:
-        async with scripted() as engine:
-            first = engine.attempt(Client())
-            running = run(first)
-            (await engine.asked.get()).write(SIZED)
-            await running
-            client = Client()
-            running = run(engine.attempt(client))
-            (await engine.asked.get()).transport.abort()
-            (await engine.asked.get()).write(SIZED)
-            await running
-            return client.got
-
-    assert asyncio.run(twice()).endswith(b"hello")
+@on_loop
+async def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew() -> None:
+    async with scripted() as engine:
+        first = engine.attempt(Client())
+        running = run(first)
+        (await engine.asked.get()).write(SIZED)
+        await running
+        client = Client()
+        running = run(engine.attempt(client))
+        (await engine.asked.get()).transport.abort()
+        (await engine.asked.get()).write(SIZED)
+        await running
+        assert client.got.endswith(b"hello")
 
 
 @pytest.mark.parametrize("said", [b"", b"H", SIZED[:-3]])
@@ -339,62 +331,56 @@ def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) ->
     assert (found.failure, found.has_streamed) == (Failure.BROKEN, False)
 
 
-def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> None:
-    async def broken() -> Failure:
-        async with scripted() as engine:
-            running = run(engine.attempt(Client()))
-            (await engine.asked.get()).write(SIZED)
+@on_loop
+async def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> None:
+    async with scripted() as engine:
+        running = run(engine.attempt(Client()))
+        (await engine.asked.get()).write(SIZED)
+        await running
+        running = run(engine.attempt(Client()))
+        writer = await engine.asked.get()
+        writer.write(SIZED[:-3])
+        await writer.drain()
+        writer.close()
+        with pytest.raises(LegFailure) as failed:
             await running
-            running = run(engine.attempt(Client()))
-            writer = await engine.asked.get()
-            writer.write(SIZED[:-3])
-            await writer.drain()
-            writer.close()
-            with pytest.raises(LegFailure) as failed:
-                await running
-            return failed.value.failure
-
-    assert asyncio.run(broken()) is Failure.BROKEN
+        assert failed.value.failure is Failure.BROKEN
 
 
-def test_an_answer_that_has_begun_is_not_given_up() -> None:
-    async def streamed() -> bytes:
-        async with scripted() as engine:
-            client = Client()
-            attempt = engine.attempt(client)
-            running = run(attempt)
-            writer = await engine.asked.get()
-            writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
-            await turns_until(lambda: attempt.has_answered)
-            attempt.give_up()
-            writer.write(b"1\r\nb\r\n0\r\n\r\n")
-            await running
-            assert not attempt.worker.attempts
-            return client.got
-
-    assert asyncio.run(streamed()).endswith(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+@on_loop
+async def test_an_answer_that_has_begun_is_not_given_up() -> None:
+    async with scripted() as engine:
+        client = Client()
+        attempt = engine.attempt(client)
+        running = run(attempt)
+        writer = await engine.asked.get()
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        await turns_until(lambda: attempt.has_answered)
+        attempt.give_up()
+        writer.write(b"1\r\nb\r\n0\r\n\r\n")
+        await running
+        assert not attempt.worker.attempts
+        assert client.got.endswith(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
 
 
-def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
+@on_loop
+async def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", 1e6)
 
-    async def silent() -> LegFailure:
-        async with asyncio.timeout(10), scripted() as engine:
-            attempt = engine.attempt(Client())
-            place = engine.engines.place(attempt.worker.url)
-            place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
-            running = run(attempt)
-            await turns_until(lambda: bool(attempt.worker.attempts))
-            for give_up in list(attempt.worker.attempts):
-                give_up()
-            with pytest.raises(LegFailure) as failed:
-                await running
-            assert not attempt.worker.attempts
-            return failed.value
-
-    assert asyncio.run(silent()).failure is Failure.SILENT
+    async with asyncio.timeout(10), scripted() as engine:
+        attempt = engine.attempt(Client())
+        place = engine.engines.place(attempt.worker.url)
+        place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
+        running = run(attempt)
+        await turns_until(lambda: bool(attempt.worker.attempts))
+        for give_up in list(attempt.worker.attempts):
+            give_up()
+        with pytest.raises(LegFailure) as failed:
+            await running
+        assert not attempt.worker.attempts
+        assert failed.value.failure is Failure.SILENT
 
 
 @pytest.mark.parametrize(
@@ -407,16 +393,16 @@ def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
         (b"", False),
     ],
 )
-def test_a_stream_that_was_read_to_its_last_word_has_ended(tail: bytes, has_ended: bool) -> None:
-    async def ended() -> bool:
-        attempt = Engine().attempt(Client())
-        assert not attempt.has_ended
-        attempt.tail = tail
-        assert not attempt.has_ended, "nothing of it was sent"
-        attempt.has_answered = True
-        return attempt.has_ended
-
-    assert asyncio.run(ended()) is has_ended
+@on_loop
+async def test_a_stream_that_was_read_to_its_last_word_has_ended(
+    tail: bytes, has_ended: bool
+) -> None:
+    attempt = Engine().attempt(Client())
+    assert not attempt.has_ended
+    attempt.tail = tail
+    assert not attempt.has_ended, "nothing of it was sent"
+    attempt.has_answered = True
+    assert attempt.has_ended is has_ended
 
 
 @pytest.mark.parametrize(
@@ -438,16 +424,14 @@ def test_numbers_of_usage_are_those_of_a_request_or_none(
     assert found == numbers
 
 
-def test_https_to_an_engine_without_tls_says_how_to_mend_it() -> None:
-    async def connect() -> None:
-        async def plain(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-            writer.close()
+@on_loop
+async def test_https_to_an_engine_without_tls_says_how_to_mend_it() -> None:
+    async def plain(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+        writer.close()
 
-        async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
-            url = URL(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            engines = EngineHttp(ssl.create_default_context())
-            with pytest.raises(NoConnection, match="does not speak TLS: give it an http:// URL"):
-                await engines.place(url).connected()
-
-    asyncio.run(connect())
+    async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
+        url = URL(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        engines = EngineHttp(ssl.create_default_context())
+        with pytest.raises(NoConnection, match="does not speak TLS: give it an http:// URL"):
+            await engines.place(url).connected()

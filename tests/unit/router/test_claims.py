@@ -13,6 +13,7 @@ from kvstore.router.engines.connections import Attempt
 from kvstore.router.engines.failures import Beaten, LegFailure
 from kvstore.router.front.legs import Race
 from kvstore.routing.events import Failure
+from tests.kit.coroutines import on_loop
 
 Decode = Callable[[Attempt], Coroutine[Any, Any, web.StreamResponse]]
 
@@ -147,16 +148,14 @@ def test_a_refusal_loses_to_an_attempt_that_runs_and_not_to_one_that_failed() ->
     assert asyncio.run(both(fails=False)).written == [0, 0]
 
 
-def test_a_client_that_leaves_ends_both() -> None:
-    async def leaving() -> list[int]:
-        played = Played()
-        running = await played.both_wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        return played.cancelled
-
-    assert sorted(asyncio.run(leaving())) == [0, 1]
+@on_loop
+async def test_a_client_that_leaves_ends_both() -> None:
+    played = Played()
+    running = await played.both_wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sorted(played.cancelled) == [0, 1]
 
 
 def test_a_failure_that_nobody_has_seen_yet_is_over_before_the_claim() -> None:
@@ -230,47 +229,42 @@ def test_the_first_ends_where_the_second_answers() -> None:
         played.race.claim(played.pair[0])
 
 
-def test_an_error_of_ours_in_the_second_attempt_is_not_lost() -> None:
-    async def second() -> None:
-        played = Played()
+@on_loop
+async def test_an_error_of_ours_in_the_second_attempt_is_not_lost() -> None:
+    played = Played()
 
-        async def decode(each: Attempt) -> web.StreamResponse:
-            if each is played.pair[1]:
-                raise ZeroDivisionError
-            silent = cast("Silent", each)
-            await silent.ended.wait()
-            assert silent.error is not None
-            raise silent.error
+    async def decode(each: Attempt) -> web.StreamResponse:
+        if each is played.pair[1]:
+            raise ZeroDivisionError
+        silent = cast("Silent", each)
+        await silent.ended.wait()
+        assert silent.error is not None
+        raise silent.error
 
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-            await played.race.run(decode, 0.0, lambda: played.pair[1])
-
-    asyncio.run(second())
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        await played.race.run(decode, 0.0, lambda: played.pair[1])
 
 
-def test_a_refused_second_whose_task_has_not_ended_is_no_answer_of_the_race() -> None:
+@on_loop
+async def test_a_refused_second_whose_task_has_not_ended_is_no_answer_of_the_race() -> None:
     """The first fails in the turn in which the second is refused."""
+    played = Played(statuses=(200, 422))
+    played.fails = {0}
 
-    async def both() -> Played:
-        played = Played(statuses=(200, 422))
-        played.fails = {0}
+    async def decode(each: Attempt) -> web.StreamResponse:
+        if each is played.pair[0]:
+            await played.piece.wait()
+            raise LegFailure(Failure.ERROR, "attempt 0")
+        try:
+            await played.piece.wait()
+        finally:
+            assert played.race.attempt is played.pair[0]
+        raise AssertionError("the claim below came first")
 
-        async def decode(each: Attempt) -> web.StreamResponse:
-            if each is played.pair[0]:
-                await played.piece.wait()
-                raise LegFailure(Failure.ERROR, "attempt 0")
-            try:
-                await played.piece.wait()
-            finally:
-                assert played.race.attempt is played.pair[0]
-            raise AssertionError("the claim below came first")
-
-        running = await played.both_wait(decode)
-        with pytest.raises(Beaten):  # as its connection does, from the loop
-            played.race.claim(played.pair[1])
-        played.piece.set()
-        with pytest.raises(LegFailure, match="attempt 0"):
-            await running
-        return played
-
-    assert asyncio.run(both()).over == [(1, False)]
+    running = await played.both_wait(decode)
+    with pytest.raises(Beaten):  # as its connection does, from the loop
+        played.race.claim(played.pair[1])
+    played.piece.set()
+    with pytest.raises(LegFailure, match="attempt 0"):
+        await running
+    assert played.over == [(1, False)]

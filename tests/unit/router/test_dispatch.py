@@ -12,6 +12,7 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, Rejected, RequestEnded, Routed
 from kvstore.routing.policy import parse
+from tests.kit.coroutines import driven
 from tests.kit.virtual_loop import VirtualLoop
 from tests.unit.routing.fleets import core_of, request, spec
 
@@ -58,35 +59,31 @@ async def leave(asking: Asking) -> None:
         await asking
 
 
-def test_a_request_whose_client_leaves_while_it_waits_is_ended() -> None:
-    async def test(site: Site) -> None:
-        asking = await site.begin()
-        await leave(asking)
-        site.dispatcher.note(RequestEnded("first", Ending.DONE))
-        site.check_empty()
-
-    run(test)
+@driven(run)
+async def test_a_request_whose_client_leaves_while_it_waits_is_ended(site: Site) -> None:
+    asking = await site.begin()
+    await leave(asking)
+    site.dispatcher.note(RequestEnded("first", Ending.DONE))
+    site.check_empty()
 
 
-def test_a_request_that_is_routed_in_the_turn_in_which_its_client_leaves_is_ended() -> None:
-    async def test(site: Site) -> None:
-        asking = await site.begin()
-        site.dispatcher.note(RequestEnded("first", Ending.DONE))
-        assert site.core.open.keys() == {"waits"}
-        assert site.core.fleet.in_flight("w0") == 1
-        await leave(asking)
-        site.check_empty()
+@driven(run)
+async def test_a_request_that_is_routed_in_the_turn_in_which_its_client_leaves_is_ended(
+    site: Site,
+) -> None:
+    asking = await site.begin()
+    site.dispatcher.note(RequestEnded("first", Ending.DONE))
+    assert site.core.open.keys() == {"waits"}
+    assert site.core.fleet.in_flight("w0") == 1
+    await leave(asking)
+    site.check_empty()
 
-    run(test)
 
-
-def test_one_that_is_rejected_in_that_turn_has_ended_already() -> None:
-    async def test(site: Site) -> None:
-        asking = await site.begin()
-        await asyncio.sleep(2)
-        site.dispatcher.note(RequestEnded("first", Ending.DONE))
-        assert not site.core.open
-        await leave(asking)
-        site.check_empty()
-
-    run(test, ttl_s=1.0)
+@driven(run, ttl_s=1.0)
+async def test_one_that_is_rejected_in_that_turn_has_ended_already(site: Site) -> None:
+    asking = await site.begin()
+    await asyncio.sleep(2)
+    site.dispatcher.note(RequestEnded("first", Ending.DONE))
+    assert not site.core.open
+    await leave(asking)
+    site.check_empty()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from kvstore.router.keys.rendering import COMPLETIONS, Rendering
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
+from tests.kit.coroutines import on_loop
 
 BLOCK, SEED, SPACE = 4, "s", bytes(range(32))
 KEYS = {"team-a": "key-a-of-sixteen-characters", "team-b": "key-b-of-sixteen-characters"}
@@ -144,10 +145,6 @@ def _prompts(body: bytes) -> list[list[int]]:
     return [list(each.encode()) if isinstance(each, str) else each for each in several]
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "STORED_S", 0.02)
@@ -157,74 +154,62 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize("salt", ["", "mine"])
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["text", "ids", "several"])
-def test_keys_of_a_tenants_request_are_those_that_the_engine_stores(
+@on_loop
+async def test_keys_of_a_tenants_request_are_those_that_the_engine_stores(
     prompt: Any, salt: str, *, is_local: bool
 ) -> None:
     """`is_local`: whether a tokenizer of the router makes the tokens of a text."""
-
-    async def scenario() -> None:
-        site = Site(tokenizers={"m": Path()} if is_local else {})
-        await site.parity.once()
-        assert (site.worker.parity, site.worker.has_parity) == ("", True)
-        fields = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})
-        job = await site.job("team-a", **fields)
-        assert site.predicted(job) == 0, "nobody sent it before"
-        stored = site.compute(job.body)
-        assert job.prefix.keys == b"".join(stored), "the router's keys are the engine's"
-        again = await site.job("team-a", **fields)
-        assert site.predicted(again) == BLOCK * len(stored)
-        for others in (await site.job("team-b", **fields), await site.job("team-a", prompt=prompt)):
-            if others.body != job.body:
-                assert site.predicted(others) == 0, "of another salt nothing is known"
-        if is_local and prompt == TEXT:
-            assert site.rendering.counts["local"] == 4
-        assert site.asked == {("t", SPACE)}, (
-            "as the engine's node calls it, not the router's tenant"
-        )
-
-    run(scenario)
+    site = Site(tokenizers={"m": Path()} if is_local else {})
+    await site.parity.once()
+    assert (site.worker.parity, site.worker.has_parity) == ("", True)
+    fields = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})
+    job = await site.job("team-a", **fields)
+    assert site.predicted(job) == 0, "nobody sent it before"
+    stored = site.compute(job.body)
+    assert job.prefix.keys == b"".join(stored), "the router's keys are the engine's"
+    again = await site.job("team-a", **fields)
+    assert site.predicted(again) == BLOCK * len(stored)
+    for others in (await site.job("team-b", **fields), await site.job("team-a", prompt=prompt)):
+        if others.body != job.body:
+            assert site.predicted(others) == 0, "of another salt nothing is known"
+    if is_local and prompt == TEXT:
+        assert site.rendering.counts["local"] == 4
+    assert site.asked == {("t", SPACE)}, "as the engine's node calls it, not the router's tenant"
 
 
-def test_an_engine_with_other_keys_is_load_only_for_tenants_too() -> None:
-    async def scenario() -> None:
-        site = Site(engine_seed="other")
-        await site.parity.once()
-        assert "0 of" in site.worker.parity
-        job = await site.job("team-a", prompt=TEXT)
-        site.compute(job.body)
-        assert (await site.job("team-a", prompt=TEXT)).prefix.answer is None
-
-    run(scenario)
+@on_loop
+async def test_an_engine_with_other_keys_is_load_only_for_tenants_too() -> None:
+    site = Site(engine_seed="other")
+    await site.parity.once()
+    assert "0 of" in site.worker.parity
+    job = await site.job("team-a", prompt=TEXT)
+    site.compute(job.body)
+    assert (await site.job("team-a", prompt=TEXT)).prefix.answer is None
 
 
-def test_an_engine_that_refuses_a_probe_is_not_equal() -> None:
+@on_loop
+async def test_an_engine_that_refuses_a_probe_is_not_equal() -> None:
     """As one does that was given another API key."""
-
-    async def scenario() -> None:
-        site = Site()
-        site.status = 401
-        await site.parity.once()
-        assert site.worker.parity == "a probe got status 401"
-        assert not site.worker.has_parity
-
-    run(scenario)
+    site = Site()
+    site.status = 401
+    await site.parity.once()
+    assert site.worker.parity == "a probe got status 401"
+    assert not site.worker.has_parity
 
 
-def test_part_of_a_probe_is_not_enough() -> None:
-    async def scenario() -> None:
-        site = Site()
-        compute = site.compute
+@on_loop
+async def test_part_of_a_probe_is_not_enough() -> None:
+    site = Site()
+    compute = site.compute
 
-        def first_only(body: bytes) -> list[bytes]:
-            made = compute(body)
-            site.stored.difference_update(made[1:])
-            return made
+    def first_only(body: bytes) -> list[bytes]:
+        made = compute(body)
+        site.stored.difference_update(made[1:])
+        return made
 
-        site.compute = first_only  # type: ignore[method-assign]
-        await site.parity.once()
-        assert "the index shows 1 of" in site.worker.parity
-
-    run(scenario)
+    site.compute = first_only  # type: ignore[method-assign]
+    await site.parity.once()
+    assert "the index shows 1 of" in site.worker.parity
 
 
 @pytest.mark.parametrize("key", ["", "key-of-the-engine"])
@@ -246,7 +231,7 @@ def test_the_routers_own_requests_carry_the_engines_key(key: str, body: bytes) -
             assert (await engines.fetch(url, body=body, bytes_max=1)).status == 200
             engines.close()
 
-    run(scenario)
+    asyncio.run(scenario())
     (head,) = heads
     assert head.startswith("POST" if body else "GET")
     assert ("Authorization" in head) == bool(key)
@@ -254,36 +239,31 @@ def test_the_routers_own_requests_carry_the_engines_key(key: str, body: bytes) -
 
 
 @pytest.mark.parametrize(("misses", "is_known"), [(2, False), (1, True)])
-def test_more_cached_tokens_than_expected_make_up_for_no_miss(
+@on_loop
+async def test_more_cached_tokens_than_expected_make_up_for_no_miss(
     misses: int, *, is_known: bool
 ) -> None:
     """Of three answers so many miss all that was expected, and the others have ten times that."""
-
-    async def scenario() -> None:
-        site = Site()
-        site.worker.has_parity = True
-        for number in range(120):
-            cached = 0 if number % 3 < misses else 1000
-            site.parity.observed(site.worker, "m", 100, cached)
-        assert site.worker.has_parity == is_known
-
-    run(scenario)
+    site = Site()
+    site.worker.has_parity = True
+    for number in range(120):
+        cached = 0 if number % 3 < misses else 1000
+        site.parity.observed(site.worker, "m", 100, cached)
+    assert site.worker.has_parity == is_known
 
 
-def test_an_adapter_is_load_only_by_itself() -> None:
-    async def scenario() -> None:
-        site = Site()
-        adapter = site.worker.adapters["lora"] = WorkerAdapter("m", "/lora")
-        adapter.is_wanted = True
-        await site.parity.once()
-        assert adapter.trouble == parity.UNSAID, "its engine said no digest"
-        site.workers.compared(adapter, "")
-        for _ in range(120):
-            site.parity.observed(site.worker, "lora", 100, 10)
-        assert "of the tokens that the index showed" in adapter.trouble
-        assert (site.worker.parity, site.worker.has_parity) == ("", True)
-
-    run(scenario)
+@on_loop
+async def test_an_adapter_is_load_only_by_itself() -> None:
+    site = Site()
+    adapter = site.worker.adapters["lora"] = WorkerAdapter("m", "/lora")
+    adapter.is_wanted = True
+    await site.parity.once()
+    assert adapter.trouble == parity.UNSAID, "its engine said no digest"
+    site.workers.compared(adapter, "")
+    for _ in range(120):
+        site.parity.observed(site.worker, "lora", 100, 10)
+    assert "of the tokens that the index showed" in adapter.trouble
+    assert (site.worker.parity, site.worker.has_parity) == ("", True)
 
 
 ENGINES = ("", "e1", "e2")

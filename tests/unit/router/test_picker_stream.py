@@ -27,6 +27,7 @@ from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
+from tests.kit.coroutines import driven
 
 BODY_BYTES_MAX = 10_000
 ROOM = BODY_BYTES_MAX * BODIES_SHARE
@@ -182,43 +183,39 @@ def piece(content: bytes = b"data: x\n\n", *, is_over: bool = False) -> pb.Proce
 USAGE = b'data: {"usage":{"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
 
 
-def test_a_request_is_routed_once_and_its_end_is_that_of_the_stream() -> None:
-    async def test(site: Site) -> None:
-        pieces = [body(BODY[at : at + 500], is_over=False) for at in range(0, len(BODY), 500)]
-        parts = (body(b"", is_over=True), answer(), piece(), piece(USAGE, is_over=True))
-        envoy = await site.play(head(), *pieces, *parts)
-        assert len(envoy.destinations) == 1
-        assert set(envoy.destinations[0].split(",")) == {"a:1", "b:1"}
-        sent = b"".join(
-            message.request_body.response.body_mutation.streamed_response.body
-            for message in envoy.written
-        )
-        assert sent == BODY
-        back = [
-            message.response_body.response.body_mutation.streamed_response
-            for message in envoy.written
-            if message.WhichOneof("response") == "response_body"
-        ]
-        assert [each.body for each in back] == [b"data: x\n\n", USAGE]
-        [end] = site.ends
-        assert (end.end.value, end.cached_tokens, end.output_tokens) == ("done", 3, 7)
-        assert sum(isinstance(each, FirstToken) for each in site.events) == 1
-        assert (site.picker.counts["done"], site.picker.counts.total()) == (1, 1)
-
-    run(test)
+@driven(run)
+async def test_a_request_is_routed_once_and_its_end_is_that_of_the_stream(site: Site) -> None:
+    pieces = [body(BODY[at : at + 500], is_over=False) for at in range(0, len(BODY), 500)]
+    parts = (body(b"", is_over=True), answer(), piece(), piece(USAGE, is_over=True))
+    envoy = await site.play(head(), *pieces, *parts)
+    assert len(envoy.destinations) == 1
+    assert set(envoy.destinations[0].split(",")) == {"a:1", "b:1"}
+    sent = b"".join(
+        message.request_body.response.body_mutation.streamed_response.body
+        for message in envoy.written
+    )
+    assert sent == BODY
+    back = [
+        message.response_body.response.body_mutation.streamed_response
+        for message in envoy.written
+        if message.WhichOneof("response") == "response_body"
+    ]
+    assert [each.body for each in back] == [b"data: x\n\n", USAGE]
+    [end] = site.ends
+    assert (end.end.value, end.cached_tokens, end.output_tokens) == ("done", 3, 7)
+    assert sum(isinstance(each, FirstToken) for each in site.events) == 1
+    assert (site.picker.counts["done"], site.picker.counts.total()) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("content", "status"), [(BODY.replace(b"true", b"false"), "200"), (BODY, "500")]
 )
-def test_a_whole_answer_and_a_failure_say_nothing_of_a_first_token(
-    content: bytes, status: str
+@driven(run)
+async def test_a_whole_answer_and_a_failure_say_nothing_of_a_first_token(
+    site: Site, content: bytes, status: str
 ) -> None:
-    async def test(site: Site) -> None:
-        await site.play(head(), body(content), answer(status), piece())
-        assert not any(isinstance(each, FirstToken) for each in site.events)
-
-    run(test)
+    await site.play(head(), body(content), answer(status), piece())
+    assert not any(isinstance(each, FirstToken) for each in site.events)
 
 
 TWICE = {
@@ -238,24 +235,22 @@ TWICE = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_what_comes_twice_or_too_late_ends_the_stream_and_leaves_nothing(name: str) -> None:
-    async def test(site: Site) -> None:
-        for _ in range(3):
-            await site.refused(*TWICE[name])
-        assert len(site.ends) in (0, 3)
+@driven(run)
+async def test_what_comes_twice_or_too_late_ends_the_stream_and_leaves_nothing(
+    site: Site, name: str
+) -> None:
+    for _ in range(3):
+        await site.refused(*TWICE[name])
+    assert len(site.ends) in (0, 3)
 
-    run(test)
 
-
-def test_trailers_are_the_end_of_a_body() -> None:
-    async def test(site: Site) -> None:
-        envoy = await site.play(head(), body(is_over=False), trailers(), answer())
-        assert len(envoy.destinations) == 1
-        assert [message.WhichOneof("response") for message in envoy.written][-2:] == [
-            *("request_trailers", "response_headers"),
-        ]
-
-    run(test)
+@driven(run)
+async def test_trailers_are_the_end_of_a_body(site: Site) -> None:
+    envoy = await site.play(head(), body(is_over=False), trailers(), answer())
+    assert len(envoy.destinations) == 1
+    assert [message.WhichOneof("response") for message in envoy.written][-2:] == [
+        *("request_trailers", "response_headers"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -270,44 +265,38 @@ def test_trailers_are_the_end_of_a_body() -> None:
         ("99999", "", "done"),
     ],
 )
-def test_the_status_says_how_it_ended(status: str, served: str, end: str) -> None:
-    async def test(site: Site) -> None:
-        await site.play(head(), body(), answer(status, served))
-        [ended] = site.ends
-        assert ended.end.value == end
-
-    run(test)
+@driven(run)
+async def test_the_status_says_how_it_ended(site: Site, status: str, served: str, end: str) -> None:
+    await site.play(head(), body(), answer(status, served))
+    [ended] = site.ends
+    assert ended.end.value == end
 
 
-def test_another_endpoint_that_served_is_known_by_its_name_or_address() -> None:
-    async def test(site: Site) -> None:
-        for served in ("a:1", "b:1", "elsewhere:9"):
-            await site.play(head(), body(), answer(served=served), piece(is_over=True))
-        served_by = [each.served_by for each in site.ends]
-        assert served_by[2] == "elsewhere:9"
-        assert {*served_by[:2]} <= {"", "a", "b"}
-        assert site.picker.counts["elsewhere"] == sum(map(bool, served_by))
-
-    run(test)
+@driven(run)
+async def test_another_endpoint_that_served_is_known_by_its_name_or_address(site: Site) -> None:
+    for served in ("a:1", "b:1", "elsewhere:9"):
+        await site.play(head(), body(), answer(served=served), piece(is_over=True))
+    served_by = [each.served_by for each in site.ends]
+    assert served_by[2] == "elsewhere:9"
+    assert {*served_by[:2]} <= {"", "a", "b"}
+    assert site.picker.counts["elsewhere"] == sum(map(bool, served_by))
 
 
-def test_bodies_count_in_the_memory_of_all_and_give_it_back() -> None:
-    async def test(site: Site) -> None:
-        half = body(bytes(BODY_BYTES_MAX // 2), is_over=False)
-        envoy = await site.play(head(), half, half, body(b"x"))
-        assert envoy.refused == [(413, "rejected-body-too-large")]
-        assert site.bodies.take(ROOM - 3000)
-        envoy = Envoy([head(), half, body()])
-        context: Any = envoy
-        await site.picker.process(None, context)
-        assert envoy.refused == [(503, "rejected-memory")]
-        assert site.left == 3000
-        await site.picker.process(None, cast("Any", Envoy([head(), body(BODY[:100])])))
-        assert site.left == 3000
-        site.bodies.left += ROOM - 3000
-        assert len((await site.play(head(), body())).destinations) == 1
-
-    run(test)
+@driven(run)
+async def test_bodies_count_in_the_memory_of_all_and_give_it_back(site: Site) -> None:
+    half = body(bytes(BODY_BYTES_MAX // 2), is_over=False)
+    envoy = await site.play(head(), half, half, body(b"x"))
+    assert envoy.refused == [(413, "rejected-body-too-large")]
+    assert site.bodies.take(ROOM - 3000)
+    envoy = Envoy([head(), half, body()])
+    context: Any = envoy
+    await site.picker.process(None, context)
+    assert envoy.refused == [(503, "rejected-memory")]
+    assert site.left == 3000
+    await site.picker.process(None, cast("Any", Envoy([head(), body(BODY[:100])])))
+    assert site.left == 3000
+    site.bodies.left += ROOM - 3000
+    assert len((await site.play(head(), body())).destinations) == 1
 
 
 @pytest.mark.parametrize(
@@ -318,62 +307,58 @@ def test_bodies_count_in_the_memory_of_all_and_give_it_back() -> None:
         (b'{"model":1}', (400, "rejected-bad-body")),
     ],
 )
-def test_a_refusal_is_an_immediate_response(content: bytes, refused: tuple[int, str]) -> None:
-    async def test(site: Site) -> None:
-        envoy = await site.play(head(), body(content))
-        assert envoy.refused == [refused]
-        assert not envoy.destinations
-        [message] = envoy.written
-        headers = message.immediate_response.headers.set_headers
-        reasons = [each.header.raw_value for each in headers if each.header.key == DROPPED]
-        assert reasons == [refused[1].encode()]
-
-    run(test)
-
-
-def test_a_tenant_needs_its_key() -> None:
-    async def test(site: Site) -> None:
-        assert (await site.play(head(), body())).refused == [(401, "rejected-unauthorized")]
-        key: dict[str, Any] = {"x-api-key": "key-of-a"}
-        envoy = await site.play(head(**key), body())
-        assert len(envoy.destinations) == 1
-        sent = b"".join(
-            message.request_body.response.body_mutation.streamed_response.body
-            for message in envoy.written
-        )
-        assert json.loads(sent)["cache_salt"] == "a"
-        assert (await site.play(head(is_over=True))).refused == [(401, "rejected-unauthorized")]
-        for pairs in (key, {":path": "/health"}, {":method": "OPTIONS"}):
-            assert len((await site.play(head(is_over=True, **pairs))).destinations) == 1
-        for tenant, found in (("a", []), ("b", [(404, "rejected-not-found")])):
-            path = f"/v1/responses/{new_id(site.workers['a'], tenant)}"
-            assert (await site.play(head(is_over=True, **key, **{":path": path}))).refused == found
-
-    run(test, tenants=Tenants({hashlib.sha256(b"key-of-a").digest(): "a"}))
+@driven(run)
+async def test_a_refusal_is_an_immediate_response(
+    site: Site, content: bytes, refused: tuple[int, str]
+) -> None:
+    envoy = await site.play(head(), body(content))
+    assert envoy.refused == [refused]
+    assert not envoy.destinations
+    [message] = envoy.written
+    headers = message.immediate_response.headers.set_headers
+    reasons = [each.header.raw_value for each in headers if each.header.key == DROPPED]
+    assert reasons == [refused[1].encode()]
 
 
-def test_a_request_without_a_body_goes_where_least_is_and_prefers_those_that_answer() -> None:
-    async def test(site: Site) -> None:
-        get = head(is_over=True)
-        site.workers["a"].word = WorkerWord.DOWN
-        assert (await site.play(get)).destinations == ["b:1"]
-        assert (await site.play(head(is_over=True, subset="a:1, x"))).destinations == ["a:1"]
-        assert (await site.play(head(is_over=True, subset="x"))).refused == [
-            (503, "rejected-no-endpoints")
-        ]
-        assert not site.ends
+@driven(run, tenants=Tenants({hashlib.sha256(b"key-of-a").digest(): "a"}))
+async def test_a_tenant_needs_its_key(site: Site) -> None:
+    assert (await site.play(head(), body())).refused == [(401, "rejected-unauthorized")]
+    key: dict[str, Any] = {"x-api-key": "key-of-a"}
+    envoy = await site.play(head(**key), body())
+    assert len(envoy.destinations) == 1
+    sent = b"".join(
+        message.request_body.response.body_mutation.streamed_response.body
+        for message in envoy.written
+    )
+    assert json.loads(sent)["cache_salt"] == "a"
+    assert (await site.play(head(is_over=True))).refused == [(401, "rejected-unauthorized")]
+    for pairs in (key, {":path": "/health"}, {":method": "OPTIONS"}):
+        assert len((await site.play(head(is_over=True, **pairs))).destinations) == 1
+    for tenant, found in (("a", []), ("b", [(404, "rejected-not-found")])):
+        path = f"/v1/responses/{new_id(site.workers['a'], tenant)}"
+        assert (await site.play(head(is_over=True, **key, **{":path": path}))).refused == found
 
-    run(test)
+
+@driven(run)
+async def test_a_request_without_a_body_goes_where_least_is_and_prefers_those_that_answer(
+    site: Site,
+) -> None:
+    get = head(is_over=True)
+    site.workers["a"].word = WorkerWord.DOWN
+    assert (await site.play(get)).destinations == ["b:1"]
+    assert (await site.play(head(is_over=True, subset="a:1, x"))).destinations == ["a:1"]
+    assert (await site.play(head(is_over=True, subset="x"))).refused == [
+        (503, "rejected-no-endpoints")
+    ]
+    assert not site.ends
 
 
-def test_a_subset_bounds_the_choice() -> None:
-    async def test(site: Site) -> None:
-        for subset, found in (("b:1", ["b:1"]), ("b", ["b:1"]), ("x", []), (" , ", [])):
-            envoy = await site.play(head(subset=subset), body())
-            assert envoy.destinations == found
-            assert len(envoy.refused) == 1 - len(found)
-
-    run(test)
+@driven(run)
+async def test_a_subset_bounds_the_choice(site: Site) -> None:
+    for subset, found in (("b:1", ["b:1"]), ("b", ["b:1"]), ("x", []), (" , ", [])):
+        envoy = await site.play(head(subset=subset), body())
+        assert envoy.destinations == found
+        assert len(envoy.refused) == 1 - len(found)
 
 
 MESSAGES = st.sampled_from(
@@ -388,41 +373,37 @@ MESSAGES = st.sampled_from(
 
 @settings(max_examples=200)
 @given(st.lists(st.lists(MESSAGES, max_size=8), max_size=6))
-def test_no_order_of_messages_leaks_a_request_or_memory(
-    streams: list[list[pb.ProcessingRequest]],
+@driven(run)
+async def test_no_order_of_messages_leaks_a_request_or_memory(
+    site: Site, streams: list[list[pb.ProcessingRequest]]
 ) -> None:
-    async def test(site: Site) -> None:
-        for messages in streams:
-            await site.play(*messages)
-        ended = [each.request_id for each in site.ends]
-        assert len({*ended}) == len(ended)
-
-    run(test)
+    for messages in streams:
+        await site.play(*messages)
+    ended = [each.request_id for each in site.ends]
+    assert len({*ended}) == len(ended)
 
 
-def test_a_call_that_is_cancelled_amid_its_body_leaves_nothing() -> None:
-    async def test(site: Site) -> None:
-        for messages in (
-            [head(), body(is_over=False)],
-            [head(), body()],
-            [head(), body(), answer()],
-        ):
-            envoy = Envoy(messages)
-            forever = asyncio.Event()
+@driven(run)
+async def test_a_call_that_is_cancelled_amid_its_body_leaves_nothing(site: Site) -> None:
+    for messages in (
+        [head(), body(is_over=False)],
+        [head(), body()],
+        [head(), body(), answer()],
+    ):
+        envoy = Envoy(messages)
+        forever = asyncio.Event()
 
-            async def read(envoy: Envoy = envoy, forever: asyncio.Event = forever) -> Any:
-                if not envoy._messages:
-                    await forever.wait()
-                return envoy._messages.popleft()
+        async def read(envoy: Envoy = envoy, forever: asyncio.Event = forever) -> Any:
+            if not envoy._messages:
+                await forever.wait()
+            return envoy._messages.popleft()
 
-            envoy.read = read  # type: ignore[method-assign]
-            call = asyncio.create_task(site.picker.process(None, cast("Any", envoy)))
-            while envoy._messages:  # noqa: ASYNC110 - the stream's own pace
-                await asyncio.sleep(0)
+        envoy.read = read  # type: ignore[method-assign]
+        call = asyncio.create_task(site.picker.process(None, cast("Any", envoy)))
+        while envoy._messages:  # noqa: ASYNC110 - the stream's own pace
             await asyncio.sleep(0)
-            assert site.left < ROOM
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
-            site.check()
-
-    run(test)
+        await asyncio.sleep(0)
+        assert site.left < ROOM
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        site.check()

@@ -28,6 +28,7 @@ from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
+from tests.kit.coroutines import driven
 from tests.kit.virtual_fleet import fleet
 from tests.kit.virtual_loop import VirtualLoop
 
@@ -164,13 +165,11 @@ def test_probes_are_bounded_and_reach_everybody_whatever_fails(
     run(test, count)
 
 
-def test_the_second_probes_are_spread_over_the_period() -> None:
-    async def test(site: Site) -> None:
-        await site.play(3)
-        ticks = {round(at_s, 3) for at_s, _, _ in site.engines.asked if at_s > 1000}
-        assert len(ticks) >= 10
-
-    run(test, 40)
+@driven(run, 40)
+async def test_the_second_probes_are_spread_over_the_period(site: Site) -> None:
+    await site.play(3)
+    ticks = {round(at_s, 3) for at_s, _, _ in site.engines.asked if at_s > 1000}
+    assert len(ticks) >= 10
 
 
 @pytest.mark.parametrize("count", [1, 100])
@@ -186,110 +185,100 @@ def test_a_worker_that_fails_is_probed_within_two_ticks(count: int) -> None:
     run(test, count)
 
 
-def test_probes_that_were_not_needed_are_not_saved_for_a_crowd() -> None:
-    async def test(site: Site) -> None:
-        await site.play(600)
-        site.engines.asked.clear()
-        site.crew(500, begin=1)
+@driven(run)
+async def test_probes_that_were_not_needed_are_not_saved_for_a_crowd(site: Site) -> None:
+    await site.play(600)
+    site.engines.asked.clear()
+    site.crew(500, begin=1)
+    await site.play(TICK_S / 2)
+    assert len(site.engines.asked) == PROBES_PER_S
+    await site.play(12)
+    assert len({host for _, host, _ in site.engines.asked}) == 500
+
+
+@driven(run, 3)
+async def test_workers_that_left_are_not_asked_and_not_kept(site: Site) -> None:
+    site.engines.delay_s = NEVER
+    await site.play(1)
+    site.crew(2, begin=1)  # w0 leaves amid its probe
+    await site.play(TICK_S)
+    assert site.engines.broken_off == 1
+    site.engines.asked.clear()
+    site.engines.delay_s = 0.0
+    for begin in range(200):
+        gone = site.workers.get(f"w{begin}")
+        site.crew(3, begin=begin)
         await site.play(TICK_S / 2)
-        assert len(site.engines.asked) == PROBES_PER_S
-        await site.play(12)
-        assert len({host for _, host, _ in site.engines.asked}) == 500
-
-    run(test)
-
-
-def test_workers_that_left_are_not_asked_and_not_kept() -> None:
-    async def test(site: Site) -> None:
-        site.engines.delay_s = NEVER
-        await site.play(1)
-        site.crew(2, begin=1)  # w0 leaves amid its probe
-        await site.play(TICK_S)
-        assert site.engines.broken_off == 1
-        site.engines.asked.clear()
-        site.engines.delay_s = 0.0
-        for begin in range(200):
-            gone = site.workers.get(f"w{begin}")
-            site.crew(3, begin=begin)
-            await site.play(TICK_S / 2)
-            if gone is not None:
-                site.probes.look_now(gone)
-        late = [host for at_s, host, _ in site.engines.asked if at_s > site.loop.time() - 1.1]
-        assert {int(host[1:]) for host in late} <= set(range(190, 203))
-        assert len(site.probes._known) == 3
-        await site.play(2)
-        assert len(site.probes._due) == 3
-        assert not site.probes._open
-        assert site.probes._readings.keys() <= site.probes._known.keys()
-
-    run(test, 3)
+        if gone is not None:
+            site.probes.look_now(gone)
+    late = [host for at_s, host, _ in site.engines.asked if at_s > site.loop.time() - 1.1]
+    assert {int(host[1:]) for host in late} <= set(range(190, 203))
+    assert len(site.probes._known) == 3
+    await site.play(2)
+    assert len(site.probes._due) == 3
+    assert not site.probes._open
+    assert site.probes._readings.keys() <= site.probes._known.keys()
 
 
-def test_an_answered_probe_is_the_load_and_the_health() -> None:
-    async def test(site: Site) -> None:
-        await site.play(1.5)
-        assert {path for _, _, path in site.engines.asked} == {"/metrics"}
-        scraped = [each for each in site.told if isinstance(each, Scraped)]
-        load = scraped[-1].sample
-        assert (load.waiting, load.running, load.memory_used) == (1, 2, 0.5)
-        assert set(site.results()) == {ProbeResult.ANSWERED}
-        worker = site.workers["w0"]
-        assert (worker.word, worker.models, worker.contexts) == (
-            *(WorkerWord.UP, ("m",)),
-            {"m": 4096},
-        )
-
-    run(test)
+@driven(run)
+async def test_an_answered_probe_is_the_load_and_the_health(site: Site) -> None:
+    await site.play(1.5)
+    assert {path for _, _, path in site.engines.asked} == {"/metrics"}
+    scraped = [each for each in site.told if isinstance(each, Scraped)]
+    load = scraped[-1].sample
+    assert (load.waiting, load.running, load.memory_used) == (1, 2, 0.5)
+    assert set(site.results()) == {ProbeResult.ANSWERED}
+    worker = site.workers["w0"]
+    assert (worker.word, worker.models, worker.contexts) == (
+        *(WorkerWord.UP, ("m",)),
+        {"m": 4096},
+    )
 
 
-def test_a_late_answer_is_an_answer() -> None:
-    async def test(site: Site) -> None:
-        site.engines.delay_s = LATE_S + 1.0
-        await site.play(LATE_S + 0.7)
-        assert set(site.results()) == {ProbeResult.LATE}
-        assert site.word() is WorkerWord.NEW
-        await site.play(0.5)
-        probed = [each for each in site.told if isinstance(each, Probed)]
-        [answered] = [each for each in probed if each.result is ProbeResult.ANSWERED]
-        assert answered.late_s == 0
-        assert site.word() is WorkerWord.UP
-        site.results()
-        await site.play(10)  # its page is slow, not the engine
-        assert set(site.results()) == {ProbeResult.ANSWERED}
-        site.engines.delay_s = 3 * LATE_S + 3
-        await site.play(2 * LATE_S + 5)
-        assert site.word() is WorkerWord.LATE, "it takes longer than twice of that"
-        site.engines.delay_s = 0.0
-        await site.play(5)
-        assert site.word() is WorkerWord.UP
-        assert site.engines.broken_off == 0
-
-    run(test)
+@driven(run)
+async def test_a_late_answer_is_an_answer(site: Site) -> None:
+    site.engines.delay_s = LATE_S + 1.0
+    await site.play(LATE_S + 0.7)
+    assert set(site.results()) == {ProbeResult.LATE}
+    assert site.word() is WorkerWord.NEW
+    await site.play(0.5)
+    probed = [each for each in site.told if isinstance(each, Probed)]
+    [answered] = [each for each in probed if each.result is ProbeResult.ANSWERED]
+    assert answered.late_s == 0
+    assert site.word() is WorkerWord.UP
+    site.results()
+    await site.play(10)  # its page is slow, not the engine
+    assert set(site.results()) == {ProbeResult.ANSWERED}
+    site.engines.delay_s = 3 * LATE_S + 3
+    await site.play(2 * LATE_S + 5)
+    assert site.word() is WorkerWord.LATE, "it takes longer than twice of that"
+    site.engines.delay_s = 0.0
+    await site.play(5)
+    assert site.word() is WorkerWord.UP
+    assert site.engines.broken_off == 0
 
 
-def test_only_an_engine_without_any_byte_is_silent() -> None:
-    async def test(site: Site) -> None:
-        await site.play(1)
-        worker = site.workers["w0"]
-        site.engines.delay_s = NEVER
-        site.results()
+@driven(run)
+async def test_only_an_engine_without_any_byte_is_silent(site: Site) -> None:
+    await site.play(1)
+    worker = site.workers["w0"]
+    site.engines.delay_s = NEVER
+    site.results()
 
-        def each() -> None:
-            worker.heard_s = site.loop.time()  # its streams go on
+    def each() -> None:
+        worker.heard_s = site.loop.time()  # its streams go on
 
-        await site.play(5 * SILENCE_S, each)
-        assert not site.results()
-        await site.play(SILENCE_S - TICK_S)
-        assert set(site.results()) == {ProbeResult.LATE}
-        await site.play(2 * TICK_S)
-        assert ProbeResult.SILENT in site.results()
-        assert site.word() is WorkerWord.DOWN
-        assert f"{SILENCE_S:g} s" in worker.why
-        site.engines.delay_s = 0.0
-        await site.play(SILENCE_S + 2)
-        assert site.word() is WorkerWord.UP, "the probe after it was answered"
-
-    run(test)
+    await site.play(5 * SILENCE_S, each)
+    assert not site.results()
+    await site.play(SILENCE_S - TICK_S)
+    assert set(site.results()) == {ProbeResult.LATE}
+    await site.play(2 * TICK_S)
+    assert ProbeResult.SILENT in site.results()
+    assert site.word() is WorkerWord.DOWN
+    assert f"{SILENCE_S:g} s" in worker.why
+    site.engines.delay_s = 0.0
+    await site.play(SILENCE_S + 2)
+    assert site.word() is WorkerWord.UP, "the probe after it was answered"
 
 
 def test_a_router_without_descriptors_finds_no_engine_silent() -> None:
@@ -347,47 +336,43 @@ def test_what_a_probe_comes_to(kind: str, pages: dict[str, Answer], result: str,
     run(test, kind=kind)
 
 
-def test_an_engine_in_trouble_is_asked_for_its_health_too() -> None:
-    async def test(site: Site) -> None:
-        site.engines.pages |= {"/metrics": 500, "/health": 503}
-        await site.play(1)
-        assert site.word() is WorkerWord.DOWN
-        site.engines.pages["/metrics"] = PAGE
-        await site.play(3)
-        assert site.word() is WorkerWord.DOWN, "it publishes metrics, and is unwell"
-        site.engines.pages["/health"] = 200
-        await site.play(2)
-        assert site.word() is WorkerWord.UP
-
-    run(test)
+@driven(run)
+async def test_an_engine_in_trouble_is_asked_for_its_health_too(site: Site) -> None:
+    site.engines.pages |= {"/metrics": 500, "/health": 503}
+    await site.play(1)
+    assert site.word() is WorkerWord.DOWN
+    site.engines.pages["/metrics"] = PAGE
+    await site.play(3)
+    assert site.word() is WorkerWord.DOWN, "it publishes metrics, and is unwell"
+    site.engines.pages["/health"] = 200
+    await site.play(2)
+    assert site.word() is WorkerWord.UP
 
 
-def test_metrics_that_cannot_be_read_are_said_after_a_while_and_once(
-    caplog: pytest.LogCaptureFixture,
+@driven(run, kind="sglang")
+async def test_metrics_that_cannot_be_read_are_said_after_a_while_and_once(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(site: Site) -> None:
-        site.engines.pages["/metrics"] = 404
-        await site.play(2.5)
-        assert site.workers["w0"].unread == ""
-        await site.play(10)
-        trouble = site.workers["w0"].unread
-        assert trouble == "/metrics: status 404: start it with --enable-metrics"
-        assert sum("load of worker" in each.message for each in caplog.records) == 1
-        site.engines.pages["/metrics"] = PAGE
-        await site.play(2)
-        assert not site.workers["w0"].unread
-        site.engines.pages["/metrics"] = 404
-        await site.play(2.5)
-        assert not site.workers["w0"].unread, "after as long a while as the first time"
-        site.engines.pages["/metrics"] = b"sglang:num_running_reqs 1\nsglang:token_usage 0.1\n"
-        await site.play(10)
-        assert not site.workers["w0"].unread, "some metrics are there after a first request only"
-        site.workers["w0"].has_served = True
-        await site.play(2)
-        assert "/metrics does not have sglang:num_queue_reqs" in site.workers["w0"].unread
-        assert site.word() is WorkerWord.UP, "it is routed to all the same"
-
-    run(test, kind="sglang")
+    site.engines.pages["/metrics"] = 404
+    await site.play(2.5)
+    assert site.workers["w0"].unread == ""
+    await site.play(10)
+    trouble = site.workers["w0"].unread
+    assert trouble == "/metrics: status 404: start it with --enable-metrics"
+    assert sum("load of worker" in each.message for each in caplog.records) == 1
+    site.engines.pages["/metrics"] = PAGE
+    await site.play(2)
+    assert not site.workers["w0"].unread
+    site.engines.pages["/metrics"] = 404
+    await site.play(2.5)
+    assert not site.workers["w0"].unread, "after as long a while as the first time"
+    site.engines.pages["/metrics"] = b"sglang:num_running_reqs 1\nsglang:token_usage 0.1\n"
+    await site.play(10)
+    assert not site.workers["w0"].unread, "some metrics are there after a first request only"
+    site.workers["w0"].has_served = True
+    await site.play(2)
+    assert "/metrics does not have sglang:num_queue_reqs" in site.workers["w0"].unread
+    assert site.word() is WorkerWord.UP, "it is routed to all the same"
 
 
 LISTS: list[tuple[Any, tuple[str, ...], dict[str, int]]] = [
@@ -411,75 +396,66 @@ LISTS: list[tuple[Any, tuple[str, ...], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("listed", "models", "contexts"), LISTS, ids=range(len(LISTS)))
-def test_lists_of_models_are_bounded_whatever_they_hold(
-    listed: Any, models: tuple[str, ...], contexts: dict[str, int]
+@driven(run)
+async def test_lists_of_models_are_bounded_whatever_they_hold(
+    site: Site, listed: Any, models: tuple[str, ...], contexts: dict[str, int]
 ) -> None:
-    async def test(site: Site) -> None:
-        site.engines.models = listed
-        await site.play(1)
-        worker = site.workers["w0"]
-        assert worker.word is WorkerWord.UP
-        assert (set(worker.models), worker.contexts) == (set(models), contexts)
-        site.core.fleet.check()
-
-    run(test)
+    site.engines.models = listed
+    await site.play(1)
+    worker = site.workers["w0"]
+    assert worker.word is WorkerWord.UP
+    assert (set(worker.models), worker.contexts) == (set(models), contexts)
+    site.core.fleet.check()
 
 
-def test_adapters_are_no_models_and_keep_what_is_known_of_them() -> None:
-    async def test(site: Site) -> None:
-        rows = [
-            {"id": "m"},
-            {"id": "lora", "parent": "m", "root": "/l"},
-            {"id": "x", "parent": "y"},
-        ]
-        site.engines.models = {"data": rows}
-        await site.play(1)
-        worker = site.workers["w0"]
-        assert (worker.models, [*worker.adapters]) == (("m", "x"), ["lora"])
-        known = worker.adapters["lora"]
-        assert (known.base, known.path) == ("m", "/l")
-        site.engines.models = {"data": [*rows, {"id": "n", "parent": "m"}]}
-        await site.play(MODELS_S + 2)
-        assert [*worker.adapters] == ["lora", "n"]
-        assert worker.adapters["lora"] is known
-        rows[1]["root"] = "/other"
+@driven(run)
+async def test_adapters_are_no_models_and_keep_what_is_known_of_them(site: Site) -> None:
+    rows = [
+        {"id": "m"},
+        {"id": "lora", "parent": "m", "root": "/l"},
+        {"id": "x", "parent": "y"},
+    ]
+    site.engines.models = {"data": rows}
+    await site.play(1)
+    worker = site.workers["w0"]
+    assert (worker.models, [*worker.adapters]) == (("m", "x"), ["lora"])
+    known = worker.adapters["lora"]
+    assert (known.base, known.path) == ("m", "/l")
+    site.engines.models = {"data": [*rows, {"id": "n", "parent": "m"}]}
+    await site.play(MODELS_S + 2)
+    assert [*worker.adapters] == ["lora", "n"]
+    assert worker.adapters["lora"] is known
+    rows[1]["root"] = "/other"
+    site.probes.read_models(worker)
+    await site.play(TICK_S)
+    assert worker.adapters["lora"] is not known
+    assert worker.spec().adapters == ("lora", "n")
+
+
+@driven(run)
+async def test_models_are_read_at_once_when_one_is_missing_and_not_twice(site: Site) -> None:
+    await site.play(1)
+    site.engines.models = {"data": [{"id": "new"}]}
+    before, worker = site.engines.models_count, site.workers["w0"]
+    for _ in range(10):
         site.probes.read_models(worker)
-        await site.play(TICK_S)
-        assert worker.adapters["lora"] is not known
-        assert worker.spec().adapters == ("lora", "n")
-
-    run(test)
-
-
-def test_models_are_read_at_once_when_one_is_missing_and_not_twice() -> None:
-    async def test(site: Site) -> None:
-        await site.play(1)
-        site.engines.models = {"data": [{"id": "new"}]}
-        before, worker = site.engines.models_count, site.workers["w0"]
-        for _ in range(10):
-            site.probes.read_models(worker)
-        [reading] = site.probes._readings.values()
-        await reading
-        assert worker.models == ("new",)
-        assert site.engines.models_count == before + 1
-        await site.play(MODELS_S - 1)
-        assert site.engines.models_count == before + 1
-
-    run(test)
+    [reading] = site.probes._readings.values()
+    await reading
+    assert worker.models == ("new",)
+    assert site.engines.models_count == before + 1
+    await site.play(MODELS_S - 1)
+    assert site.engines.models_count == before + 1
 
 
-def test_a_pause_of_the_router_is_no_silence_of_the_engines() -> None:
+@driven(run)
+async def test_a_pause_of_the_router_is_no_silence_of_the_engines(site: Site) -> None:
     """A machine that was stopped reads what came meanwhile after it has looked."""
-
-    async def test(site: Site) -> None:
-        await site.play(1)
-        site.engines.delay_s = 3.0
-        await site.play(2)
-        site.results()
-        site.loop.now_s += 2 * SILENCE_S
-        await site.probes.once()
-        assert ProbeResult.SILENT not in site.results()
-        await site.play(5)
-        assert site.word() is WorkerWord.UP
-
-    run(test)
+    await site.play(1)
+    site.engines.delay_s = 3.0
+    await site.play(2)
+    site.results()
+    site.loop.now_s += 2 * SILENCE_S
+    await site.probes.once()
+    assert ProbeResult.SILENT not in site.results()
+    await site.play(5)
+    assert site.word() is WorkerWord.UP

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -18,6 +18,7 @@ from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, KeyPlan, Rendering
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerWord
+from tests.kit.coroutines import on_loop
 
 PLAN = KeyPlan(block_tokens=4, seed="s")
 TOOLS: dict[str, Any] = {
@@ -88,145 +89,122 @@ class Site:
         return self.rendering.local["m"]
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
-
-
 def is_hello(body: bytes) -> bool:
     return b'{"prompt":"hello"}' in body
 
 
-def test_equal_tokens_are_made_here_and_tools_without_a_trip_to_the_child() -> None:
-    async def scenario() -> None:
-        site = Site("a")
-        assert site.why == UNCOMPARED
-        assert await site.ask() == "engine"
-        await site.compare("a")
-        assert site.why == ""
-        assert await site.ask() == "local"
-        site.orders.clear()
-        assert await site.ask(CHAT, **TOOLS) == "engine"
-        assert [order.model for order in site.orders] == [""], "its rendering only"
-        assert await site.ask(prompt="refused") == "engine"
-
-    run(scenario)
+@on_loop
+async def test_equal_tokens_are_made_here_and_tools_without_a_trip_to_the_child() -> None:
+    site = Site("a")
+    assert site.why == UNCOMPARED
+    assert await site.ask() == "engine"
+    await site.compare("a")
+    assert site.why == ""
+    assert await site.ask() == "local"
+    site.orders.clear()
+    assert await site.ask(CHAT, **TOOLS) == "engine"
+    assert [order.model for order in site.orders] == [""], "its rendering only"
+    assert await site.ask(prompt="refused") == "engine"
 
 
-def test_ids_are_keys_unless_the_engine_changes_them() -> None:
-    async def scenario() -> None:
-        site = Site("a")
-        assert await site.ask(prompt=[1, 2, 3]) == "ids"
-        assert await site.ask(prompt=[1, 2, 3], truncate_prompt_tokens=2) == "engine"
-        assert await site.ask(prompt=["hello"]) == "engine", "a list of texts is no ids"
-        assert await site.ask(CHAT, **TOOLS, prompt=[1, 2, 3]) == "engine"
-
-    run(scenario)
+@on_loop
+async def test_ids_are_keys_unless_the_engine_changes_them() -> None:
+    site = Site("a")
+    assert await site.ask(prompt=[1, 2, 3]) == "ids"
+    assert await site.ask(prompt=[1, 2, 3], truncate_prompt_tokens=2) == "engine"
+    assert await site.ask(prompt=["hello"]) == "engine", "a list of texts is no ids"
+    assert await site.ask(CHAT, **TOOLS, prompt=[1, 2, 3]) == "engine"
 
 
-def test_a_difference_that_probes_do_not_have_stays_until_the_engine_is_another_one() -> None:
+@on_loop
+async def test_a_difference_that_probes_do_not_have_stays_until_the_engine_is_another_one() -> None:
     """It was accepted again five minutes later, and differed again: flapping."""
-
-    async def scenario() -> None:
-        site = Site("a")
-        site.odd["a"] = is_hello
-        await site.compare("a")
-        assert await site.ask() == "local", "a sample"
-        assert site.why == "its tokens differ from those of worker a (18 and 19) at " + COMPLETIONS
-        assert site.why in "".join(site.rendering.unused())
-        await site.compare("a")
-        assert site.why, "probes do not show it"
-        assert await site.ask() == "engine"
-        del site.odd["a"]
-        await site.compare("a")
-        assert site.why, "the same engine cannot have changed"
-        site.workers.changed(StateChange("a", WorkerWord.DOWN, "refused"))
-        site.workers.changed(StateChange("a", WorkerWord.UP, ""))
-        await site.compare("a")
-        assert site.why == "", "what came back may be another"
-        assert await site.ask() == "local"
-
-    run(scenario)
+    site = Site("a")
+    site.odd["a"] = is_hello
+    await site.compare("a")
+    assert await site.ask() == "local", "a sample"
+    assert site.why == "its tokens differ from those of worker a (18 and 19) at " + COMPLETIONS
+    assert site.why in "".join(site.rendering.unused())
+    await site.compare("a")
+    assert site.why, "probes do not show it"
+    assert await site.ask() == "engine"
+    del site.odd["a"]
+    await site.compare("a")
+    assert site.why, "the same engine cannot have changed"
+    site.workers.changed(StateChange("a", WorkerWord.DOWN, "refused"))
+    site.workers.changed(StateChange("a", WorkerWord.UP, ""))
+    await site.compare("a")
+    assert site.why == "", "what came back may be another"
+    assert await site.ask() == "local"
 
 
-def test_samples_are_taken_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_samples_are_taken_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "CHECK_EVERY", 3)
 
-    async def scenario() -> None:
-        site = Site("a")
-        await site.compare("a")
-        assert await site.ask() == "local"
-        site.odd["a"] = is_hello
-        assert [await site.ask() for _ in range(4)] == ["local", "local", "local", "engine"]
-
-    run(scenario)
+    site = Site("a")
+    await site.compare("a")
+    assert await site.ask() == "local"
+    site.odd["a"] = is_hello
+    assert [await site.ask() for _ in range(4)] == ["local", "local", "local", "engine"]
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_engines_of_one_model_must_all_make_its_tokens(order: str) -> None:
+@on_loop
+async def test_engines_of_one_model_must_all_make_its_tokens(order: str) -> None:
     """The last one that was compared decided for all."""
-
-    async def scenario() -> None:
-        site = Site("a", "b")
-        site.odd["b"] = lambda _: True
-        await site.compare(*order)
-        assert "of worker b" in site.why
-        await site.compare(*order)
-        assert "of worker b" in site.why
-        site.serve("a")
-        await site.compare("a")
-        assert site.why == "", "the other one has left"
-
-    run(scenario)
+    site = Site("a", "b")
+    site.odd["b"] = lambda _: True
+    await site.compare(*order)
+    assert "of worker b" in site.why
+    await site.compare(*order)
+    assert "of worker b" in site.why
+    site.serve("a")
+    await site.compare("a")
+    assert site.why == "", "the other one has left"
 
 
-def test_an_engine_that_does_not_render_says_nothing_about_tokens() -> None:
-    async def scenario() -> None:
-        site = Site("a", "b")
-        site.status = 404
-        await site.compare("a")
-        assert site.why == "no engine renders"
-        assert "404" in site.workers["a"].unrendered
-        site.workers.changed(StateChange("a", WorkerWord.DOWN, "restarts"))
-        assert site.workers["a"].unrendered == "", "it may have another flag"
-        site.workers.changed(StateChange("a", WorkerWord.UP, ""))
-        site.status = 200
-        site.workers["a"].renders_after_s = 0.0
-        await site.compare("a")
-        assert site.why == ""
-        site.status = 404
-        await site.compare("a", "b")
-        assert site.why == "", "they were equal, and nobody says otherwise"
-
-    run(scenario)
+@on_loop
+async def test_an_engine_that_does_not_render_says_nothing_about_tokens() -> None:
+    site = Site("a", "b")
+    site.status = 404
+    await site.compare("a")
+    assert site.why == "no engine renders"
+    assert "404" in site.workers["a"].unrendered
+    site.workers.changed(StateChange("a", WorkerWord.DOWN, "restarts"))
+    assert site.workers["a"].unrendered == "", "it may have another flag"
+    site.workers.changed(StateChange("a", WorkerWord.UP, ""))
+    site.status = 200
+    site.workers["a"].renders_after_s = 0.0
+    await site.compare("a")
+    assert site.why == ""
+    site.status = 404
+    await site.compare("a", "b")
+    assert site.why == "", "they were equal, and nobody says otherwise"
 
 
-def test_chats_that_a_template_refuses_prove_nothing_and_texts_must_be_made() -> None:
-    async def scenario() -> None:
-        site = Site("a")
-        site.letters.refused = b'"prompt"'
-        await site.compare("a")
-        assert site.why == "no tokens (ValueError)"
-        site.letters.refused = b'"system"'
-        site.odd["a"] = lambda body: b'"system"' in body
-        await site.compare("a")
-        assert site.why == ""
-
-    run(scenario)
+@on_loop
+async def test_chats_that_a_template_refuses_prove_nothing_and_texts_must_be_made() -> None:
+    site = Site("a")
+    site.letters.refused = b'"prompt"'
+    await site.compare("a")
+    assert site.why == "no tokens (ValueError)"
+    site.letters.refused = b'"system"'
+    site.odd["a"] = lambda body: b'"system"' in body
+    await site.compare("a")
+    assert site.why == ""
 
 
-def test_a_difference_that_is_gone_at_once_was_none() -> None:
+@on_loop
+async def test_a_difference_that_is_gone_at_once_was_none() -> None:
     """A template that shows the time, at midnight."""
-
-    async def scenario() -> None:
-        site = Site("a")
-        await site.compare("a")
-        rendered = iter((True, False))
-        site.odd["a"] = lambda _: next(rendered)
-        assert await site.ask() == "local"
-        assert site.why == ""
-        assert next(rendered, None) is None, "it was looked at twice"
-
-    run(scenario)
+    site = Site("a")
+    await site.compare("a")
+    rendered = iter((True, False))
+    site.odd["a"] = lambda _: next(rendered)
+    assert await site.ask() == "local"
+    assert site.why == ""
+    assert next(rendered, None) is None, "it was looked at twice"
 
 
 def test_probes_hold_tools_calls_and_developers(monkeypatch: pytest.MonkeyPatch) -> None:

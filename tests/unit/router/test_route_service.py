@@ -38,6 +38,7 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import FAULTS_MAX, StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
+from tests.kit.coroutines import driven
 from tests.kit.virtual_loop import VirtualLoop
 
 KEY = bytes(KEY_BYTES)
@@ -145,27 +146,25 @@ def run(
     loop.run(running())
 
 
-def test_a_stream_counts_from_its_question_to_its_end() -> None:
-    async def test(site: Site) -> None:
-        for end in ("done", "end", "cancelled"):
-            stream = Stream(site)
-            decision = await stream.say(ask=PLAIN)
-            assert (decision.worker, decision.model) == (decision.address[7], "m")
-            assert site.in_flight == len(site.core.open) == 1
-            if end == "done":
-                await stream.over(done=pb.Done(output_tokens=7, cached_tokens=3))
-            elif end == "end":
-                await stream.over()
-            else:
-                await stream.left()
-            assert site.in_flight == len(site.core.open) == 0
-            [draft] = site.core.take_drafts()
-            outcome = draft.plain.outcome
-            assert outcome.end == ("done" if end == "done" else "aborted")
-            assert outcome.output_tokens == (7 if end == "done" else 0)
-        assert not site.service._streams
-
-    run(test)
+@driven(run)
+async def test_a_stream_counts_from_its_question_to_its_end(site: Site) -> None:
+    for end in ("done", "end", "cancelled"):
+        stream = Stream(site)
+        decision = await stream.say(ask=PLAIN)
+        assert (decision.worker, decision.model) == (decision.address[7], "m")
+        assert site.in_flight == len(site.core.open) == 1
+        if end == "done":
+            await stream.over(done=pb.Done(output_tokens=7, cached_tokens=3))
+        elif end == "end":
+            await stream.over()
+        else:
+            await stream.left()
+        assert site.in_flight == len(site.core.open) == 0
+        [draft] = site.core.take_drafts()
+        outcome = draft.plain.outcome
+        assert outcome.end == ("done" if end == "done" else "aborted")
+        assert outcome.output_tokens == (7 if end == "done" else 0)
+    assert not site.service._streams
 
 
 @pytest.mark.parametrize(
@@ -185,15 +184,13 @@ def test_a_stream_counts_from_its_question_to_its_end() -> None:
         (pb.Ask(model="m", service="s" * (NAME_BYTES_MAX + 1)), "a name has at most"),
     ],
 )
-def test_numbers_that_no_prompt_has_are_refused(ask: pb.Ask, why: str) -> None:
-    async def test(site: Site) -> None:
-        with pytest.raises(Aborted, match=why) as aborted:
-            await Stream(site).say(ask=ask)
-        assert aborted.value.code is grpc.StatusCode.INVALID_ARGUMENT
-        assert not site.core.open
-        assert not site.service._streams
-
-    run(test)
+@driven(run)
+async def test_numbers_that_no_prompt_has_are_refused(site: Site, ask: pb.Ask, why: str) -> None:
+    with pytest.raises(Aborted, match=why) as aborted:
+        await Stream(site).say(ask=ask)
+    assert aborted.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert not site.core.open
+    assert not site.service._streams
 
 
 @pytest.mark.parametrize(
@@ -222,81 +219,73 @@ def test_the_largest_numbers_cost_others_nothing(ask: pb.Ask, count: int) -> Non
     run(test, count)
 
 
-def test_a_stream_that_says_nothing_ends() -> None:
-    async def test(site: Site) -> None:
-        mute, asked, alive = Stream(site), Stream(site), Stream(site)
-        begin_s = site.loop.time()
-        with pytest.raises(StopAsyncIteration):
-            await anext(mute._call)
-        assert site.loop.time() - begin_s == pytest.approx(FIRST_WORD_S)
-        await asked.say(ask=PLAIN)
-        await alive.say(ask=PLAIN)
-        begin_s = site.loop.time()
-        reading = asyncio.gather(*(anext(each._call, None) for each in (asked, alive)))
-        await asyncio.sleep(SILENCE_S - 1)
-        alive._words.put_nowait(pb.RouteWord(first=pb.FirstPiece()))
-        await asyncio.sleep(2)
-        assert site.in_flight == len(site.core.open) == 1, "the other one has said a word"
-        await reading
-        assert site.loop.time() - begin_s == pytest.approx(2 * SILENCE_S - 1)
-        assert site.in_flight == 0
-        assert not site.service._streams
-
-    run(test)
+@driven(run)
+async def test_a_stream_that_says_nothing_ends(site: Site) -> None:
+    mute, asked, alive = Stream(site), Stream(site), Stream(site)
+    begin_s = site.loop.time()
+    with pytest.raises(StopAsyncIteration):
+        await anext(mute._call)
+    assert site.loop.time() - begin_s == pytest.approx(FIRST_WORD_S)
+    await asked.say(ask=PLAIN)
+    await alive.say(ask=PLAIN)
+    begin_s = site.loop.time()
+    reading = asyncio.gather(*(anext(each._call, None) for each in (asked, alive)))
+    await asyncio.sleep(SILENCE_S - 1)
+    alive._words.put_nowait(pb.RouteWord(first=pb.FirstPiece()))
+    await asyncio.sleep(2)
+    assert site.in_flight == len(site.core.open) == 1, "the other one has said a word"
+    await reading
+    assert site.loop.time() - begin_s == pytest.approx(2 * SILENCE_S - 1)
+    assert site.in_flight == 0
+    assert not site.service._streams
 
 
-def test_streams_are_counted_by_certificate() -> None:
-    async def test(site: Site) -> None:
-        streams = site.service._streams
+@driven(run)
+async def test_streams_are_counted_by_certificate(site: Site) -> None:
+    streams = site.service._streams
+    for _ in range(3):
+        await Stream(site, "greedy also").say(ask=PLAIN)
+    assert streams == {"also.client.kvstore+greedy.client.kvstore": 3}, "in no order"
+    streams["also.client.kvstore+greedy.client.kvstore"] = STREAMS_PER_CALLER
+    with pytest.raises(Aborted, match=f"{STREAMS_PER_CALLER} streams") as aborted:
+        await Stream(site, "also greedy").say(ask=PLAIN)
+    assert aborted.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert streams["also.client.kvstore+greedy.client.kvstore"] == STREAMS_PER_CALLER
+    assert (await Stream(site, "modest").say(ask=PLAIN)).worker
+    assert (await Stream(site).say(ask=PLAIN)).worker, "on loopback, without certificates"
+
+
+@driven(run)
+async def test_failures_that_callers_claim_are_no_faults_of_workers(site: Site) -> None:
+    for _ in range(20 * FAULTS_MAX):
+        stream = Stream(site)
+        seen = [(await stream.say(ask=PLAIN)).worker]
+        seen.append((await stream.failed()).worker)
+        assert {*seen} == {"a", "b"}, "not the same again"
+        last = await stream.failed()
+        assert (last.worker, last.status) == ("", 502)
+        with pytest.raises(Aborted, match="Ask first"):
+            await stream.failed()
+    assert site.words() == {WorkerWord.UP}
+    assert site.in_flight == len(site.core.open) == 0
+    assert {worker.name for worker in site.suspected} == {"a", "b"}, "their probes decide"
+    found = [(await site.own(str(number)))[1] for number in range(20)]
+    assert all(isinstance(each, Routed) for each in found)
+
+
+@driven(run, 4)
+async def test_failures_that_callers_claim_take_no_retries_from_others(site: Site) -> None:
+    for _ in range(2 * int(RETRY_BURST)):
+        stream = Stream(site)
+        await stream.say(ask=PLAIN)
         for _ in range(3):
-            await Stream(site, "greedy also").say(ask=PLAIN)
-        assert streams == {"also.client.kvstore+greedy.client.kvstore": 3}, "in no order"
-        streams["also.client.kvstore+greedy.client.kvstore"] = STREAMS_PER_CALLER
-        with pytest.raises(Aborted, match=f"{STREAMS_PER_CALLER} streams") as aborted:
-            await Stream(site, "also greedy").say(ask=PLAIN)
-        assert aborted.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert streams["also.client.kvstore+greedy.client.kvstore"] == STREAMS_PER_CALLER
-        assert (await Stream(site, "modest").say(ask=PLAIN)).worker
-        assert (await Stream(site).say(ask=PLAIN)).worker, "on loopback, without certificates"
-
-    run(test)
-
-
-def test_failures_that_callers_claim_are_no_faults_of_workers() -> None:
-    async def test(site: Site) -> None:
-        for _ in range(20 * FAULTS_MAX):
-            stream = Stream(site)
-            seen = [(await stream.say(ask=PLAIN)).worker]
-            seen.append((await stream.failed()).worker)
-            assert {*seen} == {"a", "b"}, "not the same again"
-            last = await stream.failed()
-            assert (last.worker, last.status) == ("", 502)
-            with pytest.raises(Aborted, match="Ask first"):
-                await stream.failed()
-        assert site.words() == {WorkerWord.UP}
-        assert site.in_flight == len(site.core.open) == 0
-        assert {worker.name for worker in site.suspected} == {"a", "b"}, "their probes decide"
-        found = [(await site.own(str(number)))[1] for number in range(20)]
-        assert all(isinstance(each, Routed) for each in found)
-
-    run(test)
-
-
-def test_failures_that_callers_claim_take_no_retries_from_others() -> None:
-    async def test(site: Site) -> None:
-        for _ in range(2 * int(RETRY_BURST)):
-            stream = Stream(site)
-            await stream.say(ask=PLAIN)
-            for _ in range(3):
-                await stream.failed()
-            await stream.left()
-        life, routed = await site.own()
-        assert isinstance(routed, Routed)
-        again = await life.failed(LegFailed("own", Leg.DECODE, Failure.STATUS))
-        assert isinstance(again, Routed)
-        assert again.worker != routed.worker
-
-    run(test, 4)
+            await stream.failed()
+        await stream.left()
+    life, routed = await site.own()
+    assert isinstance(routed, Routed)
+    again = await life.failed(LegFailed("own", Leg.DECODE, Failure.STATUS))
+    assert isinstance(again, Routed)
+    assert again.worker != routed.worker
 
 
 @pytest.mark.parametrize(
@@ -311,55 +300,51 @@ def test_failures_that_callers_claim_take_no_retries_from_others() -> None:
         [{"ask": pb.Ask(model="unknown")}, {"done": pb.Done()}],
     ],
 )
-def test_words_out_of_their_order_end_the_stream(words: list[dict[str, Any]]) -> None:
-    async def test(site: Site) -> None:
-        stream = Stream(site)
-        for word in words[:-1]:
-            await stream.say(**word)
-        with pytest.raises(Aborted) as aborted:
-            await stream.say(**words[-1])
-        assert aborted.value.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert not site.core.open
-        assert site.in_flight == 0
-        assert not site.service._streams
-
-    run(test)
-
-
-def test_a_request_ends_once_whatever_its_caller_says() -> None:
-    async def test(site: Site) -> None:
-        events, step = list[RouteEvent](), site.core.step
-
-        def noted(event: RouteEvent, now_ns: int) -> Any:
-            events.append(event)
-            return step(event, now_ns)
-
-        site.core.step = noted  # type: ignore[method-assign]
-        stream = Stream(site)
-        await stream.say(ask=PLAIN)
-        await stream.failed()
-        for _ in range(5):
-            stream._words.put_nowait(pb.RouteWord(first=pb.FirstPiece()))
-        await stream.over(done=pb.Done(is_refused=True))
-        ends = [each for each in events if isinstance(each, RequestEnded)]
-        assert [each.end for each in ends] == [Ending.REFUSED]
-
-    run(test)
+@driven(run)
+async def test_words_out_of_their_order_end_the_stream(
+    site: Site, words: list[dict[str, Any]]
+) -> None:
+    stream = Stream(site)
+    for word in words[:-1]:
+        await stream.say(**word)
+    with pytest.raises(Aborted) as aborted:
+        await stream.say(**words[-1])
+    assert aborted.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert not site.core.open
+    assert site.in_flight == 0
+    assert not site.service._streams
 
 
-def test_a_worker_that_has_left_has_no_address_and_its_claim_is_no_error() -> None:
-    async def test(site: Site) -> None:
-        stream = Stream(site)
-        first = await stream.say(ask=PLAIN)
-        other = {"a": "b", "b": "a"}[first.worker]
-        site.workers.replace([WorkerAddress(name=other, url=f"http://{other}:1", models=("m",))])
-        assert (await stream.failed()).worker == other
-        assert not site.suspected
-        site.workers.replace([])
-        await stream.over(done=pb.Done())
-        assert not site.core.open
+@driven(run)
+async def test_a_request_ends_once_whatever_its_caller_says(site: Site) -> None:
+    events, step = list[RouteEvent](), site.core.step
 
-    run(test)
+    def noted(event: RouteEvent, now_ns: int) -> Any:
+        events.append(event)
+        return step(event, now_ns)
+
+    site.core.step = noted  # type: ignore[method-assign]
+    stream = Stream(site)
+    await stream.say(ask=PLAIN)
+    await stream.failed()
+    for _ in range(5):
+        stream._words.put_nowait(pb.RouteWord(first=pb.FirstPiece()))
+    await stream.over(done=pb.Done(is_refused=True))
+    ends = [each for each in events if isinstance(each, RequestEnded)]
+    assert [each.end for each in ends] == [Ending.REFUSED]
+
+
+@driven(run)
+async def test_a_worker_that_has_left_has_no_address_and_its_claim_is_no_error(site: Site) -> None:
+    stream = Stream(site)
+    first = await stream.say(ask=PLAIN)
+    other = {"a": "b", "b": "a"}[first.worker]
+    site.workers.replace([WorkerAddress(name=other, url=f"http://{other}:1", models=("m",))])
+    assert (await stream.failed()).worker == other
+    assert not site.suspected
+    site.workers.replace([])
+    await stream.over(done=pb.Done())
+    assert not site.core.open
 
 
 class Prefixes:

@@ -18,6 +18,7 @@ from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.front.answers import PREFIX, new_id, tag
 from kvstore.router.front.intake import BODY_STALL_S
 from kvstore.router.process import Router
+from tests.kit.coroutines import driven
 from tests.kit.virtual_loop import VirtualLoop
 
 UNKNOWN = "/v1/responses/resp_unknown"
@@ -129,32 +130,28 @@ def run(test: Callable[[Site], Awaitable[None]], count: int = 3, **settings: Any
     VirtualLoop().run(running())
 
 
-def test_a_response_is_found_by_the_id_that_its_engine_got() -> None:
-    async def test(its: Site) -> None:
-        made = json.loads((await its.ask("POST", "/v1/responses", body=ASK)).body)["id"]
-        [keeper] = [each for each in its.engines if each.made]
-        assert made.startswith(PREFIX + tag(its.router.workers[keeper.name]))
-        keeper.has.add(made)
-        for method, rest in (("GET", ""), ("POST", "/cancel"), ("DELETE", "")):
-            got = await its.ask(method, f"/v1/responses/{made}{rest}")
-            assert (got.status, json.loads(got.body)) == (200, {"of": keeper.name})
-            assert got.headers["x-kvstore-worker"] == keeper.name
-        others = [each for each in its.engines if each is not keeper]
-        assert not any(each.seen for each in others)
-
-    run(test)
+@driven(run)
+async def test_a_response_is_found_by_the_id_that_its_engine_got(its: Site) -> None:
+    made = json.loads((await its.ask("POST", "/v1/responses", body=ASK)).body)["id"]
+    [keeper] = [each for each in its.engines if each.made]
+    assert made.startswith(PREFIX + tag(its.router.workers[keeper.name]))
+    keeper.has.add(made)
+    for method, rest in (("GET", ""), ("POST", "/cancel"), ("DELETE", "")):
+        got = await its.ask(method, f"/v1/responses/{made}{rest}")
+        assert (got.status, json.loads(got.body)) == (200, {"of": keeper.name})
+        assert got.headers["x-kvstore-worker"] == keeper.name
+    others = [each for each in its.engines if each is not keeper]
+    assert not any(each.seen for each in others)
 
 
-def test_an_id_that_no_router_made_is_looked_for_at_all_engines() -> None:
-    async def test(its: Site) -> None:
-        its.engines[2].has.add("resp_unknown")
-        got = await its.ask("GET", UNKNOWN)
-        assert (got.status, json.loads(got.body)) == (200, {"of": "c"})
-        its.engines[2].has.clear()
-        assert (await its.ask("GET", UNKNOWN)).status == 404
-        assert [len(each.seen) for each in its.engines] == [2, 2, 2]
-
-    run(test)
+@driven(run)
+async def test_an_id_that_no_router_made_is_looked_for_at_all_engines(its: Site) -> None:
+    its.engines[2].has.add("resp_unknown")
+    got = await its.ask("GET", UNKNOWN)
+    assert (got.status, json.loads(got.body)) == (200, {"of": "c"})
+    its.engines[2].has.clear()
+    assert (await its.ask("GET", UNKNOWN)).status == 404
+    assert [len(each.seen) for each in its.engines] == [2, 2, 2]
 
 
 def test_engines_that_answer_no_probe_are_asked_where_there_are_no_others() -> None:
@@ -172,46 +169,40 @@ def test_engines_that_answer_no_probe_are_asked_where_there_are_no_others() -> N
     VirtualLoop().run(running())
 
 
-def test_an_answer_that_breaks_off_is_cut_and_no_other_engine_is_asked() -> None:
-    async def test(its: Site) -> None:
-        for each in its.engines:
-            each.has.add("resp_unknown")
-            each.cuts = True
-        got = await its.ask("GET", UNKNOWN)
-        assert (got.status, got.body) == (0, b"half of ")
-        assert sum(len(each.seen) for each in its.engines) == 1
-
-    run(test)
+@driven(run)
+async def test_an_answer_that_breaks_off_is_cut_and_no_other_engine_is_asked(its: Site) -> None:
+    for each in its.engines:
+        each.has.add("resp_unknown")
+        each.cuts = True
+    got = await its.ask("GET", UNKNOWN)
+    assert (got.status, got.body) == (0, b"half of ")
+    assert sum(len(each.seen) for each in its.engines) == 1
 
 
 @pytest.mark.parametrize("method", ["HEAD", "PUT", "PATCH", "OPTIONS", "TRACE"])
-def test_other_methods_reach_no_engine(method: str) -> None:
-    async def test(its: Site) -> None:
-        got = await its.ask(method, UNKNOWN, "Connection: close")
-        if method != "HEAD":  # its answer has no body, which this client waits for
-            assert (got.status, b"takes GET, POST, DELETE" in got.body) == (405, True)
-        assert not any(each.seen for each in its.engines)
-
-    run(test)
+@driven(run)
+async def test_other_methods_reach_no_engine(its: Site, method: str) -> None:
+    got = await its.ask(method, UNKNOWN, "Connection: close")
+    if method != "HEAD":  # its answer has no body, which this client waits for
+        assert (got.status, b"takes GET, POST, DELETE" in got.body) == (405, True)
+    assert not any(each.seen for each in its.engines)
 
 
-def test_a_body_has_the_bounds_of_all_bodies() -> None:
-    async def test(its: Site) -> None:
-        its.engines[0].has.add("resp_unknown")
-        assert (await its.ask("POST", UNKNOWN, body=b"x" * 1025)).status == 413
-        both = ("Content-Length: 1", "Transfer-Encoding: chunked")
-        assert (await its.ask("POST", UNKNOWN, *both)).status == 400
-        assert (await its.ask("POST", UNKNOWN, "Content-Encoding: gzip", body=b"x")).status == 415
-        before_s = its.loop.time()
-        assert (await its.ask("POST", UNKNOWN, "Content-Length: 9")).status == 408
-        assert its.loop.time() - before_s == pytest.approx(BODY_STALL_S, abs=1)
-        assert not its.engines[0].seen
-        assert (await its.ask("POST", UNKNOWN, body=b"x" * 1024)).status == 200
-        assert its.engines[0].seen == [("POST", UNKNOWN, b"x" * 1024)]
-        left = its.router.bodies.left
-        assert left == type(its.router.bodies)(bytes_max=1024).left
-
-    run(test, 1, body_max="1024")
+@driven(run, 1, body_max="1024")
+async def test_a_body_has_the_bounds_of_all_bodies(its: Site) -> None:
+    its.engines[0].has.add("resp_unknown")
+    assert (await its.ask("POST", UNKNOWN, body=b"x" * 1025)).status == 413
+    both = ("Content-Length: 1", "Transfer-Encoding: chunked")
+    assert (await its.ask("POST", UNKNOWN, *both)).status == 400
+    assert (await its.ask("POST", UNKNOWN, "Content-Encoding: gzip", body=b"x")).status == 415
+    before_s = its.loop.time()
+    assert (await its.ask("POST", UNKNOWN, "Content-Length: 9")).status == 408
+    assert its.loop.time() - before_s == pytest.approx(BODY_STALL_S, abs=1)
+    assert not its.engines[0].seen
+    assert (await its.ask("POST", UNKNOWN, body=b"x" * 1024)).status == 200
+    assert its.engines[0].seen == [("POST", UNKNOWN, b"x" * 1024)]
+    left = its.router.bodies.left
+    assert left == type(its.router.bodies)(bytes_max=1024).left
 
 
 def test_a_tenant_needs_its_key_for_a_stored_response(tmp_path: Path) -> None:
@@ -228,15 +219,13 @@ def test_a_tenant_needs_its_key_for_a_stored_response(tmp_path: Path) -> None:
     run(test, 1, api_keys=str(tmp_path / "keys"))
 
 
-def test_a_tag_leads_nowhere_but_to_a_worker() -> None:
-    async def test(its: Site) -> None:
-        its.engines[1].has.add(made := new_id(its.router.workers["a"], ""))
-        assert (await its.ask("GET", f"/v1/responses/{made}")).status == 404, "its keeper says so"
-        its.engines[0].port.kill()
-        assert (await its.ask("GET", f"/v1/responses/{made}")).status == 502
-        assert not its.engines[1].seen
-
-    run(test)
+@driven(run)
+async def test_a_tag_leads_nowhere_but_to_a_worker(its: Site) -> None:
+    its.engines[1].has.add(made := new_id(its.router.workers["a"], ""))
+    assert (await its.ask("GET", f"/v1/responses/{made}")).status == 404, "its keeper says so"
+    its.engines[0].port.kill()
+    assert (await its.ask("GET", f"/v1/responses/{made}")).status == 502
+    assert not its.engines[1].seen
 
 
 @pytest.mark.parametrize(
@@ -271,10 +260,8 @@ def test_browsers_ask_first_and_get_no_server_name(
     run(test, 1, **({"allowed_origins": origins} if origins else {}))
 
 
-def test_options_of_no_browser_are_refused() -> None:
-    async def test(its: Site) -> None:
-        for headers in ([], PREFLIGHT[:1], PREFLIGHT[1:]):
-            assert (await its.ask("OPTIONS", "/v1/completions", *headers)).status == 405
-        assert not its.engines[0].seen
-
-    run(test, 1)
+@driven(run, 1)
+async def test_options_of_no_browser_are_refused(its: Site) -> None:
+    for headers in ([], PREFLIGHT[:1], PREFLIGHT[1:]):
+        assert (await its.ask("OPTIONS", "/v1/completions", *headers)).status == 405
+    assert not its.engines[0].seen
