@@ -41,19 +41,16 @@ from kvstore.engine.events import (
     PushOver,
     RecycleTransferWorker,
     RevokePush,
-    Staged,
     WritePush,
     Written,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.feed import FeedLink, FeedLog, FeedSource
-from kvstore.peers.fetcher import Fetcher
-from kvstore.peers.peer_session import BlockServer, PeerContext
-from kvstore.peers.pushes import Lander, Pusher
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import BlocksChanged, Hello, Removed, Stored
-from kvstore.wire.peers import PeerHello, PushGrant, PushWord, ServeAnswer, encode
+from kvstore.wire.peers import PushGrant, PushWord, ServeAnswer, encode
+from tests.kit.peer_parts import PeerParts
 from tests.sim.world.clocks import SimClock
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
@@ -98,7 +95,7 @@ class Pushing(NamedTuple):
     generations: list[int]
 
 
-class SimPeers:
+class SimPeers(PeerParts):
     """From the start of a node process to its death."""
 
     def __init__(
@@ -131,18 +128,19 @@ class SimPeers:
         self._heard: list[tuple[str, bool, bool]] = []
         self._heard_ns = 0
         self.transfer_worker = SimTransferWorker(self, cluster.net, cluster.transfer_workers)
-        context = PeerContext(
+        super().__init__(
+            self.name,
+            incarnation,
             self.post,
-            PeerHello(self.name, Incarnation(incarnation)),
-            self.transfer_worker,  # type: ignore[arg-type]
-            np.frombuffer(self.memory.bytes, np.uint8),
-            SimClock(machine),
-            None,
+            transfer_worker=self.transfer_worker,
+            memory=memory.bytes,
+            clock=SimClock(machine),
+            jitter=lambda: 0.5,
+            draw_epoch=lambda: self.random.randint(1, 1 << 62),
+            dial=self._dial_peer,
         )
-        self.fetcher = Fetcher(context, dial=self._dial_peer, jitter=lambda: 0.5)
         self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)  # type: ignore[assignment]
-        self.block_server = BlockServer(context)
-        self._make_pushes(context)
+        self._make_pushes()
         self.log, self.links = self._make_links()
 
     def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
@@ -154,7 +152,7 @@ class SimPeers:
         ]
         return source.log, links
 
-    def _make_pushes(self, context: PeerContext) -> None:
+    def _make_pushes(self) -> None:
         self._revoked: dict[int, int] = {}
         """Grants that were taken back, and when."""
         self._over: set[int] = set()
@@ -171,12 +169,6 @@ class SimPeers:
         """Writes that have not ended, by job."""
         self._pushed: dict[tuple[int, int, int], Pushing] = {}
         """Writes by peer, grant, and place of the first block."""
-        self.pusher = self.block_server.pusher = Pusher(
-            context, self.fetcher.address_of, self.block_server.answer
-        )
-        self.lander = Lander(
-            context, self.fetcher, draw_epoch=lambda: self.random.randint(1, 1 << 62)
-        )
 
     @property
     def now_ns(self) -> int:
@@ -247,28 +239,27 @@ class SimPeers:
         match command:
             case Stored() | Removed() | OffersUntold():
                 self.log.append(command)
+            case _:
+                self._note(command)
+                self.loop.call_soon(self.carry_out, command)
+
+    def _note(self, command: PeerCommand) -> None:
+        match command:
             case Locate():
                 self._locates.add(command.locate)
-                self.loop.call_soon(self.fetcher.locate, command)
             case Fetch():
                 self._begin_fetch(command)
-                self.loop.call_soon(self.fetcher.fetch, command)
             case AnswerPeer(peer, Pushed() | PushOver() as word):
                 self._check_pushed(peer, word)
-                self.loop.call_soon(self.pusher.say, peer, word)
-            case AnswerPeer(peer, answer):
-                if isinstance(answer, ServeAnswer):
-                    slots = np.frombuffer(answer.slots, "<u4").tolist()
-                    self.served.update(zip(slots, self._generations(slots), strict=True))
-                self.loop.call_soon(self.block_server.answer, peer, answer)
-            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
-                self._check_push(command)
-                self.loop.call_soon(self.lander.carry_out, command)
+            case AnswerPeer(_, ServeAnswer() as answer):
+                slots = np.frombuffer(answer.slots, "<u4").tolist()
+                self.served.update(zip(slots, self._generations(slots), strict=True))
             case WritePush():
                 slots = command.slots.tolist()
                 write = self.pushing[command.job] = Pushing(slots, self._generations(slots))
                 self._pushed[command.peer, command.grant, command.first] = write
-                self.loop.call_soon(self.pusher.write, command)
+            case AskPush() | RevokePush() | Land() | RecycleTransferWorker():
+                self._check_push(command)
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""

@@ -436,7 +436,6 @@ async def test_who_does_not_begin_with_hello_is_nobody(
 
 @driven(run)
 async def test_too_many_asks_at_once_are_hung_up_on(two: Two) -> None:
-    two.b.handle = lambda command: None  # type: ignore[method-assign]
     two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
     async with grpc.aio.insecure_channel(two.b.address) as channel:
         words = (wire.encode(wire.GiveBack(serving)) for serving in range(ASKS_MAX + 1))

@@ -15,34 +15,24 @@ import pytest
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.engine.events import (
     AnswerPeer,
-    AskPush,
     Command,
     Event,
-    Fetch,
-    Land,
-    Locate,
     PeerCommand,
     PeerEvent,
-    RecycleTransferWorker,
-    RevokePush,
-    Staged,
-    WritePush,
 )
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.node.node import MonotonicClock
-from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.member import Exchange
-from kvstore.peers.peer_session import BlockServer, PeerContext
-from kvstore.peers.pushes import Lander, Pusher
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.messages import LeaseMore, LeaseRelease, PushEnd, PushExpect
-from kvstore.wire.peers import PEERS, PeerHello, Pushed, PushOver, ServeAnswer
+from kvstore.wire.peers import PEERS, ServeAnswer
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import shard_bytes
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 from tests.kit import reference
+from tests.kit.peer_parts import PeerParts
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
     HEADS,
@@ -144,28 +134,28 @@ class Whereabouts:
         )
 
 
-class Together(Node):
+class Together(Node, PeerParts):
     """A node whose engine, serving node and fetching node work, without sockets of engines."""
 
     def __init__(self, name: str, index: Whereabouts, **config: Any) -> None:
         self.name = name
         self.asked: list[PeerCommand] = []
         self.exchange: Exchange | None = None
-        super().__init__(fetches=True, **config)
+        Node.__init__(self, fetches=True, **config)
         self.memory = bytearray(self.config.arena_bytes)
         self.transfer_worker = MemoryTransferWorker(self.memory)
-        self.context = PeerContext(
+        PeerParts.__init__(
+            self,
+            name,
+            abs(hash(name)) + 1,
             self._post,
-            PeerHello(name, Incarnation(abs(hash(name)) + 1)),
-            self.transfer_worker,  # type: ignore[arg-type]
-            np.frombuffer(self.memory, np.uint8),
-            MonotonicClock(),
-            None,
+            transfer_worker=self.transfer_worker,
+            memory=self.memory,
+            clock=MonotonicClock(),
+            jitter=lambda: 0.0,  # members are read as often as may be
+            draw_epoch=lambda: 7,
         )
-        # Members are read as often as may be.
-        self.fetcher = Fetcher(self.context, jitter=lambda: 0.0)
-        self.fetcher.index = index  # type: ignore[assignment]
-        self._index = index
+        self.fetcher.index = self._index = index  # type: ignore[assignment]
 
     def _post(self, event: PeerEvent) -> None:
         assert self.exchange is not None
@@ -175,12 +165,7 @@ class Together(Node):
     async def serving(self) -> AsyncIterator[None]:
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
-        self.exchange = Exchange(loop, self.handle)
-        self.block_server = BlockServer(self.context)
-        self.pusher = self.block_server.pusher = Pusher(
-            self.context, self.fetcher.address_of, self.block_server.answer
-        )
-        self.lander = Lander(self.context, self.fetcher, draw_epoch=lambda: 7)
+        self.exchange = Exchange(loop, self.carry_out)
         self.lander.transfer_worker_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
@@ -202,21 +187,6 @@ class Together(Node):
     def _pump(self) -> None:
         assert self.exchange is not None
         self.step(*self.exchange.read(0))
-
-    def handle(self, command: PeerCommand) -> None:
-        match command:
-            case Locate():
-                self.fetcher.locate(command)
-            case Fetch():
-                self.fetcher.fetch(command)
-            case AnswerPeer(peer, Pushed() | PushOver() as word):
-                self.pusher.say(peer, word)
-            case AnswerPeer(peer, answer):
-                self.block_server.answer(peer, answer)
-            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
-                self.lander.carry_out(command)
-            case WritePush():
-                self.pusher.write(command)
 
     def served(self) -> list[ServeAnswer]:
         """All that its engine has answered to those who asked for blocks."""
