@@ -38,20 +38,25 @@ def build_hybrid(directory: Path, tokenizer: Path, *, shape: str, seed: int = 1)
     return directory
 
 
+_COMMON: Final[dict[str, Any]] = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+
 def _gemma3(vocabulary: int) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
+            **_COMMON,
             vocab_size=vocabulary,
-            hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=6,
-            num_attention_heads=2,
             num_key_value_heads=2,
-            head_dim=64,
             sliding_window=WINDOW_TOKENS["gemma3"],
-            max_position_embeddings=4096,
             layer_types=["sliding_attention"] * 5 + ["full_attention"],
         )
     )
@@ -62,17 +67,14 @@ def _gpt_oss(vocabulary: int) -> Any:
 
     return GptOssForCausalLM(
         GptOssConfig(
+            **_COMMON,
             vocab_size=vocabulary,
-            hidden_size=128,
             intermediate_size=128,
             num_hidden_layers=4,
-            num_attention_heads=2,
             num_key_value_heads=2,
-            head_dim=64,
             num_local_experts=4,
             num_experts_per_tok=2,
             sliding_window=WINDOW_TOKENS["gpt-oss"],
-            max_position_embeddings=4096,
             layer_types=["sliding_attention", "full_attention"] * 2,
         )
     )
@@ -83,13 +85,11 @@ def _qwen3_next(vocabulary: int) -> Any:
 
     return Qwen3NextForCausalLM(
         Qwen3NextConfig(
+            **_COMMON,
             vocab_size=vocabulary,
-            hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=4,
-            num_attention_heads=2,
             num_key_value_heads=1,
-            head_dim=64,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=64,
@@ -98,7 +98,6 @@ def _qwen3_next(vocabulary: int) -> Any:
             num_experts_per_tok=2,
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
-            max_position_embeddings=4096,
             layer_types=["linear_attention"] * 3 + ["full_attention"],
         )
     )

@@ -22,7 +22,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import psutil
@@ -114,12 +113,7 @@ class Storage:
         self.digest = str(told["FromImageDigest"])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.buildah("umount", "--all")
         self.buildah("rm", "--all")
         self.buildah("rmi", "--all", "--force")

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -117,12 +116,7 @@ class KillCycles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def plan(self, number: int) -> Plan:

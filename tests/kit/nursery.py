@@ -27,7 +27,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import msgspec
@@ -129,12 +128,7 @@ class Nursery:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         process.launch = popen_tied
         self._door.close()
         self._process.wait(60)

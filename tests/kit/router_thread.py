@@ -6,7 +6,6 @@ import http.client
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore.config.router import load_router_config
@@ -58,12 +57,7 @@ class RouterThread(AbstractContextManager["RouterThread"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call(self.router.close(), timeout_s=60)
         self._loop.close()
 

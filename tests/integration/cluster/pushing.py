@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import psutil
@@ -82,12 +81,7 @@ class Push:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.go_on()
 
     def reach(self, stage: str) -> None:

@@ -11,7 +11,6 @@ import socket
 import struct
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kvstore.client.link import received_descriptors
@@ -83,12 +82,7 @@ class Hostile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.kill(self._child.pid, signal.SIGKILL)
         self._child.join(10)
         self._child.close()

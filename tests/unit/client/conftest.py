@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 
 BLOCK_TOKENS = 128
+M = TypeVar("M", bound=m.Message)
 
 
 def chain(name: str, count: int) -> list[bytes]:
@@ -57,7 +58,6 @@ class AnsweredCore:
         """Connect and open a session with so many credits."""
         assert self.core.attachment.dial.is_due(self.now_ns)
         self.core.attachment.dial.connected(self.now_ns)
-        self.session += 1
         self.give(
             m.Welcome(
                 protocol=1,
@@ -67,13 +67,16 @@ class AnsweredCore:
                 generation_bytes=8192,
             )
         )
-        self.give(m.SessionOpen(self.session, self.shard_counts, node=self.name))
+        self.open_session()
         for group in range(self.group_count):
             self.grant(credits, group=group)
 
     def reopen(self, reason: str = "a rank left") -> None:
         """The session ends, and another one begins."""
         self.give(m.SessionClosed(session=self.session, reason=reason))
+        self.open_session()
+
+    def open_session(self) -> None:
         self.session += 1
         self.give(m.SessionOpen(self.session, self.shard_counts, node=self.name))
 
@@ -117,8 +120,13 @@ class AnsweredCore:
     def holding(self, count: int, held: int | None = None, *, credits: int = 0) -> list[bytes]:
         """A prompt of so many blocks, of which it holds the first `held`, or all; attached."""
         keys = chain("a", count)
-        self.keys = set(keys[:held])
+        self.hold(keys[:held])
         self.attach(credits)
+        return keys
+
+    def hold(self, keys: list[bytes]) -> list[bytes]:
+        """These, and no others."""
+        self.keys = set(keys)
         return keys
 
     def arrive(self, request: str, keys: list[bytes]) -> None:
@@ -151,7 +159,7 @@ class AnsweredCore:
         result = LoadResult(request=request, lease=lease, loaded_blocks=blocks, **fields)
         self.core.reported(RankReport(rank, self.session, loads=(result,)), self.now_ns)
 
-    def of(self, kind: type[m.Message]) -> list[m.Message]:
+    def of(self, kind: type[M]) -> list[M]:
         return [message for message in self.sent if isinstance(message, kind)]
 
 

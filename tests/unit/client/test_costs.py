@@ -14,7 +14,6 @@ from kvstore.client.core.plan import (
     Miss,
     Outcome,
     RankReport,
-    SchedulerConfig,
 )
 from kvstore.wire import messages as m
 from kvstore.wire.load import COMPUTE_NS_MAX, COMPUTE_NS_MIN
@@ -46,10 +45,10 @@ def asks(node: AnsweredCore, request: str, keys: list[bytes]) -> Outcome:
     """A whole lookup."""
     tokens = len(keys) * BLOCK_TOKENS
     node.core.new_request(request, keys, prompt_tokens=tokens, now_ns=node.now_ns)
-    outcome = node.core.match(request, local_tokens=0, now_ns=node.now_ns)
+    outcome = node.match(request)
     if outcome is PENDING:
         node.exchange()
-        outcome = node.core.match(request, local_tokens=0, now_ns=node.now_ns)
+        outcome = node.match(request)
     node.core.finished(request)
     return outcome
 
@@ -98,16 +97,7 @@ def test_a_request_for_which_a_probe_is_dear_makes_none() -> None:
 
 
 def costs(load_ns: int) -> Costs:
-    config = SchedulerConfig(
-        engine_id="e",
-        nonce="n",
-        process="p",
-        tenant="t",
-        rank_count=1,
-        block_tokens=BLOCK_TOKENS,
-        prefill_ns_per_token=COMPUTE_NS,
-    )
-    made = Costs(config)
+    made = AnsweredCore(prefill_ns_per_token=COMPUTE_NS).core.costs
     for _ in range(3):
         made.load.loaded(100, 100 * load_ns)
     return made
@@ -233,7 +223,7 @@ def waited_ms(node: AnsweredCore, keys: list[bytes]) -> int:
     """Until a question that the node does not answer is given up."""
     node.core.new_request("slow", keys, prompt_tokens=10**6, now_ns=node.now_ns)
     for ms in range(2000):
-        if node.core.match("slow", local_tokens=0, now_ns=node.now_ns) is not PENDING:
+        if node.match("slow") is not PENDING:
             node.core.finished("slow")
             return ms
         node.wait(1)
@@ -274,9 +264,9 @@ def test_who_waited_for_a_silent_node_is_served_when_it_is_back() -> None:
     node.keys = set(keys)
     tokens = 20 * BLOCK_TOKENS
     node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
-    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
+    assert node.match("r") is PENDING
     node.wait(50)
     node.core.attachment.check_heartbeat(node.now_ns, node.now_ns)
-    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
+    assert node.match("r") is PENDING
     node.exchange()
-    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) == Hit(tokens)
+    assert node.match("r") == Hit(tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.request import joined_checksums
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
@@ -14,15 +13,7 @@ from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
 
 def ended(node: AnsweredCore, request: str, lease: int, *, failed: tuple[int, ...] = ()) -> None:
-    result = LoadResult(
-        request=request,
-        lease=lease,
-        loaded_blocks=0 if failed else 3,
-        failed_block_ids=failed,
-        bytes_moved=1,
-        duration_ns=1,
-    )
-    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
+    node.ended(request, lease, 0 if failed else 3, failed_block_ids=failed)
 
 
 def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: AnsweredCore) -> None:
@@ -90,15 +81,12 @@ def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_
 def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: AnsweredCore) -> None:
     node.attach()
     for i in range(3):
-        keys = chain(f"late{i}", 3)
-        node.arrive(f"r{i}", keys)
+        node.arrive(f"r{i}", chain(f"late{i}", 3))
         node.match(f"r{i}")
         node.wait(25)
         assert node.match(f"r{i}") == Miss("deadline")
     node.core.take_outbox()
-    keys = chain("b", 3)
-    node.keys = set(keys)
-    node.arrive("x", keys)
+    node.arrive("x", node.hold(chain("b", 3)))
     assert node.match("x") == Miss("breaker open")
     node.wait(1100)
     assert node.match("x") is PENDING
@@ -134,24 +122,18 @@ def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
 ) -> None:
     node.attach()
     for number in range(3):
-        keys = chain(f"bad{number}", 3)
-        node.keys = set(keys)
-        node.look_up(f"r{number}", keys)
+        node.look_up(f"r{number}", node.hold(chain(f"bad{number}", 3)))
         job = node.load(f"r{number}", [1, 2, 3], 3)
         ended(node, f"r{number}", job.lease, failed=(1, 2, 3))
     node.wait(1100)
     for number in range(3):
-        keys = chain(f"nothing{number}", 3)
-        node.arrive(f"n{number}", keys)
+        node.arrive(f"n{number}", chain(f"nothing{number}", 3))
         assert node.match(f"n{number}") is PENDING
-        keys = chain(f"meanwhile{number}", 3)
-        node.arrive(f"m{number}", keys)
+        node.arrive(f"m{number}", chain(f"meanwhile{number}", 3))
         assert node.match(f"m{number}") == Miss("breaker open"), "one at a time"
         node.exchange()
         assert node.match(f"n{number}") == Miss("not stored")
-    keys = chain("good", 3)
-    node.keys = set(keys)
-    node.look_up("g", keys)
+    node.look_up("g", node.hold(chain("good", 3)))
     job = node.load("g", [1, 2, 3], 3)
     ended(node, "g", job.lease)
     assert is_serving(node.core)
@@ -160,10 +142,7 @@ def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
 @pytest.mark.parametrize("sent", [b"", bytes(48), bytes(32) + b"x" * 16])
 def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
     node = AnsweredCore(verify_every=1)
-    node.attach()
-    keys = chain("a", 3)
-    node.keys = set(keys)
-    node.arrive("r", keys)
+    node.arrive("r", node.holding(3))
     node.match("r")
     (question,) = (s for s in node.core.take_outbox() if isinstance(s, m.LeaseAsk))
     assert question.with_checksums
@@ -241,8 +220,7 @@ def test_a_new_session_voids_what_was_leased(node: AnsweredCore) -> None:
     assert not node.core.attachment.credits[0]
     node.wait(100)
     assert node.match("r") == Miss("node unreachable")
-    node.session = 2
-    node.give(m.SessionOpen(session=2, shard_counts=(1,)))
+    node.open_session()
     assert node.match("r") is PENDING
     node.exchange()
     assert node.match("r") == Hit(3 * BLOCK_TOKENS)
@@ -252,9 +230,7 @@ def test_every_nth_load_is_verified() -> None:
     node = AnsweredCore(verify_every=3)
     node.attach()
     for i in range(6):
-        keys = chain(f"k{i}", 3)
-        node.keys = set(keys)
-        node.look_up(f"r{i}", keys)
+        node.look_up(f"r{i}", node.hold(chain(f"k{i}", 3)))
         node.match(f"r{i}")
         job = node.load(f"r{i}", [1, 2, 3], 3)
         assert len(job.checksums) == (48 if i % 3 == 2 else 0)
@@ -329,13 +305,7 @@ def test_after_a_preemption_the_story_is_that_of_the_last_admission(
     node.exchange()
     assert node.match("r", 4) == Hit(4 * BLOCK_TOKENS)
     node.allocate("r", list(range(1, 17)), 4)
-    asked = node.of(m.LeaseAsk)[-1]
-    assert isinstance(asked, m.LeaseAsk)
-    lease = asked.lease
-    done = LoadResult(
-        "r", lease, loaded_blocks=4, failed_block_ids=(), bytes_moved=1, duration_ns=1
-    )
-    node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
+    node.ended("r", node.of(m.LeaseAsk)[-1].lease, 4)
     if is_away:
         node.core.attachment.disconnected(node.now_ns, "gone")
     while (found := node.match("r", local_blocks)) is PENDING:

@@ -150,9 +150,7 @@ def test_a_wait_in_its_turn_is_no_reason_to_ask_no_more() -> None:
     assert node.match("r") is PENDING
     node.wait(5000)
     assert node.match("r") is PENDING
-    node.give(m.SessionClosed(session=node.session, reason="upgraded"))
-    node.session += 1
-    node.give(m.SessionOpen(session=node.session, shard_counts=(1,)))
+    node.reopen("upgraded")
     assert node.match("r") is PENDING
     node.exchange()
     assert node.core.requests["r"].wait is not None, "it was asked again"

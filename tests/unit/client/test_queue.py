@@ -8,7 +8,6 @@ import pytest
 
 from kvstore.client.core.costs import VAIN_SHARE
 from kvstore.client.core.plan import PENDING, Miss
-from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, chain
 from tests.unit.client.test_promotions import COMPUTE_NS_PER_TOKEN, SlowDisk
 
@@ -75,9 +74,7 @@ def _preempted(node: SlowDisk) -> None:
 
 
 def _session_ended(node: SlowDisk) -> None:
-    node.give(m.SessionClosed(session=node.session, reason="upgraded"))
-    node.session += 1
-    node.give(m.SessionOpen(session=node.session, shard_counts=(1,)))
+    node.reopen("upgraded")
 
 
 @pytest.mark.parametrize("happens", [_preempted, _session_ended])

@@ -87,7 +87,6 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     node.wait(4)
     slots, generations = bytes(2 * 4), bytes(2 * 8)
     (asked,) = node.of(m.LeaseAsk)
-    assert isinstance(asked, m.LeaseAsk)
     more = m.LeaseMore(asked.lease, slots, generations, checksums=b"x" * 32, from_file=2)
     node.give(more)
     assert node.match("r") == Hit(3 * BLOCK_TOKENS)
@@ -131,7 +130,7 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
     node.wait(500)
     node.attach()
     node.exchange()
-    told = [story for story in node.of(m.Story) if isinstance(story, m.Story)]
+    told = node.of(m.Story)
     assert [story.request for story in told] == [f"r{i + 6}" for i in range(STORIES_KEPT_MAX)]
     assert {(story.outcome, story.age_ns) for story in told} == {
         ("node unreachable", 500 * NS_PER_MS)

@@ -93,7 +93,7 @@ def load(node: AnsweredCore, tokens: int) -> tuple[LoadJob, ...]:
 
 
 def asked(node: AnsweredCore, group: int) -> list[list[bytes]]:
-    return [split(a.keys) for a in node.of(m.LeaseAsk) if a.group == group]  # type: ignore[attr-defined]
+    return [split(a.keys) for a in node.of(m.LeaseAsk) if a.group == group]
 
 
 def held(keys: list[bytes], *windows: int) -> set[bytes]:
@@ -255,7 +255,7 @@ def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[i
         node.core.reported(report, node.now_ns)
     assert node.core.lookups.leases_open == 0
     told = [each for each in node.exchange() if isinstance(each, m.Compared)]
-    leases = [ask.lease for ask in node.of(m.LeaseAsk)]  # type: ignore[attr-defined]
+    leases = [ask.lease for ask in node.of(m.LeaseAsk)]
     assert [each.lease for each in told] == [leases[0], leases[0], leases[1]]
     assert m.slots_array(told[2].diverged).tolist() == [1], "counted from the start of the lease"
 
@@ -267,8 +267,8 @@ def test_long_prompts_are_asked_about_in_pieces() -> None:
     node.keys = {*keys, *(named(key, 1) for key in keys)}
     begin(node, keys)
     assert match(node, most=count) == Hit(count * BLOCK_TOKENS)
-    hints = [h for h in node.of(m.Hint) if h.group == 1]  # type: ignore[attr-defined]
-    assert [h.first_block for h in hints] == [0, 0, m.KEYS_PER_DATAGRAM_MAX]  # type: ignore[attr-defined]
+    hints = [h for h in node.of(m.Hint) if h.group == 1]
+    assert [h.first_block for h in hints] == [0, 0, m.KEYS_PER_DATAGRAM_MAX]
 
 
 def test_keys_of_longer_blocks_are_every_nth() -> None:

@@ -56,12 +56,7 @@ def test_outputs_that_are_replayed_after_a_workers_failure_end_each_load_once() 
     assert node.core.lookups.leases_open == 0
     assert node.core.stats.take()["store_blocks_sealed"] == 3
     node.exchange()
-    released = [
-        lease
-        for each in node.of(m.LeaseRelease)
-        if isinstance(each, m.LeaseRelease)
-        for lease in each.leases
-    ]
+    released = [lease for each in node.of(m.LeaseRelease) for lease in each.leases]
     assert sorted(released) == sorted(leases.values()), "each once"
     nothing = aggregator.aggregate([output(0), output(1)]).kv_connector_output
     assert nothing.finished_recving is None

@@ -404,35 +404,21 @@ def test_a_node_that_cannot_say_what_it_does_is_asked_again(
     assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
-def test_what_changes_before_a_snapshot_has_anything_to_say_is_not_lost(world: World) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_changes_in_a_row_that_was_read_is_not_lost(world: World, *, is_lost: bool) -> None:
+    """Before the snapshot has anything to say; or while its first slice is read, and lost."""
     answer: Callable[[int], Slice] = world.ask
 
     def ask(row: int) -> Slice:
         found = answer(row)
-        if row == 100 and world.held[0] is None:
-            world.held[0] = KEYS[0]  # of a row that was read
-            world.feeder.log.append(world.offer(KEYS[:1]))
-            world.turn()
-        return found
-
-    world.held = [None] * 200 + list(KEYS[200:])
-    world.feeder.log.append(OffersUntold())
-    world.feeder.start(ask)
-    assert world.is_known()
-
-
-def test_what_is_lost_while_the_first_slice_is_read_is_noticed(world: World) -> None:
-    answer: Callable[[int], Slice] = world.ask
-
-    def ask(row: int) -> Slice:
-        found = answer(row)
-        if row == 0 and world.held[0] is None:
+        if row == (0 if is_lost else 100) and world.held[0] is None:
             world.held[0] = KEYS[0]
-            world.feeder.log.append(OffersUntold())
+            world.feeder.log.append(OffersUntold() if is_lost else world.offer(KEYS[:1]))
             world.turn()
         return found
 
-    world.held = [None, *KEYS[1:]]
+    empty = 1 if is_lost else 200
+    world.held = [None] * empty + list(KEYS[empty:])
     world.feeder.log.append(OffersUntold())
     world.feeder.start(ask)
     assert world.is_known()

@@ -43,8 +43,7 @@ async def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(two: Two, r
 @pytest.mark.parametrize("leaves", [True, False])
 @driven(run)
 async def test_of_whom_nobody_asks_again_nothing_is_kept(two: Two, leaves: bool) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).from_peer == 1
     assert list(two.a.fetcher._sessions) == ["b"]

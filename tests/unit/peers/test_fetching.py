@@ -50,8 +50,7 @@ async def test_blocks_of_another_node_are_here_byte_by_byte(
 
 @driven(run)
 async def test_a_flipped_bit_on_the_way_is_a_miss(two: Two) -> None:
-    Stored(two.b, "eb").store(1, 2)
-    two.index.holders["b"] = 2
+    two.holds(1, 2)
 
     def flip() -> None:
         served = two.b.served()[0]
@@ -71,8 +70,7 @@ async def test_a_flipped_bit_on_the_way_is_a_miss(two: Two) -> None:
 async def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did(
     two: Two, *, is_used_again: bool
 ) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
 
     def clear() -> None:
         two.b.step(Clear(None, None))
@@ -90,8 +88,7 @@ async def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_d
 async def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     looked: list[BlockKey] = []
     verify, answer = Assembly.verify, two.b.block_server.answer
     late: set[asyncio.Task[None]] = set()
@@ -192,8 +189,7 @@ async def test_somebody_else_at_the_address_is_not_read_from(two: Two) -> None:
 
 @driven(run)
 async def test_a_peer_that_sends_this_node_elsewhere_is_not_dialled(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     address = encode_address("169.254.169.254", 80)
     two.b.transfer_worker.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
     engine = Stored(two.a, "ea")
@@ -256,8 +252,7 @@ async def test_a_node_has_one_session_its_last_one(two: Two) -> None:
 
 @driven(run)
 async def test_another_transfer_worker_there_is_read_by_its_own_descriptor(two: Two) -> None:
-    Stored(two.b, "eb").store(1, 2)
-    two.index.holders["b"] = 2
+    two.holds(1, 2)
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).from_peer == 1
     two.b.transfer_worker.descriptor = encode(
@@ -275,8 +270,7 @@ async def test_another_transfer_worker_there_is_read_by_its_own_descriptor(two: 
 
 @driven(run)
 async def test_what_failed_before_ends_no_session_that_another_opened_since(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).from_peer == 1
     before = await two.a.fetcher.session("b")
@@ -495,8 +489,7 @@ async def test_a_peer_that_lies_costs_a_miss(two: Two, subtests: pytest.Subtests
 @pytest.mark.parametrize("intact", [bytes(2), b"\2"])
 @driven(run)
 async def test_who_takes_other_blocks_back_is_hung_up_on(two: Two, intact: bytes) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
 
     say = two.b.block_server.answer
 
@@ -512,8 +505,7 @@ async def test_who_takes_other_blocks_back_is_hung_up_on(two: Two, intact: bytes
 @driven(run)
 async def test_a_restarted_peer_voids_what_it_had_served(two: Two) -> None:
     two.b.step(PeerGone(77))
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     two.a.transfer_worker.before = lambda: two.b.step(PeerGone(1))
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).slots == b""

@@ -19,8 +19,7 @@ from tests.unit.peers.two_nodes import Stored, Together, Two, Whereabouts, relea
 
 @driven(run)
 async def test_what_a_transfer_worker_would_choke_on_does_not_come_to_it(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     size = len(two.b.memory)
     two.b.transfer_worker.descriptor = encode(
         Descriptor("memory", "b", size, 0, bytes(DESCRIPTOR_BYTES_MAX))
@@ -60,8 +59,7 @@ async def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
 
 @driven(run)
 async def test_a_transfer_that_fails_gives_everything_back_on_both_sides(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     two.a.transfer_worker.reason = "the peer died"
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).slots == b""
@@ -72,8 +70,7 @@ async def test_a_transfer_that_fails_gives_everything_back_on_both_sides(two: Tw
 
 @driven(run)
 async def test_a_peer_is_not_blamed_for_our_own_transfer_worker(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     two.a.transfer_worker.reason = two.a.transfer_worker.trouble = "our own transfer worker died"
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).slots == b""
@@ -85,8 +82,7 @@ async def test_a_peer_is_not_blamed_for_our_own_transfer_worker(two: Two) -> Non
 
 @driven(run)
 async def test_slots_stay_the_fetchs_until_the_transfer_has_ended(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     gate = two.a.transfer_worker.gate = asyncio.Event()
     engine = Stored(two.a, "ea")
     engine.hint(1)

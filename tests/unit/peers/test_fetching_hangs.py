@@ -74,8 +74,7 @@ async def test_questions_behind_an_index_that_hangs_are_answered_without_asking_
 
 @driven(run)
 async def test_what_has_come_is_verified_while_the_index_hangs(two: Two) -> None:
-    Stored(two.b, "eb").store(1)
-    two.index.holders["b"] = 1
+    two.holds(1)
     gate = two.a.transfer_worker.gate = asyncio.Event()
     engine = Stored(two.a, "ea")
     engine.hint(1)

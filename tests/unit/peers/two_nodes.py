@@ -269,6 +269,11 @@ class Two:
     def __init__(self, a: Together, b: Together, index: Whereabouts) -> None:
         self.a, self.b, self.index = a, b, index
 
+    def holds(self, *numbers: int) -> None:
+        """An engine of node b has stored these, and the index knows."""
+        Stored(self.b, "eb").store(*numbers)
+        self.index.holders["b"] = len(numbers)
+
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         for _ in range(self.tries):
             if condition():
