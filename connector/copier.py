@@ -49,7 +49,6 @@ from kvstore.errors import AttachError, ProtocolError
 from kvstore.mailbox import Wake
 from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
-from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as wire
 from kvstore.wire.record import checksum_of
 from kvstore.wire.space import begin_of
@@ -161,11 +160,6 @@ DRAIN_S_MAX = 60.0
 """How long the thread waits for copies under way before it ends: they may be behind forwards of the
 engine, which lives on where the cache was turned off, and uses their blocks once they are reported.
 """
-_WAYS = {
-    rank.LoadBlock: CopyWay.LOAD,
-    rank.StoreBlock: CopyWay.STORE,
-    rank.CompareBlock: CopyWay.COMPARE,
-}
 
 
 class Copier:
@@ -184,16 +178,12 @@ class Copier:
         self._handoff = handoff
         self._copies = copies
         self._under_way: dict[int, rank.Copy] = {}
-        self._clearing: dict[int, rank.Outcome] = {}
-        """Outcomes of failed loads, by number, whose blocks are being cleared."""
+        """By number."""
         self._places: GenerationView | None = None
         """Page of places of the slab, while loads may use it."""
         self._slab_bytes = 0
         """Size of the slab that is mapped; 0: none is."""
-        self._from_slab: dict[int, int] = {}
-        """Loads under way from the slab, and the words of their places."""
         self._pace = SourcePace()
-        self._number = 0
         self._trouble = ""
         """Trouble of the copy engine, as last logged."""
         self._reported = wire.Pinned(0)
@@ -403,41 +393,27 @@ class Copier:
         if copy is None:
             return False
         assert self._generations is not None, "a session without a mapping"
-        begin = copy.slot * PAGE_BYTES
-        if begin + self._copies.block_bytes(copy.group) > self._generations.ready_bytes():
-            self._finish(copy, rank.CopyVoid("the slot lies outside the arena"))
+        end = copy.begin + self._copies.block_bytes(copy.group)
+        if end > self._generations.ready_bytes():
+            self._finish(copy, CopyEnd(copy.number, reason="the slot lies outside the arena"))
         elif not self._is_current(copy):
-            self._finish(copy, rank.CopyVoid())
+            self._finish(copy, CopyEnd(copy.number, reason=rank.SLOT_REUSED))
         else:
-            self._number += 1
             place = self._place(copy)
-            if place and _is_verified(copy) and not self._pace.takes_hbm():
+            if place and copy.is_verified and not self._pace.takes_hbm():
                 place = 0
-            self._order(self._number, copy, place=place)
-            self._under_way[self._number] = copy  # unless an error ends this thread
+            self._order(copy, place)
+            self._under_way[copy.number] = copy  # unless an error ends this thread
         return True
 
-    def _order(self, number: int, copy: rank.Copy, *, place: int) -> None:
+    def _order(self, copy: rank.Copy, place: int) -> None:
         """Begin a copy. A load with a `place`, not 0, takes its bytes from the slab."""
-        if place:
-            self._from_slab[number] = place
-        self._copies.begin(
-            BlockCopy(
-                number,
-                _WAYS[type(copy)],
-                copy.group,
-                copy.block_id,
-                copy.slot * PAGE_BYTES,
-                copy.header,
-                is_verified=_is_verified(copy),
-                after=copy.after,
-                slab_begin=begin_of(place),
-            )
-        )
+        copy.place, copy.slab_begin = place, begin_of(place)
+        self._copies.begin(copy)
 
     def _place(self, copy: rank.Copy) -> int:
         """Word of the place of a block in the slab; 0: it is not to be loaded from there."""
-        if self._places is None or not isinstance(copy, rank.LoadBlock):
+        if self._places is None or copy.way is not CopyWay.LOAD:
             return 0
         (word,) = self._places.generations(np.array([copy.slot], np.uint32)).tolist()
         is_inside = begin_of(word) + self._copies.block_bytes(copy.group) <= self._slab_bytes
@@ -446,11 +422,11 @@ class Copier:
     def _is_from_dram_now(self, copy: rank.Copy, end: CopyEnd) -> bool:
         """Whether a load that ended came from the slab, was of no use, and has been ordered again
         from dram."""
-        place = self._from_slab.pop(end.number, 0)
-        if not place or not isinstance(copy, rank.LoadBlock):
+        place, copy.place = copy.place, 0
+        if not place:
             return False
         is_same = self._place(copy) == place
-        if is_same and not end.reason and copy.checksum in (None, end.checksum):
+        if is_same and not end.reason and not copy.is_damaged(end):
             return False
         if not self._is_current(copy):
             return False
@@ -458,7 +434,7 @@ class Copier:
             self._places = None
             reason = end.reason or "a copy in hbm holds other bytes than its block"
             logger.warning(FROM_DRAM_ALONE, reason)
-        self._order(end.number, copy, place=0)
+        self._order(copy, 0)
         return True
 
     def _leave_slab(self) -> None:
@@ -471,48 +447,36 @@ class Copier:
         ends = self._copies.ended()
         for end in ends:
             copy = self._under_way[end.number]
-            is_load = isinstance(copy, rank.LoadBlock) and _is_verified(copy)
-            if self._places is not None and is_load and end.checksum:
-                size, is_hbm = self._copies.block_bytes(copy.group), end.number in self._from_slab
-                self._pace.ended(end.duration_ns, size, is_hbm=is_hbm)
+            if self._places is not None and copy.way is CopyWay.LOAD and end.checksum:
+                size = self._copies.block_bytes(copy.group)
+                self._pace.ended(end.duration_ns, size, is_hbm=bool(copy.place))
             if self._is_from_dram_now(copy, end):
                 continue
-            del self._under_way[end.number]
-            if end.number in self._clearing:
-                self._finish(copy, self._clearing.pop(end.number))
-                continue
-            outcome = self._outcome(copy, end)
-            if isinstance(copy, rank.LoadBlock) and not isinstance(outcome, rank.Copied):
-                self._under_way[end.number] = copy
-                self._clearing[end.number] = outcome
+            known = copy.failure or self._checked(copy, end)
+            is_useless = bool(known.reason) or copy.is_damaged(known)
+            if copy.way is CopyWay.LOAD and is_useless and copy.failure is None:
+                copy.failure = known
                 self._copies.begin(BlockCopy(end.number, CopyWay.CLEAR, copy.group, copy.block_id))
             else:
-                self._finish(copy, outcome)
+                del self._under_way[end.number]
+                self._finish(copy, known)
         return bool(ends)
 
-    def _finish(self, copy: rank.Copy, outcome: rank.Outcome) -> None:
+    def _finish(self, copy: rank.Copy, end: CopyEnd) -> None:
         with self._handoff.core() as core:
-            core.finished(copy, outcome)
+            core.finished(copy, end)
 
-    def _outcome(self, copy: rank.Copy, end: CopyEnd) -> rank.Outcome:
-        if end.reason:
-            return rank.CopyVoid(end.reason)
-        if isinstance(copy, rank.CompareBlock):
-            # Damaged bytes fail their checksum, and are no evidence against the space.
-            if end.diverged and self._slot_sum(copy) != copy.checksum:
-                return rank.Mismatch() if self._is_current(copy) else rank.CopyVoid()
-            compared = rank.CopyCompared(end.error, end.diverged)
-            return compared if self._is_current(copy) else rank.CopyVoid()
-        if not self._is_current(copy):
-            return rank.CopyVoid()
-        if isinstance(copy, rank.LoadBlock) and copy.checksum not in (None, end.checksum):
-            return rank.Mismatch()
-        return rank.Copied(end.checksum, end.duration_ns)
+    def _checked(self, copy: rank.Copy, end: CopyEnd) -> CopyEnd:
+        """The end as `RankCore.finished` takes it."""
+        if end.diverged:
+            end = end._replace(checksum=self._slot_sum(copy))
+        if not (end.reason or self._is_current(copy)):
+            return CopyEnd(end.number, reason=rank.SLOT_REUSED)
+        return end
 
-    def _slot_sum(self, copy: rank.CompareBlock) -> bytes:
+    def _slot_sum(self, copy: rank.Copy) -> bytes:
         assert self._arena is not None
-        begin = copy.slot * PAGE_BYTES
-        slot = self._arena.array[begin : begin + self._copies.block_bytes(copy.group)]
+        slot = self._arena.array[copy.begin :][: self._copies.block_bytes(copy.group)]
         return checksum_of(copy.header, [slot.data])
 
     def _is_current(self, copy: rank.Copy) -> bool:
@@ -535,7 +499,3 @@ class Copier:
             return False
         self._populated += POPULATE_BYTES
         return True
-
-
-def _is_verified(copy: rank.Copy) -> bool:
-    return getattr(copy, "checksum", None) is not None

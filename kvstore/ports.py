@@ -258,7 +258,7 @@ class CopyWay(enum.Enum):
     """The engine block is filled with zeros; there is no slot."""
 
 
-class BlockCopy(NamedTuple):
+class BlockCopy(msgspec.Struct):
     """An order to a CopyEngine."""
 
     number: int

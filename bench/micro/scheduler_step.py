@@ -28,8 +28,9 @@ from typing import Any
 import msgspec
 
 from kvstore.client.core.plan import RankReport, StepPlan
-from kvstore.client.core.rank import Copied, RankCore
+from kvstore.client.core.rank import RankCore
 from kvstore.client.link import Link, Lost
+from kvstore.ports import CopyEnd
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
 from kvstore.wire.messages import DATAGRAM_BYTES_MAX, PROTOCOL_VERSION, HelloRank, Welcome
@@ -112,7 +113,7 @@ def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket
             else:
                 core.received(message)
         while (copy := core.next_copy()) is not None:
-            core.finished(copy, Copied(CHECKSUM))  # loads are what was stored
+            core.finished(copy, CopyEnd(copy.number, CHECKSUM))  # loads are what was stored
         for reply in core.take_outbox():
             link.send(reply)
         if plans.fileno() in ready:

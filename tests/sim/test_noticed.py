@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.rank import Copied, Copy, CopyVoid, Outcome, RankCore, RunningStore
+from kvstore.client.core.rank import Copy, RankCore, RunningStore
 from kvstore.client.core.request import LookupStage
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Tick
 from kvstore.engine.memory.slots import SlotState
+from kvstore.ports import CopyEnd
 from kvstore.wire.messages import NodeMessage, Quiesce
 from tests.sim.world import shrink as shrinking
 from tests.sim.world.copies import Violation
@@ -102,8 +103,8 @@ def failed_copies_are_sealed(patch: pytest.MonkeyPatch) -> None:
     """A block of which a part was written is published."""
     finished = RankCore._store_finished
 
-    def changed(self: RankCore, job: RunningStore, index: int, outcome: Outcome) -> None:
-        finished(self, job, index, Copied(bytes(16)) if isinstance(outcome, CopyVoid) else outcome)
+    def changed(self: RankCore, job: RunningStore, index: int, end: CopyEnd) -> None:
+        finished(self, job, index, CopyEnd(0, bytes(16)) if end.reason else end)
 
     patch.setattr(RankCore, "_store_finished", changed)
 
@@ -112,9 +113,9 @@ def what_was_given_up_counts(patch: pytest.MonkeyPatch) -> None:
     """A copy that reads a block which is overwritten meanwhile is published all the same."""
     finished = RankCore.finished
 
-    def changed(self: RankCore, copy: Copy, outcome: Outcome) -> None:
-        self._spoiled.clear()
-        finished(self, copy, outcome)
+    def changed(self: RankCore, copy: Copy, end: CopyEnd) -> None:
+        copy.is_spoiled = False
+        finished(self, copy, end)
 
     patch.setattr(RankCore, "finished", changed)
 

@@ -1,8 +1,8 @@
 """The state machine of one rank: its jobs, order of copies, messages to the node and the scheduler.
 
-    LoadJob ─────────▶ RunningLoad  ──copy()──▶ LoadBlock       Copied | Void | Mismatch
-    StoreJob ────────▶ RunningStore ──copy()──▶ StoreBlock      Copied | Void
-      with `compare` ▶ RunningCheck ──copy()──▶ CompareBlock    Compared | Void | Mismatch
+    LoadJob ─────────▶ RunningLoad  ──next_copy──▶ Copy: LOAD      ──finished──▶ LoadResult
+    StoreJob ────────▶ RunningStore ──next_copy──▶ Copy: STORE     ──finished──▶ Seal, Drop
+      with `compare` ▶ RunningCheck ──next_copy──▶ Copy: COMPARE   ──finished──▶ CompareResult
 
 Rules:
 1. At most `copies_max` copies are in flight, and end in any order; of several places one is left to
@@ -40,7 +40,8 @@ from kvstore.client.core.plan import (
     StoreJob,
 )
 from kvstore.errors import ProtocolError
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Generation, SlotId
+from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Generation, SlotId
 from kvstore.wire import messages as wire
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import fingerprint
@@ -48,71 +49,39 @@ from kvstore.wire.space import fingerprint
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
 PLAN_MALFORMED = "the plan's arrays do not fit together"
+SLOT_REUSED = "the slot was given to another block"
+OVERWRITTEN = "the block was overwritten meanwhile"
+DAMAGED = "the checksum of a block does not match"
 
 
 # ── block copies ──────────────────────────────────────────────────────────────────────────────────
 
 
-class SlotBlock(msgspec.Struct, frozen=True):
-    """One block of the engine's cache, and a slot that counts only while it has this generation."""
+class Copy(BlockCopy, kw_only=True):
+    """One copy of a job, as the copy engine gets it, and what decides whether its end counts."""
 
-    group: int
-    """KV cache group of the block."""
-    block_id: int
+    job: RunningJob
+    index: int
+    """Place of the block in the job."""
     slot: SlotId
     generation: Generation
-    key: BlockKey
-    header: bytes
-    """Bytes before the payload that the checksum covers (`kvstore.wire.record`)."""
-    checksum: bytes | None = None
+    """The slot counts only while it has this generation."""
+    checksum: bytes | None
     """16 bytes to compare with; None: no check, since the bytes crossed no medium and no restart
     of the node."""
-    after: int = 0
-    """Mark of engine work (`ports.CopyEngine.mark`) that must be done before the copy; 0: none."""
+    place: int = 0
+    """Word of the place in the node's slab from which a load takes its bytes; 0: the slot."""
+    is_spoiled: bool = False
+    """Whether the block that it reads is being overwritten: its end is void then."""
+    failure: CopyEnd | None = None
+    """End of a load that failed, while its block is cleared."""
 
-
-class LoadBlock(SlotBlock, frozen=True):
-    """Copy: slot → engine block. The generation is compared before and after."""
-
-
-class StoreBlock(SlotBlock, frozen=True):
-    """Copy: engine block → slot, if the slot still has this generation; return the checksum."""
-
-
-class CompareBlock(SlotBlock, frozen=True):
-    """Copy nothing: compare an engine block with a slot, if that still has this generation. Where
-    values differ and the checksum does not match, the slot's bytes are damaged, nothing more."""
-
-
-class Copied(msgspec.Struct, frozen=True):
-    """The copy is complete and its generation was valid to the end."""
-
-    checksum: bytes = b""
-    """16 bytes; of a load that was not asked to verify: empty."""
-    duration_ns: int = 0
-
-
-class CopyVoid(msgspec.Struct, frozen=True):
-    """The slot no longer holds the planned block, or cannot be read; nothing may be used."""
-
-    reason: str = "the slot was given to another block"
-
-
-class Mismatch(msgspec.Struct, frozen=True):
-    """Load or compare: generation valid, checksum wrong."""
-
-
-class CopyCompared(msgspec.Struct, frozen=True):
-    """The slot held the block to the end, and its bytes are those that were stored."""
-
-    error: float
-    """Relative distance of the values in the two."""
-    diverged: bool
-    """Error beyond that of another order of computing: another block, model or prompt."""
-
-
-Copy = LoadBlock | StoreBlock | CompareBlock
-Outcome = Copied | CopyVoid | Mismatch | CopyCompared
+    def is_damaged(self, end: CopyEnd) -> bool:
+        """Whether the bytes of the slot, by this end, are not those that were stored. A comparison
+        looks at the checksum of the slot where values differ: damaged bytes are no evidence."""
+        if self.way is CopyWay.COMPARE:
+            return end.diverged and end.checksum != self.checksum
+        return not end.reason and self.checksum not in (None, end.checksum)
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +101,7 @@ class Job:
     """One job under way. Blocks before index `next` were handed out in order; their copies end in
     any order."""
 
-    kind: ClassVar[type[Copy]]
+    way: ClassVar[CopyWay]
 
     def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
         self.plan = plan
@@ -178,13 +147,6 @@ class Job:
         in_flight = (self.plan.block_ids[i] for i in self.in_flight)
         return (*in_flight, *self.plan.block_ids[self.next :])
 
-    def begin(self) -> int:
-        """Hand out the next copy. Returns its index."""
-        index = self.next
-        self.in_flight.add(index)
-        self.next += 1
-        return index
-
     def places(self, indexes: list[int]) -> tuple[bytes, bytes]:
         """Slots (u32 each) and generations (u64 each) of these blocks, as datagrams have them."""
         return self.slots[indexes].tobytes(), self.generations[indexes].tobytes()
@@ -192,24 +154,11 @@ class Job:
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
-    def copy(self, index: int) -> Copy:
-        key = self.key(index)
-        return self.kind(
-            self.plan.group,
-            self.plan.block_ids[index],
-            SlotId(int(self.slots[index])),
-            Generation(int(self.generations[index])),
-            key,
-            header(self.prefix, key),
-            self.checksums[index] if self.checksums else None,
-            self.after,
-        )
-
 
 class RunningLoad(Job):
     """Slots → engine blocks; no copy begins after one that failed."""
 
-    kind = LoadBlock
+    way = CopyWay.LOAD
     plan: LoadJob
 
     def __init__(self, plan: LoadJob, its: RankColumn, after: int) -> None:
@@ -235,7 +184,7 @@ class RunningLoad(Job):
 class RunningStore(Job):
     """Engine blocks → granted slots; a block that cannot be copied does not stop the others."""
 
-    kind = StoreBlock
+    way = CopyWay.STORE
     plan: StoreJob
 
     def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
@@ -271,7 +220,7 @@ class RunningStore(Job):
 class RunningCheck(Job):
     """Compares engine blocks with slots; writes nothing."""
 
-    kind = CompareBlock
+    way = CopyWay.COMPARE
     plan: StoreJob
 
     def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
@@ -286,13 +235,12 @@ class RunningCheck(Job):
         if not blocks.isdisjoint(self.plan.block_ids):
             self.compared, self.diverged, self.worst = 0, [], 0.0
 
-    def take(self, index: int, outcome: Outcome) -> None:
-        """Take the outcome of a block."""
-        if isinstance(outcome, CopyCompared):
-            self.compared += 1
-            self.worst = max(self.worst, outcome.error)
-            if outcome.diverged:
-                self.diverged.append(index)
+    def take(self, index: int, end: CopyEnd) -> None:
+        """Take the comparison of a block."""
+        self.compared += 1
+        self.worst = max(self.worst, end.error)
+        if end.diverged:
+            self.diverged.append(index)
 
     def result(self) -> CompareResult:
         blocks = tuple(sorted(self.diverged))
@@ -335,13 +283,13 @@ class RankCore:
         """Received while copies were in flight; answered when they end."""
         self._loads: deque[RunningLoad] = deque()
         self._stores: deque[RunningStore | RunningCheck] = deque()
-        self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
-        """By `id` of a copy: the copy, its job and its index there."""
+        self._in_flight: dict[int, Copy] = {}
+        """By number."""
+        self._number = 0
+        """Number of the last copy."""
         self.reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
-        self._spoiled: set[int] = set()
-        """Copies in flight that read a block which is being overwritten: their results are void."""
         self._outbox: list[wire.Message] = []
         self._load_results: list[LoadResult] = []
         self._stores_done: list[int] = []
@@ -401,8 +349,8 @@ class RankCore:
     def retire(self, reason: str) -> None:
         """The driver ends: nothing runs or will be copied any more. Jobs still end, as failed."""
         self._session, self._attached = 0, False
-        for _, job, index in self._in_flight.values():
-            job.in_flight.discard(index)
+        for copy in self._in_flight.values():
+            copy.job.in_flight.discard(copy.index)
         self._in_flight = {}
         self._abandon_all(reason)
         self.disconnected()
@@ -434,29 +382,54 @@ class RankCore:
             job = store
         if job is None or (job is store and self._is_full_of_stores):
             return None
-        index = job.begin()
-        copy = job.copy(index)
-        self._in_flight[id(copy)] = (copy, job, index)
+        return self._copy_of(job)
+
+    def _copy_of(self, job: RunningJob) -> Copy:
+        """The next copy of the job, which is in flight now."""
+        index, job.next, self._number = job.next, job.next + 1, self._number + 1
+        slot = SlotId(int(job.slots[index]))
+        checksum = job.checksums[index] if job.checksums else None
+        copy = self._in_flight[self._number] = Copy(
+            self._number,
+            job.way,
+            job.plan.group,
+            job.plan.block_ids[index],
+            slot * PAGE_BYTES,
+            header(job.prefix, job.key(index)),
+            is_verified=checksum is not None,
+            after=job.after,
+            job=job,
+            index=index,
+            slot=slot,
+            generation=Generation(int(job.generations[index])),
+            checksum=checksum,
+        )
+        job.in_flight.add(index)
         return copy
 
     @property
     def _is_full_of_stores(self) -> bool:
         """Whether stores have all the places that they may have. Half of the places (rounded down)
         are kept for loads, since a store may have to wait for the engine's whole step."""
-        stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
+        stores = sum(copy.way is not CopyWay.LOAD for copy in self._in_flight.values())
         return stores >= self._copies_max - self._copies_max // 2
 
-    def finished(self, copy: Copy, outcome: Outcome) -> None:
-        """A copy that `next_copy` gave has ended."""
-        _, job, index = self._in_flight.pop(id(copy))
+    def finished(self, copy: Copy, end: CopyEnd) -> None:
+        """A copy that `next_copy` gave has ended. The end has a reason if the slot did not have its
+        generation all the time; of a comparison that diverged, the checksum of the slot."""
+        del self._in_flight[copy.number]
+        job, index = copy.job, copy.index
         job.in_flight.discard(index)
-        if id(copy) in self._spoiled:
-            self._spoiled.discard(id(copy))
-            outcome = CopyVoid("the block was overwritten meanwhile")
+        if copy.is_spoiled:
+            end = CopyEnd(copy.number, reason=OVERWRITTEN)
+        if copy.is_damaged(end):
+            end = CopyEnd(copy.number, reason=DAMAGED)
+            if self._attached:
+                self._outbox.append(wire.Distrust(*job.places([index])))
         if isinstance(job, RunningLoad):
-            self._load_finished(job, index, outcome)
+            self._load_finished(job, index, end)
         else:
-            self._store_finished(job, index, outcome)
+            self._store_finished(job, index, end)
         self._answer_quiesce()
 
     @property
@@ -488,9 +461,8 @@ class RankCore:
         """End the stores that have yet to read one of these blocks, which may be overwritten from
         now on: the result of a copy in flight that reads one is discarded."""
         fenced = frozenset(block_ids)
-        for copy, _, _ in self._in_flight.values():
-            if copy.block_id in fenced and not isinstance(copy, LoadBlock):
-                self._spoiled.add(id(copy))
+        for copy in self._in_flight.values():
+            copy.is_spoiled |= copy.way is not CopyWay.LOAD and copy.block_id in fenced
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
 
@@ -551,22 +523,14 @@ class RankCore:
             else:
                 self._loads.append(job)
 
-    def _load_finished(self, job: RunningLoad, index: int, outcome: Outcome) -> None:
-        match outcome:
-            case Copied():
-                job.copied.add(index)
-                job.duration_ns += outcome.duration_ns
-            case CopyVoid():
-                job.abandoned = job.abandoned or outcome.reason
-            case Mismatch():
-                self._distrust(job, index)
-                job.abandoned = job.abandoned or "the checksum of a block does not match"
+    def _load_finished(self, job: RunningLoad, index: int, end: CopyEnd) -> None:
+        if end.reason:
+            job.abandoned = job.abandoned or end.reason
+        else:
+            job.copied.add(index)
+            job.duration_ns += end.duration_ns
         if job.is_over:
             self._close_load(job, job.abandoned)
-
-    def _distrust(self, job: RunningLoad | RunningCheck, index: int) -> None:
-        if self._attached:
-            self._outbox.append(wire.Distrust(*job.places([index])))
 
     def _close_load(self, job: RunningLoad, reason: str) -> None:
         self._loads.remove(job)
@@ -601,17 +565,14 @@ class RankCore:
             self._stores.append(job)
             self.reading.update(plan.block_ids)
 
-    def _store_finished(
-        self, job: RunningStore | RunningCheck, index: int, outcome: Outcome
-    ) -> None:
+    def _store_finished(self, job: RunningStore | RunningCheck, index: int, end: CopyEnd) -> None:
         if isinstance(job, RunningCheck):
-            job.take(index, outcome)
-            if isinstance(outcome, Mismatch):
-                self._distrust(job, index)
-        elif isinstance(outcome, Copied):
-            assert len(outcome.checksum) == CHECKSUM_BYTES
-            job.sealed[index] = outcome.checksum
-            self._store_ns += outcome.duration_ns
+            if not end.reason:
+                job.take(index, end)
+        elif not end.reason:
+            assert len(end.checksum) == CHECKSUM_BYTES
+            job.sealed[index] = end.checksum
+            self._store_ns += end.duration_ns
             self._store_bytes += self._hello.groups[job.plan.group].block_bytes
         self._unread([job.plan.block_ids[index]])
         if job.is_over:

@@ -18,18 +18,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.client.core.rank import (
-    CompareBlock,
-    Copied,
-    Copy,
-    CopyCompared,
-    CopyVoid,
-    LoadBlock,
-    Mismatch,
-    Outcome,
-    StoreBlock,
-)
-from kvstore.types import PAGE_BYTES
+from kvstore.client.core.rank import SLOT_REUSED, Copy
+from kvstore.ports import CopyEnd, CopyWay
+from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import slot_bytes
 from tests.kit.reference import checksum
@@ -43,6 +34,7 @@ _FAIL_SHARE: Final = 0.05
 _CLEAR_SHARE: Final = 0.25
 _HANG_SHARE: Final = 0.04
 """Of the copies that an enabled fault could hit."""
+_VOID: Final = CopyEnd(0, reason=SLOT_REUSED)
 
 
 class Violation(AssertionError):
@@ -107,21 +99,21 @@ class SimCopies:
     def _begin(self, copy: Copy) -> None:
         rank, memory = self._rank, self._memory
         if not self._holds(copy):
-            rank.core.finished(copy, CopyVoid())
+            rank.core.finished(copy, _VOID)
             return
         self.running = copy
-        if isinstance(copy, LoadBlock):
+        if copy.way is CopyWay.LOAD:
             self._place = memory.slab.place(copy.slot) if memory.slab is not None else 0
             self._begun_with = self._source(copy)
             rank.pool[copy.block_id] = TORN
-        elif isinstance(copy, StoreBlock):
+        elif copy.way is CopyWay.STORE:
             self._begun_with = rank.pool[copy.block_id]
             self._ticket = memory.begin_write(copy.slot, self._slot_pages, rank.block_bytes)
         if self._strikes("copy never ends", _HANG_SHARE):
             self.hangs = True
-        elif isinstance(copy, LoadBlock) and self._strikes("copy stalls", _STALL_SHARE):
+        elif copy.way is CopyWay.LOAD and self._strikes("copy stalls", _STALL_SHARE):
             self.stall()
-        elif isinstance(copy, LoadBlock) and self._strikes("clear", _CLEAR_SHARE):
+        elif copy.way is CopyWay.LOAD and self._strikes("clear", _CLEAR_SHARE):
             # The slot is free for others before the copy ends.
             rank.machine.clear(None, None)
             self.stall()
@@ -130,28 +122,28 @@ class SimCopies:
         copy, self.running = self.running, None
         assert copy is not None
         if self._strikes(self._rank.failure, _FAIL_SHARE):
-            outcome = self._fail(copy)
-        elif isinstance(copy, LoadBlock) and self._is_from_dram_now(copy):
+            end = self._fail(copy)
+        elif copy.way is CopyWay.LOAD and self._is_from_dram_now(copy):
             self.running = copy
             return
-        elif isinstance(copy, LoadBlock):
-            outcome = self._end_load(copy)
-        elif isinstance(copy, StoreBlock):
-            outcome = self._end_store(copy)
+        elif copy.way is CopyWay.LOAD:
+            end = self._end_load(copy)
+        elif copy.way is CopyWay.STORE:
+            end = self._end_store(copy)
         else:
-            outcome = self._end_compare(copy)
-        self._rank.core.finished(copy, outcome)
+            end = self._end_compare(copy)
+        self._rank.core.finished(copy, end)
 
-    def _fail(self, copy: Copy) -> Outcome:
+    def _fail(self, copy: Copy) -> CopyEnd:
         """Half of it is there: in the cache torn bytes, in the slot the beginning of the block."""
         rank, memory = self._rank, self._memory
         rank.disturbed_ns = self._world.now_ns
-        if isinstance(copy, StoreBlock):
+        if copy.way is CopyWay.STORE:
             data = self._world.words.payload(rank.pool[copy.block_id] or TORN, rank.block_bytes)
             self._write(copy, memory, data[: len(data) // 2])
-        return CopyVoid("the copy failed")
+        return CopyEnd(0, reason="the copy failed")
 
-    def _end_store(self, copy: StoreBlock) -> Outcome:
+    def _end_store(self, copy: Copy) -> CopyEnd:
         rank = self._rank
         word = rank.pool[copy.block_id]
         if word != self._begun_with or word is None:
@@ -159,13 +151,13 @@ class SimCopies:
         data = self._world.words.payload(word, rank.block_bytes)
         self._write(copy, self._memory, data)
         rank.stored_blocks += 1
-        return Copied(checksum(copy.header, data))
+        return CopyEnd(0, checksum(copy.header, data))
 
-    def _write(self, copy: StoreBlock, memory: SimMemory, data: bytes) -> None:
+    def _write(self, copy: Copy, memory: SimMemory, data: bytes) -> None:
         if not memory.end_write(copy.slot, data, self._ticket):
             raise Violation(f"{self._rank.name}: another wrote to a slot of its while it wrote")
 
-    def _end_load(self, copy: LoadBlock) -> Outcome:
+    def _end_load(self, copy: Copy) -> CopyEnd:
         rank, memory = self._rank, self._memory
         data = self._source(copy)
         self._world.slab_blocks += bool(self._place)
@@ -175,21 +167,17 @@ class SimCopies:
             word = DAMAGED if memory.is_damaged else TORN
         rank.pool[copy.block_id] = word
         if not self.still_holds(copy):
-            return CopyVoid()
-        if copy.checksum is not None and (
-            not is_whole or checksum(copy.header, data) != copy.checksum
-        ):
-            return Mismatch()
-        return Copied()
+            return _VOID
+        return CopyEnd(0, checksum(copy.header, data) if is_whole else bytes(CHECKSUM_BYTES))
 
-    def _source(self, copy: LoadBlock) -> bytes:
+    def _source(self, copy: Copy) -> bytes:
         length, slab = self._rank.block_bytes, self._memory.slab
         if not self._place:
             return self._memory.read(copy.slot, length)
         assert slab is not None
         return slab.read(self._place, length)
 
-    def _is_from_dram_now(self, copy: LoadBlock) -> bool:
+    def _is_from_dram_now(self, copy: Copy) -> bool:
         """A load from the slab came to nothing, as in `connector.copier`: it begins again."""
         place, slab = self._place, self._memory.slab
         if not place or not self._holds(copy):
@@ -204,26 +192,24 @@ class SimCopies:
         self._begun_with = self._source(copy)
         return True
 
-    def still_shows(self, place: int, copy: LoadBlock) -> bool:
+    def still_shows(self, place: int, copy: Copy) -> bool:
         """Whether the place still is that of the block, once the bytes of a load are there."""
         slab = self._memory.slab
         return slab is not None and slab.place(copy.slot) == place
 
-    def _end_compare(self, copy: CompareBlock) -> Outcome:
+    def _end_compare(self, copy: Copy) -> CopyEnd:
         rank = self._rank
         data = self._memory.read(copy.slot, rank.block_bytes)
         differs = self._world.words.word(data) != rank.pool[copy.block_id]
         if not self._holds(copy):
-            return CopyVoid()
-        if differs and checksum(copy.header, data) != copy.checksum:
-            return Mismatch()
-        return CopyCompared(1.4 if differs else 0.0, differs)
+            return _VOID
+        return CopyEnd(0, checksum(copy.header, data), 1.4 if differs else 0.0, diverged=differs)
 
     def _holds(self, copy: Copy) -> bool:
         """Whether the slot still has the generation that the copy was ordered for."""
         return self._memory.generation(copy.slot) == copy.generation
 
-    def still_holds(self, copy: LoadBlock) -> bool:
+    def still_holds(self, copy: Copy) -> bool:
         """The same, once the bytes of a load are there."""
         return self._holds(copy)
 

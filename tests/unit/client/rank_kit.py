@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
-from kvstore.client.core.rank import Copied, Copy, Outcome, RankCore
+from kvstore.client.core.rank import Copy, RankCore
+from kvstore.ports import CopyEnd
 from kvstore.types import Shard
 from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
 from kvstore.wire.space import Group, ShardColumn
@@ -29,6 +30,10 @@ WELCOME = Welcome(
     protocol=PROTOCOL_VERSION, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=4096
 )
 SUM = bytes(range(16))
+COPIED = CopyEnd(0, SUM, duration_ns=10)
+VOID = CopyEnd(0, reason="gone")
+DAMAGED = CopyEnd(0, b"other bytes here")
+"""Of a copy with a checksum."""
 
 
 def arrays(first: int, count: int) -> tuple[bytes, bytes, bytes]:
@@ -84,11 +89,12 @@ def serving(
     return core
 
 
-def run(core: RankCore, outcome: Callable[[Copy], Outcome] | None = None) -> list[Copy]:
+def run(core: RankCore, end: Callable[[Copy], CopyEnd] | None = None) -> list[Copy]:
     copies = []
     while (copy := core.next_copy()) is not None:
         copies.append(copy)
-        core.finished(copy, outcome(copy) if outcome else Copied(SUM, 10))
+        whole = COPIED._replace(checksum=copy.checksum or SUM)
+        core.finished(copy, end(copy) if end else whole)
     return copies
 
 

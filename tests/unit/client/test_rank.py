@@ -6,18 +6,10 @@ import msgspec
 import pytest
 
 from kvstore.client.core.plan import refuse
-from kvstore.client.core.rank import (
-    Copied,
-    Copy,
-    CopyVoid,
-    LoadBlock,
-    Mismatch,
-    Outcome,
-    RankCore,
-    StoreBlock,
-)
+from kvstore.client.core.rank import Copy, RankCore
 from kvstore.errors import ProtocolError
-from kvstore.types import Shard
+from kvstore.ports import CopyEnd, CopyWay
+from kvstore.types import BlockKey, Shard
 from kvstore.wire.messages import (
     Distrust,
     Quiesce,
@@ -34,8 +26,11 @@ from kvstore.wire.space import Group, ShardColumn, fingerprint
 from tests.unit.client.rank_kit import (
     COLUMN,
     CONFIG,
+    COPIED,
+    DAMAGED,
     SPACE,
     SUM,
+    VOID,
     WELCOME,
     begun,
     load,
@@ -50,9 +45,8 @@ def test_loads_run_before_stores_and_take_this_ranks_column() -> None:
     core = serving()
     core.submit(plan(store(5, 10, 1), load(5, 20, 2, checksums=b"".join([SUM, b"x" * 16] * 2))))
     copies = run(core)
-    assert [type(copy) for copy in copies] == [LoadBlock, LoadBlock, StoreBlock]
+    assert [copy.way for copy in copies] == [CopyWay.LOAD, CopyWay.LOAD, CopyWay.STORE]
     first = copies[0]
-    assert isinstance(first, LoadBlock)
     assert (first.block_id, first.slot, first.generation) == (20, 16 * 41, 16 * 41 + 1)
     assert first.checksum == b"x" * 16
     prefix = Scope(
@@ -61,7 +55,7 @@ def test_loads_run_before_stores_and_take_this_ranks_column() -> None:
         shard=CONFIG.groups[0].shard,
         block_bytes=4096,
     ).prefix()
-    assert first.header == header(prefix, first.key)
+    assert first.header == header(prefix, BlockKey((20).to_bytes(32, "big")))
 
 
 def test_the_weights_epoch_of_the_session_is_in_the_header() -> None:
@@ -98,9 +92,9 @@ def test_a_request_is_loaded_with_the_last_of_its_groups() -> None:
     core.submit(plan(load(5, 0, 1), msgspec.structs.replace(load(5, 0, 1), group=1)))
     seen: list[bool] = []
 
-    def copied(_: Copy) -> Copied:
+    def copied(_: Copy) -> CopyEnd:
         seen.append(core.has_loaded_request)
-        return Copied(SUM)
+        return COPIED
 
     run(core, copied)
     assert (seen, core.has_loaded_request) == ([False, False], True)
@@ -108,7 +102,7 @@ def test_a_request_is_loaded_with_the_last_of_its_groups() -> None:
     assert not core.has_loaded_request
     core.submit(plan(load(5, 1, 1, lease=2), load(5, 2, 1, lease=3)))
     (copy,) = begun(core)
-    core.finished(copy, Copied(SUM))
+    core.finished(copy, COPIED)
     assert core.has_loaded_request, "another request's loads are not waited for"
 
 
@@ -127,11 +121,11 @@ def test_a_group_that_the_rank_does_not_have_ends_the_job() -> None:
         core.received(Quiesce(6))
 
 
-@pytest.mark.parametrize("outcome", [CopyVoid("gone"), Mismatch()])
-def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
+@pytest.mark.parametrize("bad_end", [VOID, DAMAGED])
+def test_a_bad_block_fails_the_load_from_there_on(bad_end: CopyEnd) -> None:
     core = serving()
-    core.submit(plan(load(5, 3, 4)))
-    copies = run(core, lambda copy: outcome if copy.block_id == 5 else Copied(SUM))
+    core.submit(plan(load(5, 3, 4, checksums=SUM * 8)))
+    copies = run(core, lambda copy: bad_end if copy.block_id == 5 else COPIED)
     assert [copy.block_id for copy in copies] == [3, 4, 5]
     (result,) = core.take_report().loads
     assert (result.loaded_blocks, result.failed_block_ids) == (2, (5, 6))
@@ -140,7 +134,8 @@ def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
     distrust = [
         Distrust(int(bad.slot).to_bytes(4, "little"), int(bad.generation).to_bytes(8, "little"))
     ]
-    assert core.take_outbox() == (distrust if outcome == Mismatch() else [])
+    distrusted = [each for each in core.take_outbox() if isinstance(each, Distrust)]
+    assert distrusted == (distrust if bad_end is DAMAGED else [])
 
 
 def test_what_was_verified_is_told_block_by_block() -> None:
@@ -148,9 +143,7 @@ def test_what_was_verified_is_told_block_by_block() -> None:
     sums = [bytes(16), bytes(16), SUM, SUM, bytes(16), bytes(16), SUM, SUM]  # shard minor
     core.submit(plan(load(5, 0, 4, checksums=b"".join(sums))))
     copies = run(core)
-    assert [copy.checksum for copy in copies if isinstance(copy, LoadBlock)] == [
-        *(None, SUM, None, SUM)
-    ]
+    assert [copy.checksum for copy in copies] == [None, SUM, None, SUM]
     (said,) = core.take_outbox()
     assert isinstance(said, Verified)
     assert slots_array(said.slots).tolist() == [copies[1].slot, copies[3].slot]
@@ -222,7 +215,7 @@ def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
     while core.fence((11, 99)):
         (copy,) = begun(core)
         order.append(copy.block_id)
-        core.finished(copy, Copied(SUM))
+        core.finished(copy, COPIED)
     assert order == [10, 11]
     assert [copy.block_id for copy in run(core)] == [30, 0]
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.client.core.plan import CompareResult, StoreJob
-from kvstore.client.core.rank import (
-    CompareBlock,
-    Copied,
-    Copy,
-    CopyCompared,
-    CopyVoid,
-    Mismatch,
-    Outcome,
-    RankCore,
-)
+from kvstore.client.core.rank import Copy, RankCore
+from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.messages import Distrust
-from tests.unit.client.rank_kit import SUM, begun, plan, run, serving, store
+from tests.unit.client.rank_kit import COPIED, SUM, VOID, begun, plan, run, serving, store
+
+ALIKE, DIVERGED = CopyEnd(0), CopyEnd(0, b"y" * 16, error=1.4, diverged=True)
+DAMAGED = CopyEnd(0, SUM, error=1.4, diverged=True)
 
 
 def compare(session: int, first: int, count: int, *, job: int = 9) -> StoreJob:
@@ -25,16 +20,16 @@ def compare(session: int, first: int, count: int, *, job: int = 9) -> StoreJob:
     return msgspec.structs.replace(made, compare=True, checksums=sums)
 
 
-def run_comparing(core: RankCore, *outcomes: Outcome) -> list[Copy]:
-    """Comparisons come to these outcomes, in order."""
-    left = list(outcomes)
-    return run(core, lambda c: left.pop(0) if isinstance(c, CompareBlock) else Copied(SUM))
+def run_comparing(core: RankCore, *ends: CopyEnd) -> list[Copy]:
+    """Comparisons come to these ends, in order."""
+    left = list(ends)
+    return run(core, lambda copy: left.pop(0) if copy.way is CopyWay.COMPARE else COPIED)
 
 
 def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
-    run_comparing(core, CopyVoid(), Mismatch(), CopyCompared(0.0, False))
+    run_comparing(core, VOID, DAMAGED, ALIKE)
     assert core.take_report().compared == (CompareResult(9, 1, (), 0.0),)
     (told,) = core.take_outbox()
     assert told == Distrust((16 * 3).to_bytes(4, "little"), (16 * 3 + 1).to_bytes(8, "little"))
@@ -47,6 +42,6 @@ def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     (copy,) = begun(core)
     assert core.fence([0, 1])
     core.give_up([0])
-    core.finished(copy, CopyCompared(1.4, True))
+    core.finished(copy, DIVERGED)
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
     assert core.reading.keys() == frozenset()

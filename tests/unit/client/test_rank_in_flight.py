@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.rank import Copied, CopyVoid
 from kvstore.wire.messages import Verified, slots_array
-from tests.unit.client.rank_kit import SUM, begun, load, plan, serving, store
+from tests.unit.client.rank_kit import COPIED, SUM, VOID, begun, load, plan, serving, store
 
 
 def test_a_load_ends_with_the_last_of_its_copies_whichever_that_is() -> None:
@@ -12,11 +11,11 @@ def test_a_load_ends_with_the_last_of_its_copies_whichever_that_is() -> None:
     core.submit(plan(load(5, 0, 4, checksums=SUM * 8)))
     first, second, third = begun(core, 3)
     assert core.next_copy() is None, "enough is in flight"
-    core.finished(third, Copied(SUM))
-    core.finished(first, CopyVoid("gone"))
+    core.finished(third, COPIED)
+    core.finished(first, VOID)
     assert core.next_copy() is None, "nothing begins behind a copy that failed"
     assert core.take_report().loads == (), "a copy of it still writes to the cache"
-    core.finished(second, Copied(SUM))
+    core.finished(second, COPIED)
     (result,) = core.take_report().loads
     assert (result.loaded_blocks, result.failed_block_ids) == (0, (0, 1, 2, 3))
     assert result.reason == "gone"

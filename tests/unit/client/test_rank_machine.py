@@ -6,16 +6,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvstore.client.core.plan import LoadJob, StoreJob
-from kvstore.client.core.rank import (
-    Copied,
-    Copy,
-    CopyVoid,
-    LoadBlock,
-    Mismatch,
-    Outcome,
-    RankCore,
-    StoreBlock,
-)
+from kvstore.client.core.rank import Copy, RankCore
+from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -31,7 +23,17 @@ from kvstore.wire.space import ShardColumn
 from tests.amounts import amount
 from tests.kit.cores import has_work
 from tests.steps import CountedMachine
-from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
+from tests.unit.client.rank_kit import (
+    CONFIG,
+    DAMAGED,
+    SHARDS,
+    VOID,
+    WELCOME,
+    load,
+    plan,
+    run,
+    store,
+)
 
 SELDOM = st.sampled_from([False, False, False, True])
 
@@ -128,34 +130,34 @@ class RankMachine(CountedMachine):
             assert len(self.copies) <= self.width
             column, writes = self.role
             assert copy.slot // 16 % SHARDS == column, "another rank's slot"
-            assert writes or isinstance(copy, LoadBlock), "a replica stores"
+            assert writes or copy.way is CopyWay.LOAD, "a replica stores"
 
     @precondition(lambda self: self.copies)
     @rule(
-        kind=st.sampled_from(["copied", "copied", "copied", "void", "mismatch"]),
+        kind=st.sampled_from(["copied", "copied", "copied", "void", "damaged"]),
         which=st.integers(0, 4),
     )
     def end(self, kind: str, which: int) -> None:
         copy = self.copies.pop(which % len(self.copies))
-        outcome: Outcome = Copied(int(copy.slot).to_bytes(16, "big"), 1)
-        if kind == "void" or (kind == "mismatch" and isinstance(copy, StoreBlock)):
-            outcome = CopyVoid()
-        elif kind == "mismatch":
-            outcome = Mismatch()
-        elif isinstance(copy, StoreBlock):
-            self.copied[copy.slot] = int(copy.slot).to_bytes(16, "big")
+        end = CopyEnd(0, copy.checksum or int(copy.slot).to_bytes(16, "big"), duration_ns=1)
+        if kind == "damaged" and copy.checksum is not None:
+            end = DAMAGED
+        elif kind != "copied":
+            end = VOID
+        elif copy.way is CopyWay.STORE:
+            self.copied[copy.slot] = end.checksum
         else:
             self.loaded.add(copy.block_id)
             if copy.checksum is not None:
                 self.compared.add(copy.slot)
-        self.core.finished(copy, outcome)
+        self.core.finished(copy, end)
 
     @rule(give_up=SELDOM, data=st.data())
     def fence(self, give_up: bool, data: st.DataObject) -> None:
         blocks = data.draw(st.frozensets(st.integers(1, self.next_number), max_size=3))
         if give_up:
             self.core.give_up(blocks)
-            in_flight = {c.block_id: c.slot for c in self.copies if isinstance(c, StoreBlock)}
+            in_flight = {c.block_id: c.slot for c in self.copies if c.way is CopyWay.STORE}
             self.spoiled |= {slot for block, slot in in_flight.items() if block in blocks}
             jobs = [set(j.block_ids) for j in self.owed_stores.values()]
             owners = [job for job in jobs if not job.isdisjoint(in_flight)]
@@ -213,8 +215,8 @@ class RankMachine(CountedMachine):
             self._not_in_flight(self.owed_stores.pop(number))
 
     def _not_in_flight(self, job: LoadJob | StoreJob) -> None:
-        kind = LoadBlock if isinstance(job, LoadJob) else StoreBlock
-        running = {copy.block_id for copy in self.copies if isinstance(copy, kind)}
+        way = CopyWay.LOAD if isinstance(job, LoadJob) else CopyWay.STORE
+        running = {copy.block_id for copy in self.copies if copy.way is way}
         assert running.isdisjoint(job.block_ids), "reported while a copy runs"
 
     @invariant()
@@ -222,7 +224,7 @@ class RankMachine(CountedMachine):
         if hasattr(self, "core"):
             self.read_outbox()
             reading = set(self.core.reading)
-            assert reading.issuperset(c.block_id for c in self.copies if isinstance(c, StoreBlock))
+            assert reading.issuperset(c.block_id for c in self.copies if c.way is CopyWay.STORE)
             self.read_report()
             assert reading <= {b for job in self.owed_stores.values() for b in job.block_ids}
 
@@ -231,7 +233,7 @@ class RankMachine(CountedMachine):
             return
         while self.copies:
             self.end("copied", 0)
-        run(self.core, lambda copy: CopyVoid())
+        run(self.core, lambda _: VOID)
         self.read_outbox()
         self.read_report()
         assert not self.owed_loads, "a load never ended"

@@ -10,10 +10,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.rank import Copied, CopyCompared, RankCore
+from kvstore.client.core.rank import RankCore
+from kvstore.ports import CopyEnd
 from kvstore.wire.messages import Drop, Quiesce, Quiet, Seal, slots_array
 from kvstore.wire.space import ShardColumn
-from tests.unit.client.rank_kit import COLUMN, SUM, begun, plan, serving, store
+from tests.unit.client.rank_kit import COLUMN, COPIED, SUM, begun, plan, serving, store
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def core() -> RankCore:
 
 def end(core: RankCore, count: int) -> None:
     for copy in begun(core, count):
-        core.finished(copy, Copied(SUM))
+        core.finished(copy, COPIED)
 
 
 def sealed(core: RankCore) -> tuple[int, int]:
@@ -47,10 +48,10 @@ def test_a_store_under_way_loses_its_overwritten_blocks_at_once(core: RankCore) 
     """Nothing is waited for: the block is overwritten already."""
     core.submit(plan(store(5, 0, 4)))
     copies = begun(core, 4)
-    core.finished(copies[0], Copied(SUM))
+    core.finished(copies[0], COPIED)
     core.settle((0, 2))
     for copy in copies[1:]:
-        core.finished(copy, Copied(SUM))
+        core.finished(copy, COPIED)
     core.settle(())
     assert sealed(core) == (2, 2)
 
@@ -74,10 +75,10 @@ def test_stores_end_with_the_socket(core: RankCore) -> None:
 
 def test_values_of_an_overwritten_block_are_no_evidence(core: RankCore) -> None:
     """They are another request's, and diverge."""
-    check = msgspec.structs.replace(store(5, 0, 2), compare=True)
+    check = msgspec.structs.replace(store(5, 0, 2), compare=True, checksums=SUM * 4)
     core.submit(plan(check))
     for copy in begun(core, 2):
-        core.finished(copy, CopyCompared(1.0, True))
+        core.finished(copy, CopyEnd(0, SUM, error=1.0, diverged=True))
     core.settle((1,))
     (result,) = core.take_report().compared
     assert (result.compared, result.diverged) == (0, ())

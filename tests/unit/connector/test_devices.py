@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.connector import devices
@@ -136,7 +137,7 @@ def test_a_copy_that_does_nothing_or_reaches_another_block_is_found(way: CopyWay
 
     class Misses(HostCopies):
         def begin(self, copy: BlockCopy) -> None:
-            wrong = copy._replace(block_id=(copy.block_id + 1) % BLOCKS)
+            wrong = msgspec.structs.replace(copy, block_id=(copy.block_id + 1) % BLOCKS)
             super().begin(wrong if copy.way is way else copy)
 
     assert prove(Misses([cache]), [GroupLayers(caches, frozenset())], BLOCKS)

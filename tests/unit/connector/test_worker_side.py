@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -402,7 +403,7 @@ def test_a_rank_whose_copies_are_wrong_is_not_served_and_gives_them_back(
         closed = False
 
         def begin(self, copy: BlockCopy) -> None:
-            super().begin(copy._replace(block_id=(copy.block_id + 1) % BLOCKS))
+            super().begin(msgspec.structs.replace(copy, block_id=(copy.block_id + 1) % BLOCKS))
 
         def close(self) -> None:
             self.closed = True
