@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
+from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
 from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
@@ -62,16 +62,21 @@ class WorkerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._rank: int = vllm_config.parallel_config.rank
-        self._handoff: Handoff | None = None
-        self._copies: CopyEngine | None = None
-        self._copier: Copier | None = None
-        self._reason = "the rank has no cache yet"
-        """Why there is no handoff."""
-        self._nothing = RankReport(rank=self._rank, session=0)
-        self._refused = self._nothing
-        """Results (all failed) of plans that came while there was no handoff."""
-        self._report = self._nothing
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        self._hello = HelloRank(
+            protocol=PROTOCOL_VERSION,
+            engine_id=transfer.engine_id,
+            nonce=vllm_config.instance_id or "0",
+            tenant=config.tenant,
+            rank=vllm_config.parallel_config.rank,
+            process="",
+            groups=(),
+        )
+        """Without what is known of this process once its cache exists."""
+        self._serve_nothing("the rank has no cache yet")
+        self._nothing = self._report = RankReport(self._hello.rank, session=0)
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
         self._failed: set[str] = set()
@@ -91,19 +96,29 @@ class WorkerSide:
         )
         _sides.add(self)
 
+    def _serve_nothing(self, reason: str) -> None:
+        """Have neither copies nor a socket: every job ends as failed for this reason."""
+        self.unserved = reason
+        """Why this rank's cache is not served; empty when it is."""
+        core = RankCore(self._hello)
+        core.retire(reason)
+        self._handoff = Handoff(core)
+        self._handoff.wake.close()
+        self._copies: CopyEngine | None = None
+        self._copier: Copier | None = None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged cache exists: find its space and shard, and start to attach."""
         try:
-            rank_config, copies = self._describe(kv_caches)
+            hello, copies = self._describe(kv_caches)
         except NotServed as error:
-            self._reason = str(error)
+            self._serve_nothing(str(error))
             logger.warning("kvstore: the cache is off: %s", error)
             return
-        self._copies = copies
-        core = RankCore(
-            rank_config, copies_max=copies.copies_max, is_fenced_late=self._is_fenced_late
+        self.unserved, self._copies = "", copies
+        self._handoff = Handoff(
+            RankCore(hello, copies_max=copies.copies_max, is_fenced_late=self._is_fenced_late)
         )
-        self._handoff = Handoff(core)
         self._copier = Copier(
             self._handoff,
             copies,
@@ -111,11 +126,6 @@ class WorkerSide:
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
         )
         self._copier.start()
-
-    @property
-    def unserved(self) -> str:
-        """Why this rank's cache is not served; empty when it is."""
-        return self._reason if self._handoff is None else ""
 
     def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[HelloRank, CopyEngine]:
         device = devices.device_of(kv_caches)
@@ -139,20 +149,8 @@ class WorkerSide:
             sum(each.read_bytes for each in weights) / 2**20,
             (time.monotonic_ns() - begin_ns) / 1e6,
         )
-        transfer = self._vllm_config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
-        config = HelloRank(
-            protocol=PROTOCOL_VERSION,
-            engine_id=transfer.engine_id,
-            nonce=self._vllm_config.instance_id or "0",
-            tenant=self._config.tenant,
-            rank=self._rank,
-            process=secrets.token_hex(8),
-            groups=groups,
-            gpu=copies.gpu,
-        )
-        return config, copies
+        own = {"process": secrets.token_hex(8), "groups": groups, "gpu": copies.gpu}
+        return msgspec.structs.replace(self._hello, **own), copies
 
     def _describe_group(
         self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
@@ -178,10 +176,10 @@ class WorkerSide:
             self._submit_loads(plan)
 
     def _fence(self, plan: StepPlan) -> None:
-        if self._handoff is not None and self._is_fenced_late:
+        if self._is_fenced_late:
             self._handoff.settle(plan.fence_blocks)
             return
-        if not plan.fence_blocks or self._handoff is None:
+        if not plan.fence_blocks:
             return
         begin_ns = time.perf_counter_ns()
         if not self._handoff.keep_off(plan.fence_blocks, timeout_s=FENCE_S_MAX):
@@ -216,13 +214,11 @@ class WorkerSide:
         With `idle` the step had nothing to compute: wait a moment for a load to end, rather than
         let the engine sleep and ask again.
         """
-        if self._handoff is None:
-            report, self._refused = self._refused, self._nothing
-        else:
-            if idle:
-                self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
-            report = self._handoff.take_report()
-        self._report = _join(self._report, report)
+        if idle:
+            self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
+        report = self._handoff.take_report()
+        results = {name: getattr(report, name) for name in report.__struct_fields__[2:]}
+        self._report = msgspec.structs.replace(self._report.plus(**results), session=report.session)
         return {load.request for load in report.loads if self._load_ended(load)}
 
     def _load_ended(self, load: LoadResult) -> bool:
@@ -261,34 +257,18 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Detach after the copy in flight. Jobs that are left, and later ones, end as failed."""
-        if self._handoff is None or self._copier is None:
-            return
         self._handoff.stop()
-        if self._copier.join(SHUTDOWN_S_MAX):
+        if self._copier is not None and self._copier.join(SHUTDOWN_S_MAX):
             self._handoff.wake.close()
 
     def forget(self) -> None:
         """In a forked child: thread, socket and memory stayed with the parent."""
-        self._handoff = self._copier = None
-        self._reason = "this is a forked child of a worker"
+        self._serve_nothing("this is a forked child of a worker")
 
     def _submit(self, plan: StepPlan) -> None:
         self._loading.update(load.request for load in plan.loads)
-        if self._handoff is not None and self._copies is not None:
-            self._handoff.submit(plan, self._copies.mark())
-            return
-        refused = refuse(plan, rank=self._rank, reason=self._reason)
-        self._refused = _join(self._refused, refused)
-
-
-def _join(first: RankReport, second: RankReport) -> RankReport:
-    """Two reports of a rank in one."""
-    added = {
-        name: getattr(first, name) + getattr(second, name)
-        for name in RankReport.__struct_fields__
-        if name not in ("rank", "session", "step")
-    }
-    return msgspec.structs.replace(second, **added, step=max(first.step, second.step))
+        mark = self._copies.mark() if self._copies is not None else 0
+        self._handoff.submit(plan, mark)
 
 
 _sides: weakref.WeakSet[WorkerSide] = weakref.WeakSet()

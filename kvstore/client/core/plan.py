@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -248,14 +248,7 @@ class RankReport(msgspec.Struct, frozen=True):
     step: int = 0
     """The last timed step that has run; 0: none since the last report."""
 
-
-def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
-    """The report of a rank without a cache to serve: all jobs of the plan end at once, with nothing
-    done."""
-    return RankReport(
-        rank=rank,
-        session=0,
-        loads=tuple(load.result(reason=reason if load.block_ids else "") for load in plan.loads),
-        store_jobs_done=tuple(store.job for store in plan.stores),
-        blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
-    )
+    def plus(self, **more: Any) -> RankReport:
+        """The report with these results and counts added to its own."""
+        sums = {name: getattr(self, name) + its for name, its in more.items()}
+        return msgspec.structs.replace(self, **sums)

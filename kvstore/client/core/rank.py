@@ -27,18 +27,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvstore.client.core.plan import (
-    CompareResult,
-    LoadJob,
-    LoadResult,
-    RankReport,
-    StepPlan,
-    StoreJob,
-)
+from kvstore.client.core.plan import CompareResult, LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.errors import ProtocolError
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Generation, SlotId
@@ -291,10 +284,9 @@ class RankCore:
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
         self._outbox: list[wire.Message] = []
-        self._load_results: list[LoadResult] = []
-        self._stores_done: list[int] = []
-        self._compared: list[CompareResult] = []
-        self._blocks_sealed = self._blocks_dropped = self._store_bytes = self._store_ns = 0
+        self._nothing = self._report = RankReport(hello.rank, session=0)
+        self._unserved = SESSION_OVER
+        """Why a load of a session that this rank does not serve fails."""
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
 
@@ -347,8 +339,9 @@ class RankCore:
         self._abandon_stores()
 
     def retire(self, reason: str) -> None:
-        """The driver ends: nothing runs or will be copied any more. Jobs still end, as failed."""
-        self._session, self._attached = 0, False
+        """The driver ends: nothing runs or will be copied any more. Jobs still end, as failed for
+        this reason."""
+        self._session, self._attached, self._unserved = 0, False, reason
         for copy in self._in_flight.values():
             copy.job.in_flight.discard(copy.index)
         self._in_flight = {}
@@ -441,7 +434,7 @@ class RankCore:
     def has_loaded_request(self) -> bool:
         """Whether all loads of some request have ended, and the last end waits to be reported."""
         running = {job.plan.request for job in self._loads}
-        return any(result.request not in running for result in self._load_results)
+        return any(result.request not in running for result in self._report.loads)
 
     # ── fences ───────────────────────────────────────────────────────────────────────────────────
 
@@ -485,20 +478,14 @@ class RankCore:
 
     def take_report(self) -> RankReport:
         """Results since the last call."""
-        report = RankReport(
-            rank=self._hello.rank,
-            session=self._session if self._attached else 0,
-            loads=tuple(self._load_results),
-            store_jobs_done=tuple(self._stores_done),
-            compared=tuple(self._compared),
-            blocks_sealed=self._blocks_sealed,
-            blocks_dropped=self._blocks_dropped,
-            store_bytes=self._store_bytes,
-            store_ns=self._store_ns,
-        )
-        self._load_results, self._stores_done, self._compared = [], [], []
-        self._blocks_sealed = self._blocks_dropped = self._store_bytes = self._store_ns = 0
+        session = self._session if self._attached else 0
+        report = msgspec.structs.replace(self._report, session=session)
+        self._report = self._nothing
         return report
+
+    def _count(self, **more: Any) -> None:
+        """Add to the report."""
+        self._report = self._report.plus(**more)
 
     def _serves(self, plan: LoadJob | StoreJob) -> bool:
         return self._session != 0 and plan.session == self._session
@@ -511,17 +498,12 @@ class RankCore:
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
     def _submit_load(self, plan: LoadJob, after: int) -> None:
-        if not plan.block_ids:
-            self._load_results.append(plan.result())
-        elif not self._serves(plan):
-            self._load_results.append(plan.result(reason=SESSION_OVER))
-        else:
-            try:
-                job = RunningLoad(plan, self._column(plan), after)
-            except ProtocolError as error:
-                self._load_results.append(plan.result(reason=str(error)))
-            else:
-                self._loads.append(job)
+        try:
+            if not (plan.block_ids and self._serves(plan)):
+                raise ProtocolError(self._unserved)
+            self._loads.append(RunningLoad(plan, self._column(plan), after))
+        except ProtocolError as error:
+            self._count(loads=(plan.result(reason=str(error) if plan.block_ids else ""),))
 
     def _load_finished(self, job: RunningLoad, index: int, end: CopyEnd) -> None:
         if end.reason:
@@ -537,14 +519,13 @@ class RankCore:
         if self._attached:
             self._outbox += job.verified()
         loaded, plan = job.loaded_blocks, job.plan
-        self._load_results.append(
-            plan.result(
-                loaded=loaded,
-                bytes_moved=loaded and loaded * self._hello.groups[plan.group].block_bytes,
-                duration_ns=job.duration_ns,
-                reason=reason if loaded < len(plan.block_ids) else "",
-            )
+        result = plan.result(
+            loaded=loaded,
+            bytes_moved=loaded and loaded * self._hello.groups[plan.group].block_bytes,
+            duration_ns=job.duration_ns,
+            reason=reason if loaded < len(plan.block_ids) else "",
         )
+        self._count(loads=(result,))
 
     # ── stores ───────────────────────────────────────────────────────────────────────────────────
 
@@ -554,13 +535,13 @@ class RankCore:
                 raise ProtocolError(SESSION_OVER)
             column = self._column(plan)
             if not (column.writes or plan.compare):
-                self._stores_done.append(plan.job)
+                self._count(store_jobs_done=(plan.job,))
                 return
             kind = RunningCheck if plan.compare else RunningStore
             job = kind(plan, column, after)
         except ProtocolError:
-            self._stores_done.append(plan.job)
-            self._blocks_dropped += 0 if plan.compare else len(plan.block_ids)
+            dropped = 0 if plan.compare else len(plan.block_ids)
+            self._count(store_jobs_done=(plan.job,), blocks_dropped=dropped)
         else:
             self._stores.append(job)
             self.reading.update(plan.block_ids)
@@ -572,8 +553,8 @@ class RankCore:
         elif not end.reason:
             assert len(end.checksum) == CHECKSUM_BYTES
             job.sealed[index] = end.checksum
-            self._store_ns += end.duration_ns
-            self._store_bytes += self._hello.groups[job.plan.group].block_bytes
+            size = self._hello.groups[job.plan.group].block_bytes
+            self._count(store_bytes=size, store_ns=end.duration_ns)
         self._unread([job.plan.block_ids[index]])
         if job.is_over:
             self._close_store(job)
@@ -588,9 +569,9 @@ class RankCore:
 
     def _end_store(self, job: RunningStore | RunningCheck) -> None:
         """Seal the blocks copied, drop the rest; for another session send neither."""
-        self._stores_done.append(job.plan.job)
+        self._count(store_jobs_done=(job.plan.job,))
         if isinstance(job, RunningCheck):
-            self._compared.append(job.result())
+            self._count(compared=(job.result(),))
             return
         indexes = range(len(job.plan.block_ids))
         sealed = [i for i in indexes if i in job.sealed]
@@ -599,8 +580,7 @@ class RankCore:
         else:
             self._outbox += job.seals(sealed)
             self._outbox += job.drops([i for i in indexes if i not in job.sealed])
-        self._blocks_sealed += len(sealed)
-        self._blocks_dropped += len(indexes) - len(sealed)
+        self._count(blocks_sealed=len(sealed), blocks_dropped=len(indexes) - len(sealed))
 
     def _unread(self, block_ids: Iterable[int]) -> None:
         for block in block_ids:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.plan import refuse
 from kvstore.client.core.rank import Copy, RankCore
 from kvstore.errors import ProtocolError
 from kvstore.ports import CopyEnd, CopyWay
@@ -235,8 +234,11 @@ def test_retired_it_ends_what_there_is_and_what_comes() -> None:
     core.hello()
 
 
-def test_a_plan_refused_ends_every_job() -> None:
-    report = refuse(plan(load(5, 0, 2), store(5, 5, 3)), rank=1, reason="no cache")
+def test_a_rank_that_never_served_ends_every_job_with_its_reason() -> None:
+    core = RankCore(CONFIG)
+    core.retire("no cache")
+    core.submit(plan(load(5, 0, 2), store(5, 5, 3)))
+    report = core.take_report()
     assert (report.rank, report.session, report.blocks_dropped) == (1, 0, 3)
     assert (report.loads[0].failed_block_ids, report.loads[0].reason) == ((0, 1), "no cache")
     assert report.store_jobs_done == (1,)
