@@ -190,7 +190,7 @@ class Copier:
         """Pinned memory, as last reported to the node."""
         self._socket = socket
         self._dial = Dial(heartbeat_timeout_ms)
-        self._link: Link | None = None
+        self._link = Link()
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
         self._unsent: deque[wire.Message] = deque()
@@ -230,8 +230,7 @@ class Copier:
         finally:
             with self._handoff.core() as core:
                 core.retire(reason)
-            if self._link is not None:
-                self._link.close()
+            self._link.close()
 
     def _sleep(self) -> None:
         if self._under_way:
@@ -240,7 +239,7 @@ class Copier:
         self._copies.pin_ahead(self._populated)
         poller = select.poll()
         poller.register(self._handoff.wake, select.POLLIN)
-        if self._link is not None:
+        if not self._link.closed:
             poller.register(
                 self._link.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0)
             )
@@ -256,7 +255,7 @@ class Copier:
 
     def _attend(self, now_ns: int) -> None:
         """Attach, hear the node, notice its absence, speak. Never waits."""
-        if self._link is None:
+        if self._link.closed:
             self._leave_slab()
             if self._dial.is_due(now_ns):
                 self._connect(now_ns)
@@ -312,7 +311,6 @@ class Copier:
         return ""
 
     def _take_mapping(self) -> None:
-        assert self._link is not None
         arena, generations = self._link.arena, self._link.generations
         if arena is None or generations is None:
             raise ProtocolError("Welcome to a rank without an arena")
@@ -324,7 +322,6 @@ class Copier:
     def _take_slab(self) -> None:
         """Map the node's slab, if there is one, for loads. Called without the core's lock, which
         the engine's thread takes, too, since mapping may take seconds."""
-        assert self._link is not None
         slab = self._link.slab
         trouble = self._copies.map_slab(slab)
         if trouble:
@@ -333,7 +330,6 @@ class Copier:
         self._slab_bytes = slab.size_bytes if slab is not None and not trouble else 0
 
     def _speak(self) -> None:
-        assert self._link is not None
         with self._handoff.core() as core:
             self._unsent.extend(core.take_outbox())
         self._report_pins()
@@ -353,9 +349,7 @@ class Copier:
             logger.warning("kvstore: %s", trouble or "memory can be pinned again")
 
     def _detach(self, reason: str, now_ns: int, *, is_refused: bool) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._link.close()
         self._unsent.clear()
         self._places = None  # memory of a node that is gone, which dram is not
         with self._handoff.core() as core:
@@ -486,7 +480,7 @@ class Copier:
 
     def _populate(self) -> bool:
         """Map the next part of the arena ahead of use. False when there is nothing to map."""
-        if self._link is None or self._arena is None or self._generations is None:
+        if self._link.closed or self._arena is None or self._generations is None:
             return False
         ready = self._generations.ready_bytes()
         if self._populated >= ready:

@@ -83,7 +83,7 @@ class SchedulerSide:
         self._tail_block_tokens = core_config.block_tokens if self._groups is None else 0
         self._core = SchedulerCore(core_config, None if groups is None else groups.rules)
         self._table_tokens = core_config.block_sizes if groups is None else groups.table_tokens
-        self._link: Link | None = None
+        self._link = Link()
         self._adapters = Adapters(dtype=adapter_dtype)
         self._requests: dict[str, Request] = {}
         self._unread: set[str] = set()
@@ -120,11 +120,14 @@ class SchedulerSide:
         self._polled_ns = now_ns
         if self._closed:
             return
-        if self._link is None and core.attachment.dial.is_due(now_ns):
+        if self._link.closed and core.attachment.dial.is_due(now_ns):
             self._connect(now_ns)
-        if self._link is not None:
-            self._receive(now_ns)
-        page = None if self._link is None else self._link.generations
+        for message in self._link.receive():
+            reason = message.reason if isinstance(message, Lost) else core.received(message, now_ns)
+            if reason is not None:
+                self._drop(reason, now_ns)
+                break
+        page = self._link.generations
         if reason := core.attachment.check_heartbeat(now_ns, page.heartbeat_ns() if page else 0):
             self._drop(reason, now_ns)
         self._flush(now_ns)
@@ -139,26 +142,14 @@ class SchedulerSide:
         else:
             self._core.attachment.dial.connected(now_ns)
 
-    def _receive(self, now_ns: int) -> None:
-        assert self._link is not None
-        for message in self._link.receive():
-            if isinstance(message, Lost):
-                self._drop(message.reason, now_ns)
-                return
-            reason = self._core.received(message, now_ns)
-            if reason is not None:
-                self._drop(reason, now_ns)
-                return
-
     def _flush(self, now_ns: int) -> None:
         is_behind = bool(self._unsent)
         for message in self._core.take_outbox():
             # Stories may be lost; in a backlog they would only make it longer.
             if not (is_behind and isinstance(message, Story)):
                 self._unsent.append(message)
-        if self._link is None:
+        if self._link.closed:
             self._unsent.clear()
-            return
         while self._unsent and self._link.send(self._unsent[0]):
             self._unsent.popleft()
             self._unsent_since_ns = now_ns
@@ -168,16 +159,14 @@ class SchedulerSide:
             self._drop("the node does not read its socket", now_ns)
 
     def _drop(self, reason: str, now_ns: int) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._link.close()
         self._unsent.clear()
         self._core.attachment.disconnected(now_ns, reason)
 
     def _watch(self, watch_ns: int) -> None:
         """Wait up to `watch_ns` for a message of the node, such as the answer to a question just
         asked, and take it."""
-        if self._link is None or self._link.fileno() >= SELECT_FD_END:
+        if self._link.closed or self._link.fileno() >= SELECT_FD_END:
             self._watched_ns += watch_ns
             return
         begin_ns = time.monotonic_ns()
@@ -284,7 +273,7 @@ class SchedulerSide:
         outcome = self._match(request, local_tokens)
         while (
             outcome is PENDING
-            and self._link is not None
+            and not self._link.closed
             and (watch_ns := self._watch_left_ns(request.request_id)) > 0
             and not self._unsent
             and (self._is_idle or self._core.requests[request.request_id].awaits_answer)
@@ -455,9 +444,7 @@ class SchedulerSide:
         # One block, which pads tables, is never free.
         emptied = pool is not None and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         self._core.new_weights(epoch, now_ns, emptied=emptied)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._link.close()
         self._unsent.clear()
         self.poll()
         return emptied

@@ -48,8 +48,9 @@ class Link:
     there is a reference to them.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket: socket.socket | None = sock
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        """`sock`: connected; None: a link that is closed from the start."""
+        self._socket = sock
         self._buffer = bytearray(wire.DATAGRAM_BYTES_MAX + 1)
         self._failure = ""
         self.arena: ArenaView | None = None

@@ -207,7 +207,7 @@ def test_a_load_under_way_when_the_node_ends_is_made_from_dram(
     rank.load((3,), [SLOT], session=5)
     assert begun.wait(WAIT_S)
     node.hang_up()
-    assert eventually(lambda: rank.copier._link is None)
+    assert eventually(lambda: rank.copier._link.closed)
     monkeypatch.undo()
     (result,) = rank.loaded().loads
     assert (result.loaded_blocks, rank.block(3)) == (1, IN_DRAM)
