@@ -20,10 +20,10 @@ from kvstore.node import process
 from kvstore.supervisor import supervisor
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 
 
-class SlowDisk(PosixDisk):
+class SlowDisk(Disk):
     """The real disk, at a pace."""
 
     pace_file = Path()
@@ -32,10 +32,10 @@ class SlowDisk(PosixDisk):
         self._disk = threading.Lock()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._paced(lambda: PosixDisk.preadv(self, fd, buffers, offset))
+        return self._paced(lambda: Disk.preadv(self, fd, buffers, offset))
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._paced(lambda: PosixDisk.pwritev(self, fd, buffers, offset))
+        return self._paced(lambda: Disk.pwritev(self, fd, buffers, offset))
 
     def _paced(self, call: Callable[[], int]) -> int:
         with self._disk:
@@ -57,7 +57,7 @@ def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
 if __name__ == "__main__":
     SlowDisk.pace_file = Path(sys.argv.pop(1))
     if sys.argv[1] == "process":
-        setattr(tier, "PosixDisk", SlowDisk)  # noqa: B010 -- a name that it does not export
+        setattr(tier, "Disk", SlowDisk)  # noqa: B010 -- a name that it does not export
         sys.exit(process.main(sys.argv[2:]))
     setattr(supervisor, "supervise", supervise)  # noqa: B010 -- it would replace this program
     main.main()

@@ -43,7 +43,7 @@ from kvstore.tiers.file.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
+from kvstore.tiers.file.disk import Disk, Pages, opened, read_bytes, sizes_in
 from kvstore.tiers.file.log_thread import Reclaimer
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
@@ -214,7 +214,7 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
     Raises:
         ConfigError: `quarantine`, but a node holds the lock or the directory cannot be written.
     """
-    posix = disk or PosixDisk()
+    disk = disk or Disk()
     report = Report(directory)
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -224,14 +224,14 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         return report
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
-        store_id = _store_id(posix, fd) or _lost_store_id(report, posix, fd)
+        store_id = _store_id(disk, fd) or _lost_store_id(report, disk, fd)
         if store_id is None:
             return report
         locked = None
         if quarantine:
-            locked = stack.enter_context(contextlib.closing(_lock(directory, posix)))
+            locked = stack.enter_context(contextlib.closing(_lock(directory, disk)))
         report.node_runs = locked is None and _is_in_use(fd)
-        _check_all(report, posix, fd, store_id, locked)
+        _check_all(report, disk, fd, store_id, locked)
     sizes = sizes_in(directory / "quarantine")
     report.quarantine_files, report.quarantine_bytes = len(sizes), sum(sizes)
     return report

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import CAPACITY_BYTES_MIN, FileConfig
+from kvstore.tiers.file.disk import sizes_in
 from kvstore.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -69,11 +70,7 @@ def warn_of_too_little_room(file: FileConfig) -> None:
 
 def used_bytes(directory: Path) -> int:
     """Disk space of a tier's files; 0 if the directory cannot be read."""
-    try:
-        with os.scandir(directory) as found:
-            return sum(each.stat(follow_symlinks=False).st_blocks * 512 for each in found)
-    except OSError:
-        return 0
+    return sum(sizes_in(directory))
 
 
 def file_system_bytes(directory: Path) -> int:

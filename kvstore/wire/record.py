@@ -166,9 +166,9 @@ class Void(msgspec.Struct, frozen=True):
     space: Key | None
     before: U64
 
-    def covers(self, scope: Scope) -> bool:
-        """Whether blocks of this scope are meant, wherever they lie."""
-        return self.tenant in (None, scope.tenant) and self.space in (None, scope.space)
+    def covers(self, blocks: Scope | Void) -> bool:
+        """Whether these blocks are meant, wherever they lie."""
+        return self.tenant in (None, blocks.tenant) and self.space in (None, blocks.space)
 
 
 class BlockPage(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ from kvstore.tiers.file import config, parts, tier
 from kvstore.tiers.file.catalog import FIXED_BYTES
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import segment_number
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope
@@ -111,7 +111,7 @@ class Died(NamedTuple):
 Step = Write | Sync | Unlink | Asked | Stored | Dropped | Cleared | Died
 
 
-class RecordingDisk(PosixDisk):
+class RecordingDisk(Disk):
     """The real disk, but that it never syncs: what is lost is decided later, by the record."""
 
     def __init__(self, directory: Path) -> None:

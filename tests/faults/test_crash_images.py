@@ -22,7 +22,7 @@ from kvstore.tiers.file import disk, reader
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.contents import SegmentFile, read_head, record_sets
 from kvstore.tiers.file.directory import segment_name
-from kvstore.tiers.file.disk import Pages, PosixDisk
+from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.load import Learned, encode_learned
@@ -50,7 +50,7 @@ _PAGE_MASK = (1 << PAGE_SHIFT) - 1
 _expected = functools.cache(payload)
 
 
-class Bytes(PosixDisk):
+class Bytes(Disk):
     """One file in memory, whatever the descriptor."""
 
     def __init__(self, data: bytes) -> None:
@@ -68,7 +68,7 @@ class Bytes(PosixDisk):
 class OneSegment:
     """A catalog with nothing else in it."""
 
-    def __init__(self, segment: Segment, medium: PosixDisk) -> None:
+    def __init__(self, segment: Segment, medium: Disk) -> None:
         self._segment, self._medium = segment, medium
 
     def get(self, number: int) -> Segment | None:
@@ -100,7 +100,7 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     good = []
     for row, page in enumerate(table.pages.tolist()):
         scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()
-        wanted = WantedBlock(page, 0, name, table.checksums[row].tobytes())
+        wanted = WantedBlock(row, page, 0, name, table.checksums[row].tobytes())
         memory.array[:] = 0xEE
         if reading.read(number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
             block = int.from_bytes(name[:4], "big")
@@ -206,7 +206,7 @@ def test_no_crash_of_a_short_life_costs_a_byte(tmp_path: Path, letter: str, tall
     tally.letters.add(letter)
 
 
-class Unsynced(PosixDisk):
+class Unsynced(Disk):
     """The real disk in a hurry: nobody cuts its power here."""
 
     def fsync(self, fd: int) -> None:

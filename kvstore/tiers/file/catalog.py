@@ -121,22 +121,16 @@ class Catalog:
         self._release(opened)
         return segment
 
-    def oldest(self) -> Segment | None:
-        """The own segment that was begun first and is not appended to."""
-        with self._lock:
-            own = [s for s in self._segments.values() if not s.is_foreign and not s.appending]
-            return min(own, key=lambda s: s.number, default=None)
-
     def first_number(self) -> int:
         """Least number of an own segment, 0 if there is none."""
         with self._lock:
             own = [n for n in self._segments if n < FOREIGN_BASE]
             return min([*own, *self._unread], default=0)
 
-    def own_numbers(self) -> list[int]:
-        """Numbers of own segments, oldest first."""
+    def own(self) -> list[Segment]:
+        """This node's segments, oldest first."""
         with self._lock:
-            return sorted(n for n in self._segments if n < FOREIGN_BASE)
+            return [s for _, s in sorted(self._segments.items()) if not s.is_foreign]
 
     @contextlib.contextmanager
     def reading(self, segment: Segment) -> Iterator[SegmentFile]:

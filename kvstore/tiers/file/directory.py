@@ -294,15 +294,19 @@ class Directory:
                 reason or "missing",
             )
         store_id = found or secrets.token_bytes(ID_BYTES)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with opened(self._disk, _STORE_NEW, flags, self.fd) as (fd, _):
-            write_all(self._disk, fd, [memoryview(store_page(store_id))], 0)
-            self._disk.fsync(fd)
+        self._write(_STORE_NEW, store_page(store_id))
         if reason:
             self.put_aside(_STORE, reason, keep_bytes=keep_bytes)
         os.rename(_STORE_NEW, _STORE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self._disk.fsync(self.fd)
         return store_id
+
+    def _write(self, name: str, pages: bytes) -> None:
+        """Write a small file anew, synced. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with opened(self._disk, name, flags, self.fd) as (fd, _):
+            write_all(self._disk, fd, [memoryview(pages)], 0)
+            self._disk.fsync(fd)
 
     def note(self) -> bytes:
         """The last note of `keep_note`; empty if there is none or it cannot be read."""
@@ -316,10 +320,7 @@ class Directory:
         """Keep these bytes, whole pages, until the next ones: all of them or the old ones."""
         assert len(note) <= NOTE_BYTES_MAX
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with opened(self._disk, _NOTE_NEW, flags, self.fd) as (fd, _):
-                write_all(self._disk, fd, [memoryview(note)], 0)
-                self._disk.fsync(fd)
+            self._write(_NOTE_NEW, note)
             os.rename(_NOTE_NEW, _NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except OSError as error:
             _log.info("updating %s failed: %s", self.path / _NOTE, error.strerror)

@@ -1,4 +1,4 @@
-"""The system calls of the disk tier, as a port that tests can delay and fail, used with care.
+"""The system calls of the disk tier, which tests delay and fail, used with care.
 
 A file is opened without following links and without waiting for a FIFO's other end, and is looked
 at before it is read: only a regular file is one of ours.
@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +26,9 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class Disk(Protocol):
-    """Calls that may hang or fail. Each ends with its result or OSError, or not at all."""
-
-    def open(self, name: str, flags: int, dir_fd: int) -> int: ...
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def fsync(self, fd: int) -> None: ...
-
-
-class PosixDisk:
-    """The system's own calls. Every call runs without the GIL."""
+class Disk:
+    """Calls that may hang or fail: each ends with its result or OSError, or not at all. Every call
+    runs without the GIL. Tests override them."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         return os.open(name, flags | _SAFE, 0o600, dir_fd=dir_fd)

@@ -316,9 +316,10 @@ class LogThread:
             coming = self._catalog.hidden_bytes  # frees itself when its grace is over
             if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:
                 return
-            segment = self._catalog.oldest()
-            if segment is None:
+            closed = [segment for segment in self._catalog.own() if not segment.appending]
+            if not closed:
                 return
+            segment = closed[0]
             try:
                 asked = self._reclaimer.ask(segment, self.writer.voids)
             except OSError as error:
@@ -410,7 +411,7 @@ class Reclaimer:
         good = []
         for row, place in enumerate(places.tolist()):
             page, slot = place & PAGE_MASK, row * pages
-            wanted = WantedBlock(page, slot, keys[row].tobytes(), sums[row].tobytes())
+            wanted = WantedBlock(row, page, slot, keys[row].tobytes(), sums[row].tobytes())
             if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
                 good.append(row)
         slots = np.array(good, np.uint32) * np.uint32(pages)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,8 +53,10 @@ class ReadVerdict(enum.Enum):
 
 
 class WantedBlock(msgspec.Struct, frozen=True):
-    """One block: its page in the segment, the slot's first page, key, checksum if known."""
+    """One block: its index among those that are read, its page in the segment, the slot's first
+    page, key, checksum if known."""
 
+    index: int
     page: int
     slot: int
     key: bytes
@@ -75,12 +77,10 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False)
 class RecordRun:
-    """Records of one read that lie side by side in segment `number`. `indices`: of these blocks in
-    the job's order."""
+    """Records of one read that lie side by side in segment `number`."""
 
     job: ReadJob
     number: int
-    indices: list[int]
     wanted: list[WantedBlock]
 
 
@@ -91,31 +91,25 @@ class RunResult(msgspec.Struct):
     error: OSError | None = None
 
 
-def split(job: ReadJob) -> Iterator[RecordRun]:
+def split(job: ReadJob) -> list[RecordRun]:
     """Runs of neighbours, in the order in which they lie on disk."""
     order = job.order
     pages, locations = record_pages(order.scope), np.frombuffer(order.locations, np.uint64)
     run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
-    run: RecordRun | None = None
+    runs: list[RecordRun] = []
     expected = -1
     for index in np.argsort(locations, kind="stable").tolist():
         location = int(locations[index])
+        if location != expected or len(runs[-1].wanted) == run_max:
+            runs.append(RecordRun(job, location >> PAGE_SHIFT, []))
         wanted = WantedBlock(
-            location & PAGE_MASK,
-            int(order.slots[index]),
+            *(index, location & PAGE_MASK, int(order.slots[index])),
             order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
             order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] or None,
         )
-        if run is not None and location == expected and len(run.indices) < run_max:
-            run.indices.append(index)
-            run.wanted.append(wanted)
-        else:
-            if run is not None:
-                yield run
-            run = RecordRun(job, location >> PAGE_SHIFT, [index], [wanted])
+        runs[-1].wanted.append(wanted)
         expected = location + pages
-    if run is not None:
-        yield run
+    return runs
 
 
 class Reader:

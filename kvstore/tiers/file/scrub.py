@@ -86,11 +86,10 @@ class Scrub:
 
     def run_pass(self) -> None:
         """Verify all records that are there now. Raises Leaving."""
-        numbers = self._catalog.own_numbers()
-        first = secrets.randbelow(len(numbers)) if numbers else 0
-        for number in numbers[first:] + numbers[:first]:
-            segment = self._catalog.get(number)
-            if segment is not None:
+        own = self._catalog.own()
+        first = secrets.randbelow(len(own)) if own else 0
+        for segment in own[first:] + own[:first]:
+            if self._catalog.get(segment.number) is segment:
                 self._scrub(segment)
         self._tell(pass_ended=True)
 

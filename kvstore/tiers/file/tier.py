@@ -20,8 +20,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 import numpy as np
@@ -33,7 +32,6 @@ from kvstore.tier_events import (
     FileGone,
     FileLate,
     FileRead,
-    FileTierEvent,
     ReadFile,
     ReclaimFile,
     RecoveryDone,
@@ -44,7 +42,7 @@ from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import cannot_be_read, open_directory
 from kvstore.tiers.file.discovery import Peers, Restart
-from kvstore.tiers.file.disk import Disk, PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.log_thread import LogThread, WriteJob
 from kvstore.tiers.file.parts import Health, Outbox, Parts
 from kvstore.tiers.file.reader import Reader, ReadJob, ReadVerdict, RecordRun, RunResult, split
@@ -98,7 +96,6 @@ class FileTier:
         self._config = config
         self._clock = clock
         self._memory = memoryview(arena).cast("B")
-        self._outbox = outbox or Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
         self._runs: deque[RecordRun] = deque()
@@ -108,10 +105,12 @@ class FileTier:
         self._peers_lock = threading.Lock()
         self._leaving = threading.Event()
         self._ended = threading.Event()
-        posix = disk or PosixDisk()
-        self._directory = open_directory(config, posix, lock_fd)
+        disk = disk or Disk()
+        self._directory = open_directory(config, disk, lock_fd)
+        self._outbox = outbox or Outbox()
+        self.fileno, self.take_events = self._outbox.fileno, self._outbox.take
         try:
-            self._make_parts(posix, look)
+            self._make_parts(disk, look)
         except OSError as error:
             self._directory.close()
             raise cannot_be_read(config.home, error) from error
@@ -121,11 +120,12 @@ class FileTier:
 
     def _make_parts(self, disk: Disk, look: Callable[[int, memoryview], None] | None) -> None:
         """Make parts and threads of the tier, for the directory that was opened. Raises OSError."""
-        config, direct = self._config, self._directory.direct
-        self.note = self._directory.note()
+        config, directory = self._config, self._directory
+        self.path, self.note = directory.path, directory.note()
+        self.is_direct = direct = directory.direct
         self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=direct)
         its = self._catalog, self._outbox, self._health, self._lock
-        parts = Parts(config, self._clock, disk, self._directory, *its)
+        parts = Parts(config, self._clock, disk, directory, *its)
         self._restart = Restart(parts)
         self._log = LogThread(
             parts, number=self._restart.next_number, follows_closed=self._restart.newest_is_closed
@@ -158,12 +158,6 @@ class FileTier:
 
     # ── what the driver calls ────────────────────────────────────────────────────────────────────
 
-    def fileno(self) -> int:
-        return self._outbox.fileno()
-
-    def take_events(self) -> Iterator[FileTierEvent]:
-        return self._outbox.take()
-
     @property
     def taken_bytes(self) -> int:
         """Bytes in use, of the capacity; the open segment is counted whole."""
@@ -173,15 +167,6 @@ class FileTier:
     def lock_fd(self) -> int:
         """Descriptor of the directory's lock: whoever holds a copy of it keeps others out."""
         return self._directory.lock_fd
-
-    @property
-    def path(self) -> Path:
-        return self._directory.path
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether I/O goes round the page cache."""
-        return self._directory.direct
 
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
@@ -228,7 +213,7 @@ class FileTier:
             if not self._health.allows_read(now_ns):
                 return False
             assert order.job not in self._reads, "a job's number is unique among those under way"
-            runs = list(split(made))
+            runs = split(made)
             made.runs_left = len(runs)
             self._runs.extend(runs)
             self._reads[order.job] = made
@@ -286,10 +271,9 @@ class FileTier:
         """Act on deadlines that have passed. The watching thread calls it; a test may too."""
         with self._lock:
             now_ns = self._clock.now_ns()
-            late = [job for job in self._reads.values() if job.deadline_ns <= now_ns]
-            for job in late:
-                if not job.late:
-                    self._late(job, now_ns)
+            jobs = self._reads.values()
+            for job in [job for job in jobs if job.deadline_ns <= now_ns and not job.late]:
+                self._late(job, now_ns)
             self._log.expire(now_ns)
 
     def look_at_peers(self) -> None:
@@ -349,25 +333,20 @@ class FileTier:
     def _account(self, run: RecordRun, result: RunResult) -> None:
         job, order = run.job, run.job.order
         with self._lock:
-            lost: dict[ReadVerdict, list[int]] = {ReadVerdict.DAMAGED: []}
-            if result.error is None:
-                lost[ReadVerdict.UNREAD] = []
-            for index, verdict in zip(run.indices, result.verdicts, strict=True):
-                job.good[index] = verdict is ReadVerdict.GOOD
-                if verdict in lost:
-                    lost[verdict].append(index)
-            now_ns = self._clock.now_ns()
+            found = list(zip(run.wanted, result.verdicts, strict=True))
+            for wanted, verdict in found:
+                job.good[wanted.index] = verdict is ReadVerdict.GOOD
             if result.error is not None:
-                self._outbox.put(self._health.failed_reading(now_ns, result.error))
+                self._outbox.put(self._health.failed_reading(self._clock.now_ns(), result.error))
             elif ReadVerdict.GOOD in result.verdicts and not job.late:
                 self._outbox.put(self._health.read())
-            for verdict, indices in lost.items():
-                if indices:
-                    keys = np.frombuffer(order.keys, "V32")[indices].tobytes()
-                    places = np.frombuffer(order.locations, np.uint64)[indices].tobytes()
-                    self._outbox.put(
-                        [FileGone(order.scope, keys, places, verdict is ReadVerdict.DAMAGED)]
-                    )
+            for lost in (ReadVerdict.DAMAGED, ReadVerdict.UNREAD):
+                rows = [wanted.index for wanted, verdict in found if verdict is lost]
+                is_damaged = lost is ReadVerdict.DAMAGED
+                if rows and (is_damaged or result.error is None):
+                    keys = np.frombuffer(order.keys, "V32")[rows].tobytes()
+                    places = np.frombuffer(order.locations, np.uint64)[rows].tobytes()
+                    self._outbox.put([FileGone(order.scope, keys, places, is_damaged)])
             job.runs_left -= 1
             self._end_if_done(job)
 

@@ -88,10 +88,9 @@ class AppendOutcome(msgspec.Struct):
 class _OpenSegment:
     """The segment that is appended to."""
 
-    def __init__(self, segment: Segment, fd: int, size_pages: int) -> None:
+    def __init__(self, segment: Segment, file: SegmentFile) -> None:
         self.segment = segment
-        self.fd = fd
-        self.size_pages = size_pages
+        self.file = file
         self.found = Gathered()
         self.synced_records = 0
 
@@ -104,7 +103,7 @@ class _OpenSegment:
             void_count=len(self.found.voids) + spare_voids,
         )
         end = self.found.end_page + count * record_pages(scope)
-        return end + spare_voids + footer_bytes // PAGE_BYTES <= self.size_pages
+        return end + spare_voids + footer_bytes // PAGE_BYTES <= self.file.size_bytes // PAGE_BYTES
 
 
 class Writer:
@@ -212,7 +211,7 @@ class Writer:
             return
         self.abandon(FileNotFoundError())
         self._directory.make_again()
-        for segment in filter(None, map(self._catalog.get, self._catalog.own_numbers())):
+        for segment in self._catalog.own():
             if not os.access(segment.name, os.F_OK, dir_fd=segment.dir_fd):
                 self._catalog.remove(segment.number)
 
@@ -241,7 +240,7 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._direct else 0)
         fd, _ = open_regular(self._disk, name, flags, self._directory.fd)
         segment = Segment(number, head, name, self._directory.fd, self._segment_bytes, True)
-        opened = _OpenSegment(segment, fd, self._segment_bytes // PAGE_BYTES)
+        opened = _OpenSegment(segment, SegmentFile(self._disk, fd, head, self._segment_bytes))
         self._catalog.add(segment)
         self._open = opened
         first = place_of(self._catalog.first_number(), 0)
@@ -260,7 +259,7 @@ class Writer:
     def _write_pages(self, opened: _OpenSegment, pages: bytes, page: int) -> None:
         whole = Pages(len(pages))
         whole.view[:] = pages
-        write_all(self._disk, opened.fd, [whole.view], page * PAGE_BYTES)
+        write_all(self._disk, opened.file.fd, [whole.view], page * PAGE_BYTES)
 
     def _write_run(
         self, opened: _OpenSegment, batch: RecordBatch, begin: int, end: int
@@ -286,7 +285,7 @@ class Writer:
             )
             buffers += [header, *self._payload(batch, index, row)]
             written.append((page, key, checksum))
-        write_all(self._disk, opened.fd, buffers, first_page * PAGE_BYTES)
+        write_all(self._disk, opened.file.fd, buffers, first_page * PAGE_BYTES)
         for page, key, checksum in written:
             found.add(page, scope, key, checksum)
         found.end_page = first_page + (end - begin) * pages
@@ -342,16 +341,8 @@ class Writer:
         """Have new segments repeat these voids from now on; each replaces older ones that it
         covers."""
         for void in voids:
-            self._voids = [
-                old
-                for old in self._voids
-                if not (
-                    void.tenant in (None, old.tenant)
-                    and void.space in (None, old.space)
-                    and old.before <= void.before
-                )
-            ]
-            self._voids.append(void)
+            kept = [v for v in self._voids if v.before > void.before or not void.covers(v)]
+            self._voids = [*kept, void]
         if len(self._voids) > self._voids_max:
             self._voids = [Void(None, None, max(void.before for void in self._voids))]
 
@@ -385,14 +376,14 @@ class Writer:
         self._write_pages(opened, body, opened.found.end_page)
         self._sync(opened)
         if not self._direct:
-            forget_cached(opened.fd)
+            forget_cached(opened.file.fd)
         self._catalog.closed(opened.segment.number, opened.found.end_page * PAGE_BYTES + len(body))
         self._release(opened)
         self._follows_closed = True
 
     def _sync(self, opened: _OpenSegment) -> None:
         try:
-            self._disk.fsync(opened.fd)
+            self._disk.fsync(opened.file.fd)
         except OSError as error:
             raise SyncFailed(*error.args) from error
         opened.synced_records = len(opened.found.pages)
@@ -404,7 +395,7 @@ class Writer:
 
     def _release(self, opened: _OpenSegment) -> None:
         self._open = None
-        close_at_last(opened.fd)
+        close_at_last(opened.file.fd)
 
     def abandon(self, error: OSError) -> list[FileGone]:
         """Stop appending to the open segment, as it is. Returns blocks that are lost.
@@ -420,7 +411,7 @@ class Writer:
             self._drop_empty(opened)
             return []
         try:
-            size = os.fstat(opened.fd).st_size
+            size = os.fstat(opened.file.fd).st_size
         except OSError:
             size = self._segment_bytes
         self._catalog.closed(opened.segment.number, size)
@@ -430,11 +421,10 @@ class Writer:
     def _lost(self, opened: _OpenSegment) -> list[FileGone]:
         """Records since the last good sync that do not read back."""
         with contextlib.suppress(OSError):
-            forget_cached(opened.fd)
+            forget_cached(opened.file.fd)
         number, found = opened.segment.number, opened.found
-        file = SegmentFile(self._disk, opened.fd, opened.segment.head, self._segment_bytes)
         walked = walk(
-            *(file, found.table(), Pages(MIB)),
+            *(opened.file, found.table(), Pages(MIB)),
             rows=range(opened.synced_records, len(found.pages)),
             failed=lambda _: True,
         )

@@ -33,7 +33,7 @@ from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import parts, tier
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
@@ -82,7 +82,7 @@ def _twins(fd: int, offset: int) -> list[int]:
     ]
 
 
-class SimDisk(PosixDisk):
+class SimDisk(Disk):
     """The system calls of one node process. What was not synced is remembered."""
 
     def __init__(self, machine: Machine, threads: Threads, memory: SimMemory) -> None:

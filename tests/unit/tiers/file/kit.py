@@ -28,7 +28,7 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
@@ -62,7 +62,7 @@ def u64(packed: bytes) -> list[int]:
     return list(np.frombuffer(packed, np.uint64).tolist())
 
 
-class FaultyDisk(PosixDisk):
+class FaultyDisk(Disk):
     """The real disk, with calls that fail or hang when told to.
 
     `fail[name]` is asked before each call; an error it returns is raised. A call named in `hang`
@@ -253,7 +253,7 @@ class Driver(StoreDriver):
         self,
         directory: Path,
         *,
-        disk: PosixDisk | None = None,
+        disk: Disk | None = None,
         **settings: Any,
     ) -> None:
         """`settings`: of the tier, and `look` (`FileTier`)."""

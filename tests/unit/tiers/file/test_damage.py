@@ -19,7 +19,7 @@ from kvstore.cli.fsck import fsck
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone
 from kvstore.tiers.file.directory import Directory, segment_name
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import SCOPE, Driver, key
@@ -270,27 +270,27 @@ def test_one_process_per_directory(store: Path) -> None:
 
 
 def test_a_lock_that_is_held_passes_from_process_to_process(store: Path) -> None:
-    first = Directory(store, PosixDisk(), direct=False)
+    first = Directory(store, Disk(), direct=False)
     held_fd = os.dup(first.lock_fd)
     first.close()
     with pytest.raises(ConfigError, match="in use by another node"):
-        Directory(store, PosixDisk(), direct=False)
-    second = Directory(store, PosixDisk(), direct=False, lock_fd=held_fd)
+        Directory(store, Disk(), direct=False)
+    second = Directory(store, Disk(), direct=False, lock_fd=held_fd)
     os.close(held_fd)
     with pytest.raises(ConfigError, match="in use by another node"):
-        Directory(store, PosixDisk(), direct=False)
+        Directory(store, Disk(), direct=False)
     second.close()
-    Directory(store, PosixDisk(), direct=False).close()
+    Directory(store, Disk(), direct=False).close()
 
 
 def test_a_held_lock_of_another_directory_is_no_lock_of_this(store: Path, tmp_path: Path) -> None:
-    other = Directory(tmp_path / "other", PosixDisk(), direct=False)
-    mine = Directory(store, PosixDisk(), direct=False, lock_fd=other.lock_fd)
+    other = Directory(tmp_path / "other", Disk(), direct=False)
+    mine = Directory(store, Disk(), direct=False, lock_fd=other.lock_fd)
     other.close()
     with pytest.raises(ConfigError, match="in use by another node"):
-        Directory(store, PosixDisk(), direct=False)
+        Directory(store, Disk(), direct=False)
     mine.close()
-    Directory(tmp_path / "other", PosixDisk(), direct=False).close()
+    Directory(tmp_path / "other", Disk(), direct=False).close()
 
 
 def test_a_directory_that_is_somebody_elses(tmp_path: Path) -> None:

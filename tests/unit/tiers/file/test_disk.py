@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.file.contents import SegmentFile, read_head
-from kvstore.tiers.file.disk import PosixDisk, works_direct, write_all
+from kvstore.tiers.file.disk import Disk, works_direct, write_all
 from kvstore.types import PAGE_BYTES
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
 
@@ -59,7 +59,7 @@ def test_a_medium_that_fails_the_probe_cannot_be_used(folder: int, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-class ShortDisk(PosixDisk):
+class ShortDisk(Disk):
     """Writes no more than so many bytes at a time."""
 
     def __init__(self, length: int) -> None:
@@ -95,7 +95,7 @@ def test_records_behind_a_broken_one_are_found_only_when_looked_for(tmp_path: Pa
         image[(1 + broken * RECORD_PAGES) * PAGE_BYTES] ^= 1
         path.write_bytes(image)
         with path.open("rb") as file:
-            disk, fd = PosixDisk(), file.fileno()
+            disk, fd = Disk(), file.fileno()
             head = read_head(disk, fd)
             assert head is not None
             gathered = SegmentFile(disk, fd, head, len(image)).scan(search=search)

@@ -27,7 +27,7 @@ from kvstore.tier_events import (
 )
 from kvstore.tiers.file import parts as outbox_module, tier as tier_module
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.parts import Health
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
@@ -52,7 +52,7 @@ IO_ERROR = OSError(errno.EIO, "Input/output error")
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
-class SlowDisk(PosixDisk):
+class SlowDisk(Disk):
     """Each call takes its virtual time: 100 µs and half a nanosecond a byte, times `factor`."""
 
     def __init__(self, threads: Threads, clock: SetClock) -> None:

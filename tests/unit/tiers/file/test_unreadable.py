@@ -15,7 +15,7 @@ from kvstore.errors import ConfigError
 from kvstore.tier_events import FileReclaim, Suspended
 from kvstore.tiers.file import discovery
 from kvstore.tiers.file.directory import Directory, cannot_be_read
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.disk import Disk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT
@@ -25,7 +25,7 @@ STORED = range(20)
 """More than two segments."""
 
 
-class BadPlaces(PosixDisk):
+class BadPlaces(Disk):
     """Reads of some files fail, so many times; `first` reads of a file are let through."""
 
     def __init__(self, fails: dict[str, int], *, first: dict[str, int] | None = None) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_looked_at_stops_no_start(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
-        disk = PosixDisk() if opens else OpenFails(name, errno.EUCLEAN)
+        disk = Disk() if opens else OpenFails(name, errno.EUCLEAN)
         driver = Driver(store, disk=disk).recovered()
     if opens:
         assert found(driver) == list(STORED), "what it holds was never asked of its name"

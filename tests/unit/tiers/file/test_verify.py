@@ -15,13 +15,13 @@ from kvstore.tiers.file.contents import (
     read_head,
     record_at,
 )
-from kvstore.tiers.file.disk import Pages, PosixDisk, open_regular
+from kvstore.tiers.file.disk import Disk, Pages, open_regular
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
 from kvstore.wire.segment import place_of
 from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key, payload
 
-DISK = PosixDisk()
+DISK = Disk()
 
 
 class Stored:
