@@ -1,7 +1,7 @@
 """Messages between the engine core and the tiers about blocks on a disk: orders one way, events the
 other; the same about copies in the memory of a GPU; and results of scrubs of any tier.
 
-One vocabulary: `kvstore.engine.events` names the events among its own, the tier makes them, and the
+One vocabulary: `kvstore.engine.events` counts them among its own, the tier makes them, and the
 shell between the two translates nothing. Lists are packed bytes, one entry per block:
 
 keys 32 bytes each · checksums 16 bytes each · locations u64 native · good one byte, 0 or 1
@@ -99,6 +99,8 @@ class Promoted(MoveEnded, frozen=True):
 
 
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
+MemoryCommand = RaiseGenerations | Shown | Promote
+"""Commands about slots of dram and of hbm."""
 
 
 class FileKnown(msgspec.Struct, frozen=True):

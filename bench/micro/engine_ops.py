@@ -31,8 +31,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench.record import summary
 from kvstore.engine.engine import Engine, EngineConfig
-from kvstore.engine.events import Event, FileKnown, Ready, Received, Send
+from kvstore.engine.events import Event, Ready, Received, Send
 from kvstore.engine.memory.policies import POLICIES, maker
+from kvstore.tier_events import FileKnown
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,

@@ -38,8 +38,6 @@ from kvstore.engine.events import (
     Landed,
     LandingUp,
     PushAsked,
-    Pushed,
-    PushOver,
     Ready,
     Received,
     RevokePush,
@@ -62,7 +60,7 @@ from kvstore.wire.messages import (
     Quiesce,
     Quiet,
 )
-from kvstore.wire.peers import PushGrant
+from kvstore.wire.peers import Pushed, PushGrant, PushOver
 from kvstore.wire.space import Group, fingerprint, shard_bytes
 
 WRITE_BYTES: Final = 8 * MIB

@@ -18,8 +18,8 @@ import numpy as np
 from bench.micro.engine_ops import SPACE, WHOLE
 from bench.scenarios.workloads import Request, Workload, keys_of
 from kvstore.engine.engine import Engine, EngineConfig
-from kvstore.engine.events import (
-    Event,
+from kvstore.engine.events import Event, Ready, Received, Send
+from kvstore.tier_events import (
     FileCommand,
     FileKnown,
     FileMoved,
@@ -27,10 +27,7 @@ from kvstore.engine.events import (
     FileReclaim,
     FileWritten,
     ReadFile,
-    Ready,
-    Received,
     ReclaimFile,
-    Send,
     WriteFile,
 )
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, AdmissionMode, ConnectionId

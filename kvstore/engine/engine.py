@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvstore import tier_events
 from kvstore.engine import events
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.arrivals import Arrivals
@@ -35,6 +36,7 @@ from kvstore.types import Tier
 from kvstore.wire import messages
 from kvstore.wire.feed import Stored
 from kvstore.wire.load import Learned, within_bounds
+from kvstore.wire.peers import Pushed, PushOver
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -82,7 +84,7 @@ class Engine(Snapshots):
         self._handlers = self._handlers_of_rooms()
         """Method for each type of event that one part of the engine handles alone."""
         if self._hbm is not None:
-            self._handlers[events.Promoted] = self._hbm.promoted
+            self._handlers[tier_events.Promoted] = self._hbm.promoted
         self._clear_from = 0
         """Table row after the last one that a Clear emptied: the next slice begins there."""
         self.explain = Explain(state)
@@ -91,7 +93,7 @@ class Engine(Snapshots):
     def _handlers_of_rooms(self) -> dict[type[events.Event], Callable[[Any], None]]:
         return {
             events.Received: self._received,
-            events.Scrubbed: self._scrubs.take,
+            tier_events.Scrubbed: self._scrubs.take,
             events.Located: self._fetches.located,
             events.Fetched: self._fetches.fetched,
             events.PrepareBlocks: self._lookups.prepare,
@@ -99,19 +101,19 @@ class Engine(Snapshots):
             events.ServingReturned: self._servings.returned,
             events.PeerGone: self._peer_gone,
             events.LandingUp: self._grants.transfer_worker_changed,
-            events.Pushed: self._grants.pushed,
-            events.PushOver: self._grants.grant_ended,
+            Pushed: self._grants.pushed,
+            PushOver: self._grants.grant_ended,
             events.Landed: self._grants.landed,
             events.PushAsked: self._pushes.asked,
             events.PushRevoked: self._pushes.revoked,
             events.Written: self._pushes.written,
-            events.FileKnown: self._files.known,
-            events.FileMoved: self._files.moved,
-            events.FileGone: self._files.gone,
-            events.FileWritten: self._files.written,
-            events.FileRead: self._files.read,
-            events.FileLate: self._files.late,
-            events.FileReclaim: self._files.reclaim,
+            tier_events.FileKnown: self._files.known,
+            tier_events.FileMoved: self._files.moved,
+            tier_events.FileGone: self._files.gone,
+            tier_events.FileWritten: self._files.written,
+            tier_events.FileRead: self._files.read,
+            tier_events.FileLate: self._files.late,
+            tier_events.FileReclaim: self._files.reclaim,
         }
 
     @property

@@ -8,38 +8,11 @@ import msgspec
 
 from kvstore.engine.memory.journal import JournalContents
 from kvstore.engine.why.reasons import Staged as Staged, StoryTold as StoryTold
-from kvstore.tier_events import (
-    FileCommand as FileCommand,
-    FileEvent as FileEvent,
-    FileGone as FileGone,
-    FileKnown as FileKnown,
-    FileLate as FileLate,
-    FileMoved as FileMoved,
-    FileRead as FileRead,
-    FileReclaim as FileReclaim,
-    FileWritten as FileWritten,
-    MoveEnded,
-    Promote as Promote,
-    Promoted as Promoted,
-    RaiseGenerations as RaiseGenerations,
-    ReadFile as ReadFile,
-    ReclaimFile as ReclaimFile,
-    Scrubbed as Scrubbed,
-    Shown as Shown,
-    VoidFile as VoidFile,
-    WriteFile as WriteFile,
-)
+from kvstore.tier_events import FileCommand, FileEvent, MemoryCommand, MoveEnded, Promoted
 from kvstore.types import ConnectionId, EngineSource, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
-from kvstore.wire.peers import (
-    Answer,
-    PrepareReply,
-    PrepareRequest,
-    Pushed as Pushed,
-    PushGrant,
-    PushOver as PushOver,
-)
+from kvstore.wire.peers import Answer, PrepareReply, PrepareRequest, Pushed, PushGrant, PushOver
 from kvstore.wire.record import Scope
 
 # ── ahead ─────────────────────────────────────────────────────────────────────────────────────────
@@ -399,22 +372,8 @@ class WritePush(msgspec.Struct, frozen=True, kw_only=True):
 LandCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged
 """Commands about pushes to this node."""
 PeerCommand = Locate | Fetch | AnswerPeer | LandCommand | WritePush | BlocksPrepared
-Command = (
-    Send
-    | Admit
-    | Hangup
-    | RaiseGenerations
-    | Shown
-    | Promote
-    | Release
-    | Cleared
-    | SwitchedOff
-    | Changed
-    | BlocksChanged
-    | OffersUntold
-    | StoryTold
-    | Follow
-    | Unfollow
-    | PeerCommand
-    | FileCommand
-)
+ConnectionCommand = Send | Admit | Hangup | Release | Follow | Unfollow
+"""Commands about processes of engines."""
+Report = Cleared | SwitchedOff | Changed | BlocksChanged | OffersUntold | StoryTold
+"""What the engine tells others."""
+Command = ConnectionCommand | Report | MemoryCommand | FileCommand | PeerCommand

@@ -27,6 +27,7 @@ from kvstore.engine.why.curve import Ages, Curve
 from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Names, Reason, stamp
+from kvstore.tier_events import RaiseGenerations
 from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import Learned
@@ -265,7 +266,7 @@ class State:
         words = np.concatenate(slots.raised)
         slots.raised.clear()
         raised = slots.slots_of(words), slots.generation[words]
-        self.commands.append(events.RaiseGenerations(*raised, tier))
+        self.commands.append(RaiseGenerations(*raised, tier))
 
     def tell_changes(self) -> None:
         """Append commands for what the tiers gained and lost in this step, as far as wanted."""

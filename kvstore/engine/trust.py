@@ -12,12 +12,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import Scrubbed, SwitchedOff
+from kvstore.engine.events import SwitchedOff
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.files import Files
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import Off, State
 from kvstore.engine.why.reasons import Origin, Reason, tiers_of
+from kvstore.tier_events import Scrubbed
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Compared, generations_array, slots_array

@@ -37,6 +37,7 @@ from kvstore.node.files import FileEnd
 from kvstore.node.turns import ThreadPriority, TurnKind, TurnSource
 from kvstore.obs.metrics import Timings
 from kvstore.ports import Clock, Memory
+from kvstore.tier_events import Promote, RaiseGenerations, Shown
 from kvstore.types import ConnectionId, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
@@ -69,7 +70,7 @@ GAP_NS, GAPS = 5 * NS_PER_S, 12
 """The largest gap between two heartbeats is kept for each of the last GAPS intervals of GAP_NS: for
 a minute."""
 
-_ABOUT_PLACES: Final = (core.RaiseGenerations, core.Shown)
+_ABOUT_PLACES: Final = (RaiseGenerations, Shown)
 """Commands that publish generations and places: they are carried out first, in order."""
 
 _T = TypeVar("_T")
@@ -461,7 +462,7 @@ class Executor:
         cleared_blocks = 0
         for command in commands:
             match command:
-                case core.RaiseGenerations() | core.Shown():
+                case RaiseGenerations() | Shown():
                     pass
                 case core.Send(connection=number, message=message):
                     self._send(number, encode(message), (), events)
@@ -489,7 +490,7 @@ class Executor:
                 case core.StoryTold():
                     assert self.trace is not None, "a story for traces that nobody asked for"
                     self.trace(command)
-                case core.Promote():
+                case Promote():
                     assert self.hbm is not None, "an order for hbm, of which there is none"
                     self.hbm.submit(command)
                 case core.Follow() | core.Unfollow():
@@ -503,12 +504,12 @@ class Executor:
                     events += self.files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
 
-    def _publish_places(self, command: core.RaiseGenerations | core.Shown) -> None:
-        if isinstance(command, core.RaiseGenerations) and command.tier is Tier.DRAM:
+    def _publish_places(self, command: RaiseGenerations | Shown) -> None:
+        if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
             self.tier.raise_generations(command.slots, command.generations)
             return
         assert self.hbm is not None, "places in hbm, of which there is none"
-        if isinstance(command, core.Shown):
+        if isinstance(command, Shown):
             self.hbm.show(command.slots, command.targets)
         else:
             self.hbm.raise_generations(command.slots, command.generations)

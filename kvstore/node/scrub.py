@@ -18,11 +18,11 @@ import threading
 from typing import Final
 
 from kvstore.engine import Sealed
-from kvstore.engine.events import Scrubbed
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, StepFailed
 from kvstore.node.files import PassLog
 from kvstore.ports import Memory
+from kvstore.tier_events import Scrubbed
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName
 from kvstore.wire.record import checksum_of

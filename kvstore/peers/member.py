@@ -55,7 +55,7 @@ from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_US
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
-from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
+from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest, Pushed, PushOver
 from kvstore.wire.transfer_worker import Begin
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Peering:
                 self.fetcher.locate(command)
             case events.Fetch():
                 self.fetcher.fetch(command)
-            case events.AnswerPeer(peer, events.Pushed() | events.PushOver() as word):
+            case events.AnswerPeer(peer, Pushed() | PushOver() as word):
                 self.pusher.say(peer, word)
             case events.AnswerPeer(peer, answer):
                 self.block_server.answer(peer, answer)

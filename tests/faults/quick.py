@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 
 from kvstore.arena import Arena, GenerationView
-from kvstore.engine.events import Admit, Command, Event, Hangup, RaiseGenerations, Send
+from kvstore.engine.events import Admit, Command, Event, Hangup, Send
+from kvstore.tier_events import RaiseGenerations
 from kvstore.tiers.dram import DramTier
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Incarnation
 from kvstore.wire.messages import LeaseAsk, LeaseReply, Seal

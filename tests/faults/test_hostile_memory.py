@@ -19,8 +19,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.arena import MAGIC, Arena
-from kvstore.engine.events import Event, RaiseGenerations, Received, Send, Tick
-from kvstore.tier_events import FileRead, FileWritten, ReadFile, WriteFile
+from kvstore.engine.events import Event, Received, Send, Tick
+from kvstore.tier_events import FileRead, FileWritten, RaiseGenerations, ReadFile, WriteFile
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId, Incarnation
 from kvstore.wire.messages import Hint, LeaseAsk, LeaseRelease, encode

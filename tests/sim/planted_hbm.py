@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from kvstore.engine.events import Promoted
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State
+from kvstore.tier_events import Promoted
 from tests.sim.planted import Planted
 
 

@@ -10,14 +10,14 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import Land, Landed, LandingUp, Pushed, PushOver, WritePush
+from kvstore.engine.events import Land, Landed, LandingUp, WritePush
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pushes import Lander, Pusher
-from kvstore.wire.peers import PushWord
+from kvstore.wire.peers import Pushed, PushOver, PushWord
 from tests.sim.planted import Planted, _both
 
 

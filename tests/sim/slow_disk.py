@@ -23,21 +23,8 @@ from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankRepo
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig
-from kvstore.engine.events import (
-    Admit,
-    Command,
-    Event,
-    FileKnown,
-    FileLate,
-    FileRead,
-    FileWritten,
-    ReadFile,
-    Ready,
-    Received,
-    Send,
-    Tick,
-    WriteFile,
-)
+from kvstore.engine.events import Admit, Command, Event, Ready, Received, Send, Tick
+from kvstore.tier_events import FileKnown, FileLate, FileRead, FileWritten, ReadFile, WriteFile
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.load import Learned

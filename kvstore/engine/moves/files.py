@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine import events
+from kvstore import tier_events
 from kvstore.engine.memory.residency import has_repeats, leading
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
@@ -235,7 +235,7 @@ class Files:
         """Whether this node has a disk tier."""
         return self._state.config.file_bytes > 0
 
-    def written(self, event: events.FileWritten) -> None:
+    def written(self, event: tier_events.FileWritten) -> None:
         """A write ended, well or not: record the places on disk."""
         self._place(*self.writes.ended(event))
 
@@ -347,9 +347,9 @@ class Files:
         job = self._reads.begin(read)
         self.pace.begun(job, read.size_bytes, state.now_ns)
         self._reading[rows] = job
-        state.say(events.ReadFile(job, scope, *state.named(rows, read.words), locations))
+        state.say(tier_events.ReadFile(job, scope, *state.named(rows, read.words), locations))
 
-    def read(self, event: events.FileRead) -> None:
+    def read(self, event: tier_events.FileRead) -> None:
         """A read has truly ended: seal its good blocks that are still wanted. The tier reports
         damaged ones itself (FileGone)."""
         state, job = self._state, self._reads.end(event.job)
@@ -364,7 +364,7 @@ class Files:
         self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
         self.is_behind = True
 
-    def late(self, event: events.FileLate) -> None:
+    def late(self, event: tier_events.FileLate) -> None:
         """A read is late: no lease waits for it any more, and its slots stay taken until it has
         ended."""
         job = self._reads.get(event.job)
@@ -409,7 +409,7 @@ class Files:
             live[live] = residency.file[rows[live]] == np.frombuffer(locations, dtype="<u8")[live]
         return rows, live
 
-    def known(self, event: events.FileKnown) -> None:
+    def known(self, event: tier_events.FileKnown) -> None:
         """The tier reports blocks that it holds. If it holds a block in several places, the one
         written last counts."""
         state = self._state
@@ -440,13 +440,13 @@ class Files:
         self.next_location = max(self.next_location, int(own.max(initial=0)) + 1)
         self._state.residency.put_file(rows, locations)
 
-    def moved(self, event: events.FileMoved) -> None:
+    def moved(self, event: tier_events.FileMoved) -> None:
         """Blocks kept from a reclaimed segment have new places. A block that was written again
         meanwhile keeps that later place."""
         rows, live = self._live(event.scope, event.keys, event.old_locations)
         self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
 
-    def gone(self, event: events.FileGone) -> None:
+    def gone(self, event: tier_events.FileGone) -> None:
         """The tier holds these blocks no more, at these places."""
         rows, live = self._live(event.scope, event.keys, event.locations)
         if event.damaged:
@@ -454,7 +454,7 @@ class Files:
         stamp = self._state.stamp(Reason.FILE_LOST)
         self._state.residency.drop_file(np.unique(rows[live]), stamp)
 
-    def reclaim(self, event: events.FileReclaim) -> None:
+    def reclaim(self, event: tier_events.FileReclaim) -> None:
         """A segment is to be reclaimed: answer which blocks to keep, those asked for since they
         were written, within KEEP_SHARE and the budget. The other blocks are forgotten."""
         state = self._state
@@ -475,12 +475,12 @@ class Files:
             state.ages[Tier.FILE].evicted(written, state.now_ns)
             state.residency.drop_file(gone, state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
-        state.say(events.ReclaimFile(segment=event.segment, keep=keep))
+        state.say(tier_events.ReclaimFile(segment=event.segment, keep=keep))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Void cleared blocks on disk, so that they do not come back with a restart."""
         if self.enabled:
-            self._state.say(events.VoidFile(tenant=tenant, space=space))
+            self._state.say(tier_events.VoidFile(tenant=tenant, space=space))
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -33,7 +33,7 @@ from kvstore.engine.sessions.awaited import Awaited, Expectation
 from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.peers import PushGrant
+from kvstore.wire.peers import Pushed, PushGrant, PushOver
 from kvstore.wire.record import scopes_of
 
 # ── landing slab ──────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +253,7 @@ class Grants:
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
-    def pushed(self, event: events.Pushed) -> None:
+    def pushed(self, event: Pushed) -> None:
         """A peer reports that blocks are in their extents: copy them out. A report without blocks
         is news."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
@@ -282,7 +282,7 @@ class Grants:
             return
         self._land(event, granted, places)
 
-    def _land(self, event: events.Pushed, granted: GrantedRoom, places: slice) -> None:
+    def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
         state, expect, asker = self._state, granted.expect, granted.expect.asker
         count = places.stop - places.start
         if self._intake.room_for(asker, count) < count:
@@ -343,7 +343,7 @@ class Grants:
             for whose in (node, granted.expect):
                 self._grants_of.remove(whose, granted)
 
-    def grant_ended(self, event: events.PushOver) -> None:
+    def grant_ended(self, event: PushOver) -> None:
         """The peer's last word about a grant, or its session is lost."""
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:

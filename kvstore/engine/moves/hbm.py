@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Promote, Promoted, Shown
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.residency import Run
 from kvstore.engine.memory.shares import OTHERS
@@ -28,6 +27,7 @@ from kvstore.engine.moves.intake import Admission
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.sessions.owners import Asker, OwnerGroup
 from kvstore.engine.state import State
+from kvstore.tier_events import Promote, Promoted, Shown
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, NS_PER_S
 from kvstore.wire.record import Scope

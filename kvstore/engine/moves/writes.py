@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import FileWritten, WriteFile
 from kvstore.engine.memory.policies import Mask, Prints, RecentKeys, Words, prints
 from kvstore.engine.memory.residency import has_repeats
 from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.state import State
+from kvstore.tier_events import FileWritten, WriteFile
 from kvstore.types import PAGE_BYTES, AdmissionMode, Tier
 from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope, payload_pages

@@ -13,10 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvstore.engine.events import Pushed, PushOver
 from kvstore.index.feed import Trust
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.peers import Pushed, PushOver
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Ground, Machine
 from tests.sim.world.index import SimReplica

@@ -29,8 +29,8 @@ from unittest import mock
 
 import numpy as np
 
-from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
+from kvstore.tier_events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.tiers.file import parts, tier
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.disk import Disk

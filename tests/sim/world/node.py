@@ -30,19 +30,14 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
-    FileGone,
     Follow,
     Hangup,
     OffersUntold,
     PeerCommand,
-    Promote,
-    RaiseGenerations,
-    ReadFile,
     Ready,
     Received,
     Release,
     Send,
-    Shown,
     StoryTold,
     SwitchedOff,
     Tick,
@@ -50,6 +45,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
+from kvstore.tier_events import FileGone, Promote, RaiseGenerations, ReadFile, Shown
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
 from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
+from kvstore.tier_events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
 from kvstore.wire.space import Slab, Space

@@ -37,8 +37,6 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
-    Pushed,
-    PushOver,
     RecycleTransferWorker,
     RevokePush,
     WritePush,
@@ -49,7 +47,7 @@ from kvstore.peers.feed import FeedLink, FeedLog, FeedSource
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import BlocksChanged, Hello, Removed, Stored
-from kvstore.wire.peers import PushGrant, PushWord, ServeAnswer, encode
+from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushWord, ServeAnswer, encode
 from tests.kit.peer_parts import PeerParts
 from tests.sim.world.clocks import SimClock
 from tests.sim.world.cluster import SimCluster

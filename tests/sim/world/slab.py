@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
+from kvstore.tier_events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import KEY_BYTES, PAGE_BYTES, PAGES_PER_GENERATION, SlotId
 from kvstore.wire.space import Slab, begin_of, place_words
 from tests.kit.reference import checksum

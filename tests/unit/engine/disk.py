@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.engine.events import (
-    Command,
-    Event,
+from kvstore.engine.events import Command, Event
+from kvstore.tier_events import (
     FileKnown,
     FileLate,
     FileMoved,

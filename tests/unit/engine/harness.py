@@ -22,7 +22,6 @@ from kvstore.engine.events import (
     Event,
     Hangup,
     OffersUntold,
-    RaiseGenerations,
     Ready,
     Received,
     Release,
@@ -32,6 +31,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.residency import Residency
 from kvstore.engine.state import State
+from kvstore.tier_events import RaiseGenerations
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.feed import BlocksChanged, Removed, Stored

@@ -26,8 +26,6 @@ from kvstore.engine.events import (
     LandingUp,
     PeerGone,
     PushAsked,
-    Pushed,
-    PushOver,
     PushRevoked,
     RecycleTransferWorker,
     RevokePush,
@@ -36,7 +34,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.peers import PushGrant
+from kvstore.wire.peers import Pushed, PushGrant, PushOver
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.engine.events import Command, Event, Promote, Promoted, RaiseGenerations, Shown
+from kvstore.engine.events import Command, Event
+from kvstore.tier_events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.types import SLOT_BYTES_MIN, Tier
 from kvstore.wire.space import Slab
 from tests.unit.engine.harness import Node

@@ -6,17 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.events import (
-    AnswerPeer,
-    Clear,
-    FileGone,
-    FileRead,
-    Received,
-    Serve,
-)
+from kvstore.engine.events import AnswerPeer, Clear, Received, Serve
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
 from kvstore.engine.moves.jobs import ReadPace
+from kvstore.tier_events import FileGone, FileRead
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import MIB
 from kvstore.wire.messages import Hint, LeaseMore, LeaseRelease

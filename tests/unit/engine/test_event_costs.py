@@ -14,21 +14,17 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
-    FileGone,
-    FileLate,
-    FileRead,
     Land,
     Landed,
     LandingUp,
     PushAsked,
-    Pushed,
-    ReadFile,
     Received,
     Tick,
 )
 from kvstore.engine.moves import files as queue_module
 from kvstore.engine.moves.grants import LandingSlab
 from kvstore.engine.moves.jobs import ReadPace
+from kvstore.tier_events import FileGone, FileLate, FileRead, ReadFile
 from kvstore.types import PAGE_BYTES, ConnectionId
 from kvstore.wire.messages import (
     Distrust,
@@ -47,6 +43,7 @@ from kvstore.wire.messages import (
     Quiet,
     Verified,
 )
+from kvstore.wire.peers import Pushed
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, keys

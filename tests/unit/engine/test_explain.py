@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
-from kvstore.engine.events import Clear, FileGone, FileKnown, FileLate, FileReclaim
+from kvstore.engine.events import Clear
 from kvstore.engine.why import explain, findings
 from kvstore.engine.why.explain import RequestReport, fits
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.proto.rows import decode_rows, encode_rows
+from kvstore.tier_events import FileGone, FileKnown, FileLate, FileReclaim
 from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.record import Scope

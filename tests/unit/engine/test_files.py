@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.engine.events import Clear, Cleared, FileGone
+from kvstore.engine.events import Clear, Cleared
 from kvstore.engine.memory import residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
+from kvstore.tier_events import FileGone
 from kvstore.types import Shard, SpaceId
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, known

@@ -19,19 +19,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.engine.events import (
-    Clear,
-    FileGone,
-    FileKnown,
-    FileRead,
-    FileReclaim,
-    FileWritten,
-    ReadFile,
-)
+from kvstore.engine.events import Clear
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.moves.writes import Writes
+from kvstore.tier_events import FileGone, FileKnown, FileRead, FileReclaim, FileWritten, ReadFile
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope

@@ -5,18 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.events import (
-    Clear,
-    FileGone,
-    FileKnown,
-    FileRead,
-    FileReclaim,
-    VoidFile,
-)
+from kvstore.engine.events import Clear
 from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.state import Off
+from kvstore.tier_events import FileGone, FileKnown, FileRead, FileReclaim, VoidFile
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope

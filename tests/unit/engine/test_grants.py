@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.engine.events import AnswerPeer, LandingUp, Pushed, PushOver
+from kvstore.engine.events import AnswerPeer, LandingUp
 from kvstore.engine.moves import grants, pushes
 from kvstore.engine.moves.grants import LandingSlab
 from kvstore.engine.moves.pushes import LOOK_NS, NEWS_NS
@@ -16,6 +16,7 @@ from kvstore.engine.sessions.awaited import STALLED_NS
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushEnd, PushExpect, PushOpen
+from kvstore.wire.peers import Pushed, PushOver
 from tests.kit.moves_check import check_slab
 from tests.unit.engine.harness import SMALL, Peer, keys
 from tests.unit.engine.pushing import PushPair, opened

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize, invariant, rule
 
-from kvstore.engine.events import Clear, Promoted
+from kvstore.engine.events import Clear
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State
+from kvstore.tier_events import Promoted
 from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.messages import LeaseRelease
 from kvstore.wire.space import shard_bytes, slot_bytes

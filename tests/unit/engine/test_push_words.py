@@ -16,8 +16,6 @@ from kvstore.engine.events import (
     Event,
     PeerGone,
     PushAsked,
-    Pushed,
-    PushOver,
     PushRevoked,
     WritePush,
     Written,
@@ -25,7 +23,7 @@ from kvstore.engine.events import (
 from kvstore.engine.moves.grants import LIMBO_NS
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
-from kvstore.wire.peers import Answer
+from kvstore.wire.peers import Answer, Pushed, PushOver
 from tests.unit.engine.harness import Peer, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.engine.events import (
-    Clear,
-    FileRead,
-    FileWritten,
-    Pushed,
-    PushOver,
-    ReadFile,
-    WriteFile,
-    WritePush,
-)
+from kvstore.engine.events import Clear, WritePush
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
 from kvstore.engine.moves.pushes import LOOK_NS, SEALS_NS
 from kvstore.engine.sessions.awaited import STALLED_GAPS, STALLED_NS
+from kvstore.tier_events import FileRead, FileWritten, ReadFile, WriteFile
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
+from kvstore.wire.peers import Pushed, PushOver
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import known, places
 from tests.unit.engine.harness import WHOLE, Hellos, Peer, keys, pairs, space

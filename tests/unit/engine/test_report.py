@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, FileKnown
+from kvstore.engine.events import Clear
 from kvstore.engine.why import report
 from kvstore.engine.why.report import hottest_runs
+from kvstore.tier_events import FileKnown
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import Pinned
 from kvstore.wire.peers import PrepareRequest

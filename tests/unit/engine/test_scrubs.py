@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvstore.engine import trust
-from kvstore.engine.events import Clear, Scrubbed, Tick
+from kvstore.engine.events import Clear, Tick
 from kvstore.engine.trust import NO_PASS, Sealed
 from kvstore.engine.why.reasons import Reason
+from kvstore.tier_events import Scrubbed
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from tests.unit.engine.disk import SPACE, DiskNode

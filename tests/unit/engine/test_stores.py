@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
+from kvstore.engine.events import Clear, Cleared, Ended, Exited, Received
+from kvstore.tier_events import FileKnown
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop, Grant, LeaseAsk, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from kvstore.engine import engine as engine_module, trust
-from kvstore.engine.events import (
-    Clear,
-    Command,
-    FileKnown,
-    FileReclaim,
-    SwitchedOff,
-    VoidFile,
-)
+from kvstore.engine.events import Clear, Command, SwitchedOff
 from kvstore.engine.why.reasons import Reason
+from kvstore.tier_events import FileKnown, FileReclaim, VoidFile
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
 from kvstore.wire.record import Scope

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.engine.events import Clear, FileKnown, FileReclaim, FileWritten
+from kvstore.engine.events import Clear
 from kvstore.engine.why.report import TierReport
+from kvstore.tier_events import FileKnown, FileReclaim, FileWritten
 from kvstore.types import AdmissionMode
 from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope

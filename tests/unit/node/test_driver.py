@@ -12,20 +12,12 @@ from typing import cast
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.events import (
-    Clear,
-    Cleared,
-    Command,
-    Hangup,
-    RaiseGenerations,
-    Received,
-    Release,
-    Send,
-)
+from kvstore.engine.events import Clear, Cleared, Command, Hangup, Received, Release, Send
 from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
 from kvstore.node.driver import QUERY_COUNT_MAX, DriverCounters, NotDurable
 from kvstore.node.files import FileEnd
+from kvstore.tier_events import RaiseGenerations
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Scrubbed, Send, Tick
+from kvstore.engine.events import Command, Ended, Event, Send, Tick
 from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import RECOVERIES_MAX, Driver, Poisoned, StepFailed
 from kvstore.node.scrub import DramScrub
+from kvstore.tier_events import RaiseGenerations, Scrubbed
 from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.events import Event, Scrubbed
+from kvstore.engine.events import Event
 from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
 from kvstore.node.files import PassLog
 from kvstore.node.scrub import DramScrub
+from kvstore.tier_events import Scrubbed
 from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.wire.record import Scope
