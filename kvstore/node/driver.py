@@ -119,25 +119,12 @@ class _Query(NamedTuple):
 class Driver:
     """Runs one node until `stop`."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        tier: Memory,
-        attach: Attach,
-        executor: Executor,
-        clock: Clock,
-        files: FileEnd | None = None,
-        exchange: Exchange | None = None,
-        hbm: HbmTier | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, executor: Executor, clock: Clock) -> None:
+        """`executor` has the sockets and tiers that the loop serves."""
+        attach, files, hbm = executor.attach, executor.files, executor.hbm
         self.counters = DriverCounters()
-        self._engine = engine
-        self._tier = tier
-        self._attach = attach
-        self._executor = executor
-        self._clock = clock
-        self._files = files
+        self._engine, self._executor, self._clock = engine, executor, clock
+        self._tier, self._attach, self._files = executor.tier, attach, files
         self._ready_bytes = 0
         self._beat_ns = 0
         self._tick_ns = 0
@@ -153,8 +140,8 @@ class Driver:
         if hbm is not None:
             source = TurnSource(TurnKind.FILES, None, lambda _: hbm.take_events())
             attach.watch(hbm.fileno(), source)
-        if exchange is not None:
-            attach.watch(exchange.fileno(), TurnSource(TurnKind.FILES, None, exchange.read))
+        if (peers := executor.exchange) is not None:
+            attach.watch(peers.fileno(), TurnSource(TurnKind.FILES, None, peers.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 

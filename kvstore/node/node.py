@@ -227,16 +227,7 @@ class NodeAssembly:
             hbm=self._hbm,
             trace=traces.put if traces else None,
         )
-        return Driver(
-            engine=self._engine,
-            tier=self._tier,
-            attach=self._attach,
-            executor=executor,
-            clock=self._clock,
-            files=self._files,
-            exchange=self._exchange,
-            hbm=self._hbm,
-        )
+        return Driver(self._engine, executor, self._clock)
 
     def _make_collector(self) -> NodeCollector:
         return NodeCollector(

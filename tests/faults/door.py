@@ -69,16 +69,14 @@ class Door:
             )
         )
         self.driver = Driver(
-            engine=self.engine,
-            tier=self.tier,
-            attach=self.attach,
-            executor=Executor(
+            self.engine,
+            Executor(
                 tier=self.tier,
                 attach=self.attach,
                 arena_fd=arena.arena_fd,
                 generation_fd=arena.generation_fd,
             ),
-            clock=self.clock,
+            self.clock,
         )
         self.lines: list[Line] = []
         """Those that are open, to be closed at the end."""

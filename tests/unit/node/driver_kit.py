@@ -71,11 +71,9 @@ class Loop:
         self.tier = tier
         self.attach = attach()
         self.driver = Driver(
-            engine=engine or cast("Engine", self.engine),
-            tier=tier,
-            attach=self.attach,
-            executor=Executor(tier=tier, attach=self.attach, arena_fd=0, generation_fd=1),
-            clock=MonotonicClock(),
+            engine or cast("Engine", self.engine),
+            Executor(tier=tier, attach=self.attach, arena_fd=0, generation_fd=1),
+            MonotonicClock(),
         )
         self.failure: Exception | None = None
         self.thread = threading.Thread(target=self._run)

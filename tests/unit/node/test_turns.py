@@ -137,11 +137,9 @@ class World:
         self.engine, self.sockets = Costs(self.clock), Sockets(self.clock)
         attach, tier = cast("Attach", self.sockets), cast("MemoryTier", self.tier)
         self.driver = Driver(
-            engine=cast("Engine", self.engine),
-            tier=tier,
-            attach=attach,
-            executor=Executor(tier=tier, attach=attach, arena_fd=0, generation_fd=1),
-            clock=self.clock,
+            cast("Engine", self.engine),
+            Executor(tier=tier, attach=attach, arena_fd=0, generation_fd=1),
+            self.clock,
         )
 
     def run(self, duration_ns: int, refill: Callable[[], None]) -> None:
