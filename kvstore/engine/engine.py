@@ -131,7 +131,7 @@ class Engine(Snapshots):
         state.commands = []
         state.hung_up.clear()
         for event in events:
-            state.cause += 1
+            state.next_event()
             self._take(event)
             state.publish_generations()
         if self._arrivals.has_news:

@@ -193,12 +193,15 @@ class State:
             first_generation=config.first_generation,
             journal=self.journal,
         )
+        self.memories = {Tier.DRAM: self.slots}
+        """Slots of each memory."""
         self.hbm: Slots | None = None
         """Slots of hbm, whose policy is the least recently used; None: there is none."""
         if config.hbm is not None:
             size_bytes = config.hbm.size_bytes
             self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
             self.hbm.ready(size_bytes)
+            self.memories[Tier.HBM] = self.hbm
         self.curve = Curve(config.policy, config.arena_bytes - config.landing_bytes)
         self.trail = Trail(block_count_max=config.block_count_max)
         self.ledger, self.ages = Ledger(), {tier: Ages() for tier in (Tier.DRAM, Tier.FILE)}
@@ -228,8 +231,6 @@ class State:
         self.now_ns = 0
         self.tick = events.Tick()
         """The last one, for what it said of the disk tier."""
-        self.cause = 0
-        """Number of the event that is being handled, for the history of slots."""
         self.commands: list[events.Command] = []
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
@@ -237,6 +238,11 @@ class State:
         """Spaces with changes published before an engine had described the space."""
         self.credits_due = True
         """Whether to grant credits at the end of this step, because a change may allow it."""
+
+    def next_event(self) -> None:
+        """Another event is handled from now on."""
+        for slots in self.memories.values():
+            slots.cause += 1
 
     def attached(self) -> list[Connection]:
         """Attached processes. Ended ones that only keep slots in quarantine do not count."""
@@ -257,16 +263,12 @@ class State:
 
     def publish_generations(self) -> None:
         """Send raised generations before any command that shows the slots."""
-        if self.slots.raised:
-            self._publish(self.slots, Tier.DRAM)
-        if self.hbm is not None and self.hbm.raised:
-            self._publish(self.hbm, Tier.HBM)
-
-    def _publish(self, slots: Slots, tier: Tier) -> None:
-        words = np.concatenate(slots.raised)
-        slots.raised.clear()
-        raised = slots.slots_of(words), slots.generation[words]
-        self.commands.append(RaiseGenerations(*raised, tier))
+        for tier, slots in self.memories.items():
+            if slots.raised:
+                words = np.concatenate(slots.raised)
+                slots.raised.clear()
+                raised = slots.slots_of(words), slots.generation[words]
+                self.commands.append(RaiseGenerations(*raised, tier))
 
     def tell_changes(self) -> None:
         """Append commands for what the tiers gained and lost in this step, as far as wanted."""
@@ -356,7 +358,7 @@ class State:
     def free(self, words: Words) -> None:
         """Free slots that hold no block."""
         if len(words):
-            self.slots.free(words, self.cause)
+            self.slots.free(words)
             self.credits_due = True
 
     def stamp(self, why: Reason, name: int = 0) -> int:
@@ -378,7 +380,7 @@ class State:
         if len(words):
             assert self.hbm is not None
             self.residency.drop_hbm(words)
-            self.hbm.free(words, self.cause)
+            self.hbm.free(words)
 
     def named(self, rows: Rows, words: Words) -> tuple[bytes, NDArray[np.uint32], bytes]:
         """Keys, slots and checksums of these rows' blocks, in or on their way to these slots: as

@@ -223,6 +223,8 @@ class Slots:
         self._expected = Expected(key_count=word_count)
         self._make_policy = maker(policy, self.stamps)
         self.pools: dict[int, Pool] = {}
+        self.cause = 0
+        """Number of the event that is being handled, for the history."""
         self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
         self.raised: list[Words] = []
         """Words whose generation was raised and not yet published."""
@@ -269,13 +271,13 @@ class Slots:
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
-    def _change(self, words: Words, event: SlotEvent, cause: int) -> None:
+    def _change(self, words: Words, event: SlotEvent) -> None:
         before = self.state[words]
         target = _NEXT[event][before]
         if bool((illegal := target == _ILLEGAL).any()):
             raise AssertionError(self._story(int(words[illegal][0]), event))
         self.state[words] = target
-        self._history.append((cause, event, words))
+        self._history.append((self.cause, event, words))
         # An event has one state that it leads to.
         self.counts[target[:1]] += len(words)
         left = np.bincount(before, minlength=len(SlotState))
@@ -294,41 +296,36 @@ class Slots:
         )
 
     def grant(
-        self,
-        pool: Pool,
-        count: int,
-        *,
-        writer: int,
-        session: int,
-        cause: int,
-        quota: QuotaGroup = OTHERS,
+        self, pool: Pool, count: int, *, writer: int, session: int, quota: QuotaGroup = OTHERS
     ) -> Words:
         """Take `count` free slots of a pool for a writer; returns their words. The caller has
         checked that there are enough."""
         words = np.array(pool.free[-count:][::-1], dtype=np.int64)
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
-        self._change(words, SlotEvent.GRANT, cause)
+        self._change(words, SlotEvent.GRANT)
         self.group[words] = quota
         self._name_writer(words, writer)
         self.session[words] = session
         self.quotas.held[quota] += count * pool.slot_bytes
         return words
 
-    def seal(self, words: Words, prints: Prints, cause: int) -> None:
+    def seal(self, words: Words, prints: Prints, *, is_use: bool = False) -> None:
         """Mark slots of one pool as complete and readable. A block that a hint named takes the
-        place in the order of use that the hint reserved."""
-        if len(words):
-            pool = self._sealed(words, cause)
-            pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
-
-    def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
-        """Seal blocks that were brought for a request: this is their second use, not their
-        first."""
-        if len(words):
-            pool = self._sealed(words, cause)
-            pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
-            pool.policy.use(words[::-1], self._places(prints)[::-1])
+        place in the order of use that the hint reserved. `is_use`: the blocks were brought for a
+        request, which is their second use, not their first."""
+        if not len(words):
+            return
+        self._change(words, SlotEvent.SEAL)
+        self._name_writer(words, 0)
+        pool = self.pool_of(int(words[0]))
+        pool.is_starved = False
+        words = words[::-1]
+        if is_use:
+            pool.policy.insert(words, self._new_stamps(len(words)), prints[::-1])
+            pool.policy.use(words, self._places(prints)[::-1])
+        else:
+            pool.policy.insert(words, self._places(prints)[::-1], prints[::-1])
 
     def _name_writer(self, words: Words, writer: int) -> None:
         self._journal.name_writer(words, writer)
@@ -336,22 +333,15 @@ class Slots:
         self.writers.name(words, writer)
         self.pins.written(words, 1)
 
-    def _sealed(self, words: Words, cause: int) -> Pool:
-        self._change(words, SlotEvent.SEAL, cause)
-        self._name_writer(words, 0)
-        pool = self.pool_of(int(words[0]))
-        pool.is_starved = False
-        return pool
-
-    def lose(self, words: Words, cause: int) -> None:
+    def lose(self, words: Words) -> None:
         """Quarantine slots: their writer's socket ended, and its process may still write."""
-        self._change(words, SlotEvent.LOSE, cause)
+        self._change(words, SlotEvent.LOSE)
 
-    def free(self, words: Words, cause: int) -> None:
+    def free(self, words: Words) -> None:
         """Free slots from any state, and raise their generation."""
         if len(words) == 0:
             return
-        self._change(words, SlotEvent.FREE, cause)
+        self._change(words, SlotEvent.FREE)
         for group, size_bytes in self.weigh(words):
             self.quotas.held[group] -= size_bytes
         self._name_writer(words, 0)

@@ -102,9 +102,7 @@ class HbmCopies:
         scope = Scope(*asker.address, asker.shards[column], asker.block_bytes[column])
         for place in pieces(count, JOB_BYTES_MAX // size):
             piece = words[place]
-            targets = self._slots.grant(
-                pool, len(piece), writer=HBM_WRITER, session=0, cause=state.cause
-            )
+            targets = self._slots.grant(pool, len(piece), writer=HBM_WRITER, session=0)
             rise = _Rise(piece, state.slots.generation[piece], targets, len(piece) * size)
             job = self._job_of[piece] = self._jobs.begin(rise)
             named = state.named(state.residency.row_of_word[piece].astype(np.int64), piece)
@@ -120,13 +118,13 @@ class HbmCopies:
             self._demote(np.flatnonzero(self._slots.state == SlotState.SEALED))
         good = np.frombuffer(event.good, dtype=np.bool_) & (not self._has_failed)
         good &= state.slots.generation[job.sources] == job.generations
-        self._slots.free(job.words[~good], state.cause)
+        self._slots.free(job.words[~good])
         sources, words = job.sources[good], job.words[good]
         state.counters.hbm_blocks_promoted += len(words)
         state.counters.hbm_blocks_dropped += len(good) - len(words)
         if not len(words):
             return
-        self._slots.seal(words, np.zeros(len(words), dtype=np.uint64), state.cause)
+        self._slots.seal(words, np.zeros(len(words), dtype=np.uint64))
         state.residency.put_hbm(sources, words)
         slots = state.slots.slots_of(sources), self._slots.slots_of(words)
         state.publish_generations()

@@ -192,16 +192,9 @@ class Intake:
     ) -> list[Words]:
         """Grant slots for `count` blocks: one column of words for each shard, granted to its
         writer."""
-        state = self._state
+        slots, quota = self._state.slots, asker.quota
         return [
-            state.slots.grant(
-                state.slots.pools[size],
-                count,
-                writer=writer,
-                session=session,
-                quota=asker.quota,
-                cause=state.cause,
-            )
+            slots.grant(slots.pools[size], count, writer=writer, session=session, quota=quota)
             for size, writer in zip(asker.slot_sizes, writers, strict=False)
         ]
 
@@ -260,8 +253,7 @@ class Intake:
         new = np.flatnonzero(rows < 0)
         rows[new] = residency.insert(copies.scope, keys[new])
         residency.put_dram(rows, words, copies.checksums[wanted])
-        seal = state.slots.seal_read if is_use else state.slots.seal
-        seal(words, prints(copies.scope, keys), state.cause)
+        state.slots.seal(words, prints(copies.scope, keys), is_use=is_use)
         state.credits_due = True
         self._arrivals.settle_keys(copies.keys)
         return rows

@@ -268,7 +268,7 @@ class Sessions:
                 del owner.ranks[rank]
             mine = self._state.slots.of_writer(id)
             granted = mine[self._state.slots.state[mine] == SlotState.GRANTED]
-            self._state.slots.lose(granted, self._state.cause)
+            self._state.slots.lose(granted)
             self._state.counters.slots_quarantined += len(granted)
         if len(self._state.slots.of_writer(id)) == 0:
             self._forget(connection)

@@ -29,8 +29,8 @@ def generation_stays(patch: pytest.MonkeyPatch) -> None:
     """A slot that is freed keeps its generation: late readers do not notice."""
     free = Slots.free
 
-    def broken(self: Slots, words: Words, cause: int) -> None:
-        free(self, words, cause)
+    def broken(self: Slots, words: Words) -> None:
+        free(self, words)
         self.generation[words] -= np.uint64(1)
 
     patch.setattr(Slots, "free", broken)

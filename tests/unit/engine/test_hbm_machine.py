@@ -239,7 +239,7 @@ def _gives_slots_back_early(original: Callable[..., None]) -> Callable[..., None
         original(self, words, stamp)
         assert self.hbm is not None
         if len(words):
-            self.hbm.free(np.flatnonzero(self.hbm.state == 1), self.cause)
+            self.hbm.free(np.flatnonzero(self.hbm.state == 1))
 
     return empty
 

@@ -25,8 +25,8 @@ TTL_NS = 10 * NS_PER_S
 
 def sealed() -> tuple[Slots, Words]:
     slots, pool = one_pool()
-    words = slots.grant(pool, 2, writer=5, session=9, cause=1)
-    slots.seal(words, words.astype(np.uint64), 2)
+    words = slots.grant(pool, 2, writer=5, session=9)
+    slots.seal(words, words.astype(np.uint64))
     return slots, words
 
 
@@ -83,8 +83,8 @@ def test_leases_that_grow_block_by_block_take_what_their_slots_take() -> None:
     pool = slots.pool(SLOT_BYTES_MIN)
     while len(pool.free) < 512:
         assert slots.extend(pool)
-    words = slots.grant(pool, 512, writer=5, session=9, cause=1)
-    slots.seal(words, words.astype(np.uint64), 2)
+    words = slots.grant(pool, 512, writer=5, session=9)
+    slots.seal(words, words.astype(np.uint64))
     leases = table(slots)
     for lease in range(16):
         leases.add(9, lease, words[:0], now_ns=0)

@@ -30,8 +30,8 @@ def one_pool() -> tuple[Slots, Pool]:
     return slots, pool
 
 
-def seal(slots: Slots, words: np.ndarray, cause: int) -> None:
-    slots.seal(words, words.astype(np.uint64), cause)
+def seal(slots: Slots, words: np.ndarray) -> None:
+    slots.seal(words, words.astype(np.uint64))
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
@@ -61,10 +61,10 @@ def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> 
     pool = slots.pool(SLOT_BYTES_MIN)
     for _ in range(3):
         slots.extend(pool)
-    words = np.sort(slots.grant(pool, 12, writer=1, session=1, cause=1))
+    words = np.sort(slots.grant(pool, 12, writer=1, session=1))
     assert slots.coldest_slab(pool) is None, "all are granted"
     for slab in (2, 0, 1):
-        seal(slots, words[slab * 4 : slab * 4 + 4], 2)
+        seal(slots, words[slab * 4 : slab * 4 + 4])
     assert slots.coldest_slab(pool) == (2, 4)
     slots.touch(pool, words[8:9])
     assert slots.coldest_slab(pool) == (0, 8), "one fresh slot makes a slab fresh"
