@@ -35,7 +35,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.net.aio import Tasks
-from kvstore.net.server import Context, RefusedCall, require_node
+from kvstore.net.server import Context, RefusedCall, Threads, require_node
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
@@ -129,8 +129,8 @@ class IndexService(IndexServicer):
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Thread that makes the keys of prompts, since those of long ones take tens of
         milliseconds."""
-        self._token_questions = 0
-        """Number of queries in that thread, including those of callers that have disconnected."""
+        full = f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already"
+        self._keying = Threads(self._hashing, count_max=TOKEN_QUESTIONS_MAX, full=full)
         self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
         self._listed: dict[bool, pb.NodesReply] = {}
         """Reply to `Nodes` without engines (False) and with them (True), until
@@ -233,18 +233,7 @@ class IndexService(IndexServicer):
             raise RefusedCall(_INVALID, str(error)) from None
         if request.WhichOneof("prompt") == "keys":
             return request.keys
-        if self._token_questions >= TOKEN_QUESTIONS_MAX:
-            text = f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already"
-            raise RefusedCall(_EXHAUSTED, text)
-        self._token_questions += 1
-        loop = asyncio.get_running_loop()
-        making = loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
-        making.add_done_callback(self._made)
-        # A cancelled question would stay in the queue of the thread without being counted.
-        return await asyncio.shield(making)
-
-    def _made(self, _: asyncio.Future[bytes]) -> None:
-        self._token_questions -= 1
+        return await self._keying.run(_keys_of_tokens, request.tokens)
 
     # ── feeds ────────────────────────────────────────────────────────────────────────────────────
 

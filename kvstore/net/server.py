@@ -25,7 +25,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -177,6 +177,7 @@ SILENT_MAX: Final = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Details = grpc.HandlerCallDetails
+_T = TypeVar("_T")
 
 
 class RefusedCall(Exception):
@@ -226,14 +227,39 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._handlers[method]
 
 
+class Threads:
+    """Threads that do the work of calls. On the loop of their server."""
+
+    def __init__(self, pool: ThreadPoolExecutor, *, count_max: int, full: str) -> None:
+        """`count_max`: calls whose work is done, or waits for a thread, those whose callers have
+        disconnected included. `full`: sentence for a call beyond."""
+        self._pool, self._count_max, self._full = pool, count_max, full
+        self._count = 0
+
+    async def run(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Do the work of a call. Raises RefusedCall if too many wait."""
+        if self._count >= self._count_max:
+            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, self._full)
+        self._count += 1
+        doing = asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        doing.add_done_callback(self._done)
+        # A cancelled call would stay in the queue of the pool without being counted.
+        return await asyncio.shield(doing)
+
+    def _done(self, doing: asyncio.Future[Any]) -> None:
+        self._count -= 1
+        if not doing.cancelled():
+            doing.exception()  # its caller may be gone, and then nobody asks for it
+
+
 class Calls(Guard):
     """For a server whose behaviors are plain functions. On its loop."""
 
     def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
         """`count_max`: calls that are answered, or wait for a thread of `pool`."""
-        self._pool, self._count_max = pool, count_max
+        full = f"{count_max} questions wait already: ask again later"
+        self._threads = Threads(pool, count_max=count_max, full=full)
         self._silent: dict[asyncio.Timeout, None] = {}
-        self._count = 0
         super().__init__(self._guarded)
 
     def _guarded(self, handler: Any) -> Any:
@@ -247,24 +273,11 @@ class Calls(Guard):
         async def answer(_: object, context: Context) -> Any:
             try:
                 request = await self._request(context)
-                if self._count >= self._count_max:
-                    text = f"{self._count_max} questions wait already: ask again later"
-                    raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-                self._count += 1
-                loop = asyncio.get_running_loop()
-                doing = loop.run_in_executor(self._pool, behavior, request, context)
-                doing.add_done_callback(self._done)
-                # A cancelled call would stay in the queue of the pool without being counted.
-                return await asyncio.shield(doing)
+                return await self._threads.run(behavior, request, context)
             except RefusedCall as error:
                 await context.abort(error.code, str(error))
 
         return answer
-
-    def _done(self, doing: asyncio.Future[Any]) -> None:
-        self._count -= 1
-        if not doing.cancelled():
-            doing.exception()  # its caller may be gone, and then nobody asks for it
 
     async def _request(self, context: Context) -> Any:
         if len(self._silent) >= SILENT_MAX:

@@ -6,7 +6,6 @@ cover: their use (`node`), the messages (`control`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import socket
 from collections import deque
@@ -170,26 +169,23 @@ class Handover(control.HeldDescriptors):
     def attached(self, number: int, hello: bytes, pidfd: int) -> bool:
         """Have this rank's pidfd held beyond this process. False: impossible, so nothing may be
         granted to it."""
-        try:
-            message = control.Attached(number, hello)
-            control.send(self._socket, message, pidfd, flags=socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        return True
+        return self._offer(control.Attached(number, hello), pidfd)
 
     def disk_hangs(self, hangs: bool) -> None:
         """Report whether the disk tier hangs."""
         # Unsaid, an upgrade ends this process as it would without.
-        with contextlib.suppress(OSError):
-            control.send(self._socket, control.DiskHangs(hangs), flags=socket.MSG_DONTWAIT)
+        self._offer(control.DiskHangs(hangs))
 
     def released(self, number: int) -> None:
         """Report that no slot depends on this rank any more, and what could not be sent before."""
         self._unsaid.append(number)
+        while self._unsaid and self._offer(control.Released(self._unsaid[0])):
+            self._unsaid.popleft()  # the rest is said with the next one
+
+    def _offer(self, message: control.Control, fd: int | None = None) -> bool:
+        """Send a message, if the supervisor takes it now."""
         try:
-            while self._unsaid:
-                message = control.Released(self._unsaid[0])
-                control.send(self._socket, message, flags=socket.MSG_DONTWAIT)
-                self._unsaid.popleft()
+            control.send(self._socket, message, fd, flags=socket.MSG_DONTWAIT)
         except OSError:
-            return  # said with the next one
+            return False
+        return True
