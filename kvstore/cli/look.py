@@ -86,20 +86,13 @@ def inspect_node(
     if json_:
         click.echo(as_json(**found))
         return
-    show(found)
+    if topic == "curve":
+        show_curve(found["curve"])
+    else:
+        show(found)
     if left_out:
         hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
         click.echo(f"more than these {shown} blocks exist{hint}", err=True)
-
-
-def inspect_curve(socket: Path, *, json_: bool) -> None:
-    """Print expected hits by capacity of dram."""
-    with node_client(socket) as client:
-        rows = client.rows("curve", CurveReport)
-    if json_:
-        click.echo(as_json(curve=rows))
-    else:
-        show_curve(rows)
 
 
 def inspect_prefix(
@@ -276,8 +269,9 @@ _HOLDERS: Final = (
 )
 
 
-def show_curve(rows: Sequence[CurveReport]) -> None:
-    """Print a line per capacity of dram, and the effect of twice the dram, to stdout."""
+def show_curve(rows: Sequence[Any]) -> None:
+    """Print a line per capacity of dram (CurveReports), and the effect of twice the dram, to
+    stdout."""
     now = next(row for row in rows if row.capacity == "1x")
     if now.trouble:
         click.echo(f"the curve is off until the node restarts, by an error: {now.trouble}")
@@ -406,15 +400,12 @@ def in_hours(rows: Sequence[SavingsReport], gpu_hour: float | None) -> list[Savi
     """
     names = SavingsReport.__struct_fields__[3:]
     sums = (sum(getattr(row, name) for row in rows) for name in names)
-    return [_in_hours(row, gpu_hour) for row in (*rows, SavingsReport(ALL, ALL, ALL, *sums))]
-
-
-def _in_hours(report: SavingsReport, gpu_hour: float | None) -> SavingsRow:
-    row: SavingsRow = {}
-    for name, value in msgspec.structs.asdict(report).items():
-        is_time = name.endswith("_ms")
-        row[name.replace("_ms", "_hours")] = value / MS_PER_HOUR if is_time else value
-    return row | {"net_money": None if gpu_hour is None else row["net_gpu_hours"] * gpu_hour}
+    found = [msgspec.structs.asdict(row) for row in (*rows, SavingsReport(ALL, ALL, ALL, *sums))]
+    for row in found:
+        for name in names[1:]:
+            row[name.replace("_ms", "_hours")] = row.pop(name) / MS_PER_HOUR
+        row["net_money"] = None if gpu_hour is None else row["net_gpu_hours"] * gpu_hour
+    return found
 
 
 def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> None:

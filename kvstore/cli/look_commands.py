@@ -115,8 +115,6 @@ def inspect(
 
     if topic == "prefix":
         look.inspect_prefix(socket, asked, space=space or "", json_=json_, **prompt)
-    elif topic == "curve":
-        look.inspect_curve(socket, json_=json_)
     elif topic == "savings":
         look.inspect_savings(socket, gpu_hour=gpu_hour, json_=json_)
     elif asked is not None:

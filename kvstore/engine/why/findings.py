@@ -36,7 +36,6 @@ from kvstore.engine.why.reasons import (
     Tombstones,
     Wanted,
     tiers_of,
-    unpack,
 )
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
@@ -275,13 +274,14 @@ def _ranges(
         if len(found) == RANGES_MAX - 1 and end < len(codes):
             found.append(RangeReport(begin, len(codes) - begin, "", Reason.TOO_MIXED))
             break
-        about, its = unpack(int(codes[begin])), stamps[begin:end]
+        name, number = divmod(int(codes[begin]), 1 << NAME_SHIFT)
+        why, its = Reason(number), stamps[begin:end]
         left_ms = (0, 0)
-        if about.why <= Reason.DIVERGED:
-            ms = [until_ns // NS_PER_MS - unpack(int(n)).at_ms for n in (its.max(), its.min())]
+        if why <= Reason.DIVERGED:
+            ms = [until_ns // NS_PER_MS - (int(n) >> TIME_SHIFT) for n in (its.max(), its.min())]
             left_ms = (max(0, ms[0]), max(0, ms[1]))
-        tier, name = _TIER_OF.get(about.why, ""), state.names.text(about.name)
-        found.append(RangeReport(begin, end - begin, tier, about.why, name=name, left_ms=left_ms))
+        its_name, tier = state.names.text(name), _TIER_OF.get(why, "")
+        found.append(RangeReport(begin, end - begin, tier, why, name=its_name, left_ms=left_ms))
     return found
 
 

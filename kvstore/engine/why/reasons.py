@@ -147,15 +147,8 @@ NAME_SHIFT: Final = 8
 TIME_SHIFT: Final = 24
 
 Stamps = NDArray[np.uint64]
-"""Packed: time in ms from bit 24 on, number of a name from bit 8 on, reason. 0: not known."""
-
-
-class Departure(msgspec.Struct, frozen=True):
-    """A stamp, unpacked."""
-
-    why: Reason
-    name: int
-    at_ms: int
+"""Packed: time in ms from bit TIME_SHIFT on, number of a name from bit NAME_SHIFT on, reason.
+0: not known."""
 
 
 class Names:
@@ -182,14 +175,7 @@ def stamp(why: Reason, name: int, now_ns: int) -> int:
 
 def restamp(packed: int, why: Reason) -> int:
     """`packed` with another reason, without a name; 0 stays 0."""
-    return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
-
-
-def unpack(packed: int) -> Departure:
-    """The parts of a stamp."""
-    low = packed & ((1 << TIME_SHIFT) - 1)
-    why = Reason(low & ((1 << NAME_SHIFT) - 1))
-    return Departure(why=why, name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT)
+    return packed >> TIME_SHIFT << TIME_SHIFT | why if packed else 0
 
 
 class Tombstones:
