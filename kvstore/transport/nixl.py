@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.installation import is_installed
-from kvstore.ports import End, Outcome, Pieces, Transport, TransportCapabilities, TransportMemory
-from kvstore.transport.pieces import check_pieces, described, open_descriptor
-from kvstore.wire.transfer_worker import Descriptor, Direction, encode
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.transport.pieces import BackEnd
+from kvstore.wire.transfer_worker import Descriptor, Direction
 
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
@@ -52,7 +52,6 @@ class _NixlPeer:
         self.found = found
         self.units = units
         """Prepared list of its arena, in UNIT_BYTES."""
-        self.is_connected = True
         self.is_broken = False
 
 
@@ -62,7 +61,7 @@ class _NixlMove(NamedTuple):
     ranges: int
 
 
-class Nixl(Transport):
+class Nixl(BackEnd[_NixlPeer]):
     """A `Transport` over NIXL."""
 
     capabilities = TransportCapabilities(
@@ -79,6 +78,7 @@ class Nixl(Transport):
         """
         self._arena, source, landing = memory
         self._plugin = options.get("plugin", "UCX")
+        super().__init__(f"nixl/{self._plugin}", name, memory)
         # Another one with each start: peers do not mistake this agent for an earlier one.
         self._agent, self._faults = _open_agent(f"{name}/{secrets.token_hex(8)}")
         own = {key[7:]: value for key, value in options.items() if key.startswith("plugin.")}
@@ -99,36 +99,21 @@ class Nixl(Transport):
         details: bytes = self._agent.get_partial_agent_metadata(
             _ranges(self._agent, *self._told), True, [self._plugin]
         )
-        self._described = encode(
-            described(
-                f"nixl/{self._plugin}",
-                name,
-                len(self._arena),
-                details,
-                landing,
-                base=source.ctypes.data,
-            )
-        )
+        self._descriptor = self._described(details, base=source.ctypes.data)
         self._units = self._prepare("", self._arena.ctypes.data, len(self._arena))
-        self._peers: dict[str, _NixlPeer] = {}
-        """Peers by name; forgotten ones are in the order in which they were forgotten."""
+        self._forgotten: dict[str, _NixlPeer] = {}
+        """Peers whose connection is kept, in the order in which they were forgotten."""
         self._moves: dict[int, _NixlMove] = {}
-        self._outcomes: list[Outcome] = []
-
-    refused_count = 0
-    """Always 0: NIXL reports no connections of peers."""
 
     def describe(self) -> bytes:
-        return self._described
+        return self._descriptor
 
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        known = self._peers.get(peer)
-        assert known is None or not known.is_connected, peer
-        found = open_descriptor(descriptor, peer=peer, backend=f"nixl/{self._plugin}")
-        if known is not None and known.found == found and not known.is_broken:
-            known.is_connected = True
-            return
-        self._drop(peer)
+    def _connected(self, found: Descriptor) -> _NixlPeer:
+        known = self._forgotten.pop(found.name, None)
+        if known is not None and known.found == found:
+            return known
+        if known is not None:
+            self._drop(known)
         agent = ""
         try:
             agent = self._agent.add_remote_agent(found.details).decode()
@@ -136,54 +121,46 @@ class Nixl(Transport):
         except self._faults as error:
             if agent:
                 self._quietly(self._agent.remove_remote_agent, agent)
-            raise TransportError(f"NIXL cannot use the descriptor of {peer}: {error}") from None
-        self._peers[peer] = _NixlPeer(agent, found, units)
+            raise TransportError(
+                f"NIXL cannot use the descriptor of {found.name}: {error}"
+            ) from None
+        return _NixlPeer(agent, found, units)
 
-    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        to = self._peers.get(peer)
-        if to is None or not to.is_connected:
-            raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, direction, local_bytes=len(self._arena), found=to.found)
+    def _begin(self, number: int, to: _NixlPeer, pieces: Pieces, direction: Direction) -> None:
         try:
             handle = self._request(to, pieces, direction)
         except self._faults as error:
-            raise TransportError(f"NIXL cannot {direction.value} at {peer}: {error}") from None
-        begun = _NixlMove(handle, to, len(pieces.length))
-        self._moves[number] = begun
+            text = f"NIXL cannot {direction.value} at {to.found.name}: {error}"
+            raise TransportError(text) from None
+        begun = self._moves[number] = _NixlMove(handle, to, len(pieces.length))
         self._look(number, begun, self._agent.transfer)
 
-    def poll(self) -> list[Outcome]:
+    def _go_on(self) -> None:
         for number, begun in list(self._moves.items()):
             self._look(number, begun, self._agent.check_xfer_state)
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def fileno(self) -> int:
         return -1
 
     def forget(self, peer: str) -> None:
         """Give up transfers with this peer, which says nothing about the ends of their requests."""
-        gone = self._peers.get(peer)
+        gone = self._peers.pop(peer, None)
         if gone is None:
             return
-        gone.is_connected = False
         for number, begun in list(self._moves.items()):
             if begun.peer is gone:
                 self._end(number, begun, "given up", End.UNKNOWN)
         if gone.is_broken:
-            self._drop(peer)
+            self._drop(gone)
             return
-        del self._peers[peer]
-        self._peers[peer] = gone  # as the last
-        forgotten = [name for name, each in self._peers.items() if not each.is_connected]
-        if len(forgotten) > FORGOTTEN_MAX:
-            self._drop(forgotten[0])
+        self._forgotten[peer] = gone
+        if len(self._forgotten) > FORGOTTEN_MAX:
+            self._drop(self._forgotten.pop(next(iter(self._forgotten))))
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.forget(peer)
-            self._drop(peer)
-        self._outcomes.clear()
+        super().close()
+        while self._forgotten:
+            self._drop(self._forgotten.popitem()[1])
 
     def _look(self, number: int, begun: _NixlMove, ask: Callable[[Any], str]) -> None:
         """Handle the state of a move. `ask`: a call of NIXL that returns it."""
@@ -209,12 +186,10 @@ class Nixl(Transport):
         end = end if begun.ranges == 1 else End.UNKNOWN
         self._outcomes.append(Outcome(number, end, f"{begun.peer.found.name}: {reason}"))
 
-    def _drop(self, peer: str) -> None:
-        """End the connection to a peer, if there is one."""
-        gone = self._peers.pop(peer, None)
-        if gone is not None:
-            self._quietly(gone.units.release)
-            self._quietly(self._agent.remove_remote_agent, gone.agent)
+    def _drop(self, gone: _NixlPeer) -> None:
+        """End the connection to a peer."""
+        self._quietly(gone.units.release)
+        self._quietly(self._agent.remove_remote_agent, gone.agent)
 
     def _quietly(self, release: Callable[..., object], *arguments: object) -> None:
         """Release something; if that fails, NIXL keeps it until this process ends."""

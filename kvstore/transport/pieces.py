@@ -1,5 +1,6 @@
-"""Pieces of a transfer: neighbours joined, limits checked, cut into parts; and descriptors of
-peers, which name the memory that pieces may lie in. Pure.
+"""Pieces of a transfer: neighbours joined, limits checked, cut into parts; descriptors of peers,
+which name the memory that pieces may lie in; and `BackEnd`, which checks both for every back end.
+Pure.
 
 local   0   4   8       32          one piece of 12 bytes and one of 4: neighbours in both arenas
 remote  64  68  72      76          are one, in whatever number they came
@@ -8,12 +9,14 @@ length  4   4   4       4
 
 from __future__ import annotations
 
+from typing import Generic, Protocol, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError, TransportError
-from kvstore.ports import Landing, Pieces
-from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor
+from kvstore.ports import Outcome, Pieces, Transport, TransportMemory
+from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:
@@ -90,34 +93,77 @@ def cut(pieces: Pieces, limit_bytes: int) -> tuple[Pieces, Pieces]:
     return head, tail
 
 
-def described(
-    backend: str,
-    name: str,
-    size_bytes: int,
-    details: bytes,
-    landing: Landing | None,
-    *,
-    base: int = 0,
-) -> Descriptor:
-    """Descriptor for peers. `base`: address of the arena, for a back end whose peers count by
-    addresses; 0: by offsets."""
-    landings = (0, 0, 0)
-    if landing is not None:
-        address = landing.memory.ctypes.data if base else 0
-        landings = (landing.begin, len(landing.memory), address)
-    return Descriptor(backend, name, size_bytes, base, details, *landings)
+class ConnectedPeer(Protocol):
+    """A peer as a back end knows it."""
+
+    @property
+    def found(self) -> Descriptor:
+        """Its descriptor."""
 
 
-def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:
-    """The descriptor in `data`. Raises TransportError when it is not one of that peer and
-    back end.
-    """
-    try:
-        found = decode_descriptor(data)
-    except ProtocolError:
-        raise TransportError(f"what {peer} calls its descriptor is none") from None
-    if found.backend != backend:
-        raise TransportError(f"{peer} moves by {found.backend!r}, this node by {backend!r}")
-    if found.name != peer:
-        raise TransportError(f"the descriptor of {peer} is that of {found.name!r}")
-    return found
+_P = TypeVar("_P", bound=ConnectedPeer)
+
+
+class BackEnd(Transport, Generic[_P]):
+    """What back ends have in common: peers by name, checked transfers, outcomes until `poll`."""
+
+    refused_count = 0
+
+    def __init__(self, backend: str, name: str, memory: TransportMemory) -> None:
+        """`backend`: its name in descriptors; `name`: that of this node."""
+        self._backend, self._name, self._memory = backend, name, memory
+        self._peers: dict[str, _P] = {}
+        self._outcomes: list[Outcome] = []
+
+    def _described(self, details: bytes, base: int = 0) -> bytes:
+        """Descriptor for peers. `base`: address of the arena, for a back end whose peers count by
+        addresses; 0: by offsets.
+        """
+        size_bytes, landing, landings = len(self._memory.arena), self._memory.landing, (0, 0, 0)
+        if landing is not None:
+            address = landing.memory.ctypes.data if base else 0
+            landings = (landing.begin, len(landing.memory), address)
+        return encode(Descriptor(self._backend, self._name, size_bytes, base, details, *landings))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        assert peer not in self._peers, peer
+        try:
+            found = decode_descriptor(descriptor)
+        except ProtocolError:
+            raise TransportError(f"what {peer} calls its descriptor is none") from None
+        if found.backend != self._backend:
+            raise TransportError(
+                f"{peer} moves by {found.backend!r}, this node by {self._backend!r}"
+            )
+        if found.name != peer:
+            raise TransportError(f"the descriptor of {peer} is that of {found.name!r}")
+        self._peers[peer] = self._connected(found)
+
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
+        to = self._peers.get(peer)
+        if to is None:
+            raise TransportError(f"{peer} is not connected")
+        check_pieces(pieces, direction, local_bytes=len(self._memory.arena), found=to.found)
+        self._begin(number, to, pieces, direction)
+
+    def poll(self) -> list[Outcome]:
+        self._go_on()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.forget(peer)
+        self._outcomes.clear()
+
+    def _connected(self, found: Descriptor) -> _P:
+        """The peer of this descriptor. Raises TransportError."""
+        raise NotImplementedError
+
+    def _begin(self, number: int, to: _P, pieces: Pieces, direction: Direction) -> None:
+        """Begin a transfer that has been checked. Raises TransportError."""
+        raise NotImplementedError
+
+    def _go_on(self) -> None:
+        """Do the work that is due, and add outcomes."""
+        raise NotImplementedError

@@ -48,16 +48,10 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.mailbox import Wake
 from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.guests import Guests
-from kvstore.transport.pieces import (
-    check_pieces,
-    check_within,
-    described,
-    open_descriptor,
-    total_bytes,
-)
+from kvstore.transport.pieces import BackEnd, check_within, total_bytes
 from kvstore.units import NS_PER_S
 from kvstore.wire.identity import identities_of, is_name
-from kvstore.wire.transfer_worker import Descriptor, Direction, encode
+from kvstore.wire.transfer_worker import Descriptor, Direction
 from kvstore.wording import cannot_listen
 
 HEADER: Final = struct.Struct("<4sIQQ")
@@ -310,12 +304,10 @@ class TcpReader(_TcpEnd):
 class TcpOwner(_TcpEnd):
     """A peer that this node reads from and writes to; its requests are answered in order."""
 
-    def __init__(
-        self, name: str, found: Descriptor, address: Address, done: Callable[[int], None]
-    ) -> None:
+    def __init__(self, found: Descriptor, address: Address, done: Callable[[int], None]) -> None:
         """`done`: takes the number of each transfer that is done."""
         super().__init__()
-        self.name, self.found, self.address, self._done = name, found, address, done
+        self.found, self.address, self._done = found, address, done
         self.stream = None
         """Connection; None until the first transfer, and after a failure until the next."""
         self.waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
@@ -378,7 +370,7 @@ class TcpOwner(_TcpEnd):
 # ── the transport ─────────────────────────────────────────────────────────────────────────────────
 
 
-class Tcp:
+class Tcp(BackEnd[TcpOwner]):
     """A `Transport` over TCP and TLS."""
 
     capabilities = TransportCapabilities(
@@ -387,7 +379,8 @@ class Tcp:
 
     def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
         """Listen. Raises ConfigError: certificates or the address cannot be used."""
-        self._name, self._arena = name, memoryview(memory.arena.data)
+        super().__init__("tcp", name, memory)
+        self._arena = memoryview(memory.arena.data)
         self._source, self._landing = memory.source, memory.landing
         self._theirs, self._ours = _contexts(options)
         self._listener = _listen(options)
@@ -405,11 +398,8 @@ class Tcp:
         """
         self._again: set[TcpReader | TcpOwner] = set()
         self._guests: Guests[TcpReader] = Guests()
-        self._owners: dict[str, TcpOwner] = {}
         self._dialled: set[TcpOwner] = set()
         """Owners whose connection may not be open yet."""
-        self._outcomes: list[Outcome] = []
-        self.refused_count = 0
 
     @staticmethod
     def is_at(details: bytes, host: str) -> bool:
@@ -417,40 +407,33 @@ class Tcp:
         return told is not None and msgspec.msgpack.encode(told) == details and told.host == host
 
     def describe(self) -> bytes:
-        details = msgspec.msgpack.encode(self._address)
-        return encode(described("tcp", self._name, len(self._source), details, self._landing))
+        return self._described(msgspec.msgpack.encode(self._address))
 
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        assert peer not in self._owners, peer
-        found = open_descriptor(descriptor, peer=peer, backend="tcp")
-        address = _address_in(found.details)
+    def _connected(self, found: Descriptor) -> TcpOwner:
+        peer, address = found.name, _address_in(found.details)
         if address is None:
             raise TransportError(f"the descriptor of {peer} has no address")
         if address.secure != (self._ours is not None):
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
             raise TransportError(f"no certificate can name {peer}")
-        self._owners[peer] = TcpOwner(peer, found, address, self._done)
+        return TcpOwner(found, address, self._done)
 
-    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        owner = self._owners.get(peer)
-        if owner is None:
-            raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, direction, local_bytes=len(self._arena), found=owner.found)
+    def _begin(self, number: int, to: TcpOwner, pieces: Pieces, direction: Direction) -> None:
         if len(pieces.length) > PIECES_MAX:
             raise TransportError(f"more than {PIECES_MAX} pieces in one transfer")
         ranges = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
         places = [self._arena[at : at + size] for at, size in ranges]
-        if owner.stream is None:
+        if to.stream is None:
             try:
-                owner.stream = self._dial(owner)
+                to.stream = self._dial(to)
             except UNREACHABLE as error:
-                raise TransportError(f"{peer} cannot be reached: {error}") from None
-            self._dialled.add(owner)
-        owner.waiting.append((number, pieces, direction, places))
-        self._turn(owner)
+                raise TransportError(f"{to.found.name} cannot be reached: {error}") from None
+            self._dialled.add(to)
+        to.waiting.append((number, pieces, direction, places))
+        self._turn(to)
 
-    def poll(self) -> list[Outcome]:
+    def _go_on(self) -> None:
         self._wake.clear()
         due, self._again = self._again, set()
         for key, _ in self._selector.select(0):
@@ -461,25 +444,21 @@ class Tcp:
         for end in due:
             self._turn(end)
         self._expire()
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def fileno(self) -> int:
         return self._selector.fileno()
 
     def forget(self, peer: str) -> None:
-        owner = self._owners.pop(peer, None)
+        owner = self._peers.pop(peer, None)
         if owner is not None:
             self._fail(owner, "forgotten")
 
     def close(self) -> None:
         if self._wake.fileno() < 0:
             return
-        for peer in list(self._owners):
-            self.forget(peer)
+        super().close()
         for reader in self._guests.everybody:
             self._end(reader)
-        self._outcomes.clear()
         self._selector.close()
         self._listener.close()
         self._wake.close()
@@ -493,7 +472,7 @@ class Tcp:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            stream = Stream(sock, self._ours, owner.name)
+            stream = Stream(sock, self._ours, owner.found.name)
             with contextlib.suppress(BlockingIOError):
                 sock.connect((address.host, address.port))
         except UNREACHABLE:
@@ -569,7 +548,7 @@ class Tcp:
         any more.
         """
         self._end(owner)
-        why = f"{owner.name}: {reason}"
+        why = f"{owner.found.name}: {reason}"
         self._outcomes += [Outcome(number, End.FAILED, why) for number in owner.lose()]
 
     def _end(self, end: TcpReader | TcpOwner) -> None:

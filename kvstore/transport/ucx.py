@@ -24,9 +24,9 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, Transport, TransportCapabilities, TransportMemory
-from kvstore.transport.pieces import check_pieces, check_within, open_descriptor
-from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, encode, words
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.transport.pieces import BackEnd, check_within
+from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, words
 
 CONTROL: Final = 1
 DATA: Final = 1 << 62
@@ -71,7 +71,7 @@ class _UcxRead:
         return self.completed == len(self.requests)
 
 
-class Ucx(Transport):
+class Ucx(BackEnd[_Owner]):
     """A `Transport` over UCX."""
 
     capabilities = TransportCapabilities(
@@ -80,7 +80,8 @@ class Ucx(Transport):
 
     def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
         """Set up UCX; ucxx must be installed. Raises ConfigError: UCX cannot work here."""
-        self._name, (self._arena, self._source, landing) = name, memory
+        super().__init__("ucx", name, memory)
+        self._arena, self._source, landing = memory
         assert landing is None, "it takes no writes"
         if options:
             raise ConfigError(f"the ucx transport knows no option {next(iter(options))!r}")
@@ -98,7 +99,6 @@ class Ucx(Transport):
         """Address of this worker behind its checksum, since UCX itself does not check the bytes of
         an address.
         """
-        self._owners: dict[str, _Owner] = {}
         self._readers: dict[bytes, Any] = {}
         """Address → endpoint of each peer that reads from here."""
         self._reads: dict[int, _UcxRead] = {}
@@ -108,39 +108,31 @@ class Ucx(Transport):
         """
         self._sends: deque[Any] = deque()
         self._next_tag = DATA
-        self._outcomes: list[Outcome] = []
-        self.refused_count = 0
 
     def describe(self) -> bytes:
-        return encode(Descriptor("ucx", self._name, len(self._source), 0, self._address))
+        return self._described(self._address)
 
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        assert peer not in self._owners, peer
-        found = open_descriptor(descriptor, peer=peer, backend="ucx")
-        self._owners[peer] = _Owner(found, self._dial(found.details))
+    def _connected(self, found: Descriptor) -> _Owner:
+        return _Owner(found, self._dial(found.details))
 
-    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        owner = self._owners.get(peer)
-        if owner is None:
-            raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, direction, local_bytes=len(self._arena), found=owner.found)
-        if not owner.endpoint.alive:
-            raise TransportError(f"{peer} has ended")
+    def _begin(self, number: int, to: _Owner, pieces: Pieces, _: Direction) -> None:
+        if not to.endpoint.alive:
+            raise TransportError(f"{to.found.name} has ended")
         tag, self._next_tag = self._next_tag, self._next_tag + 1
         places = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
         requests = [
-            owner.endpoint.tag_recv(self._array(self._arena[at : at + size]), self._tag(tag))
+            to.endpoint.tag_recv(self._array(self._arena[at : at + size]), self._tag(tag))
             for at, size in places
             if size
         ]
         ask = _encoder.encode(
             _UcxRequest(self._address, tag, words(pieces.remote), words(pieces.length))
         )
-        requests.append(owner.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
-        self._reads[number] = _UcxRead(owner, requests, ask)
+        requests.append(to.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
+        self._reads[number] = _UcxRead(to, requests, ask)
         self._progress()
 
-    def poll(self) -> list[Outcome]:
+    def _go_on(self) -> None:
         self._progress()
         self._answer()
         while self._sends and self._sends[0].completed:
@@ -149,24 +141,17 @@ class Ucx(Transport):
             self._look(read, begun)
         self._readers = {at: end for at, end in self._readers.items() if end.alive}
         self._progress()
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def fileno(self) -> int:
         return int(self._worker.epoll_file_descriptor)
 
     def forget(self, peer: str) -> None:
-        gone = self._owners.pop(peer, None)
+        gone = self._peers.pop(peer, None)
         under_way = [read for read, begun in self._reads.items() if begun.owner is gone]
         for read in under_way:
             self._give_up(read, "forgotten")
         if gone is not None and not under_way and gone.endpoint.alive:
             gone.endpoint.close()
-
-    def close(self) -> None:
-        for peer in list(self._owners):
-            self.forget(peer)
-        self._reads.clear()
 
     def _tag(self, number: int) -> Any:
         return self._lib.UCXXTag(number)

@@ -7,14 +7,21 @@ the others must do, it shows.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
-from kvstore.transport.pieces import check_pieces, described, open_descriptor
-from kvstore.wire.transfer_worker import Descriptor, Direction, encode
+from kvstore.ports import (
+    End,
+    Landing,
+    Outcome,
+    Pieces,
+    TransportCapabilities,
+    TransportMemory,
+)
+from kvstore.transport.pieces import BackEnd
+from kvstore.wire.transfer_worker import Descriptor, Direction
 
 
 class Hub:
@@ -33,7 +40,13 @@ class Hub:
         return place
 
 
-class Loopback:
+class Far(NamedTuple):
+    """A peer."""
+
+    found: Descriptor
+
+
+class Loopback(BackEnd[Far]):
     """A `Transport` within a process."""
 
     capabilities = TransportCapabilities(
@@ -43,43 +56,29 @@ class Loopback:
     def __init__(
         self, hub: Hub, name: str, arena: NDArray[np.uint8], landing: Landing | None = None
     ) -> None:
-        self._hub, self._name, self.arena, self._landing = hub, name, arena, landing
+        super().__init__("loopback", name, TransportMemory(arena, arena, landing))
+        self._hub, self.arena = hub, arena
         self._place = hub.join(self)
-        self._peers: dict[str, Descriptor] = {}
-        self._moves: deque[tuple[int, str, Descriptor, Pieces, Direction]] = deque()
-        self._outcomes: list[Outcome] = []
+        self._moves: deque[tuple[int, Descriptor, Pieces, Direction]] = deque()
         self.stopped = False
         """Moves nothing and answers nothing, so that its peers wait."""
 
-    refused_count = 0
-    """Its peers are not known here."""
-
-    @staticmethod
-    def is_at(details: bytes, host: str) -> bool:
-        return True
-
     def describe(self) -> bytes:
-        size_bytes = len(self.arena)
-        return encode(described("loopback", self._name, size_bytes, self._place, self._landing))
+        return self._described(self._place)
 
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        assert peer not in self._peers, peer
-        self._peers[peer] = open_descriptor(descriptor, peer=peer, backend="loopback")
+    def _connected(self, found: Descriptor) -> Far:
+        return Far(found)
 
-    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        found = self._peers.get(peer)
-        if found is None:
-            raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, direction, local_bytes=len(self.arena), found=found)
-        self._moves.append((number, peer, found, pieces, direction))
+    def _begin(self, number: int, to: Far, pieces: Pieces, direction: Direction) -> None:
+        self._moves.append((number, to.found, pieces, direction))
 
-    def poll(self) -> list[Outcome]:
+    def _go_on(self) -> None:
         waiting, self._moves = self._moves, deque()
         for move in waiting:
-            number, peer, found, pieces, direction = move
+            number, found, pieces, direction = move
             owner = self._hub.members.get(found.details)
             if owner is None:
-                self._outcomes.append(Outcome(number, End.FAILED, f"{peer} has ended"))
+                self._outcomes.append(Outcome(number, End.FAILED, f"{found.name} has ended"))
             elif owner.stopped:
                 self._moves.append(move)
             else:
@@ -89,16 +88,14 @@ class Loopback:
                     to, of = (here, there) if direction is Direction.READ else (there, here)
                     to[:] = of
                 self._outcomes.append(Outcome(number, End.DONE))
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
 
     def fileno(self) -> int:
         return -1
 
     def forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        dropped = [number for number, name, *_ in self._moves if name == peer]
-        self._moves = deque(each for each in self._moves if each[1] != peer)
+        dropped = [number for number, found, *_ in self._moves if found.name == peer]
+        self._moves = deque(each for each in self._moves if each[1].name != peer)
         self._outcomes += [Outcome(number, End.FAILED, "forgotten") for number in dropped]
 
     def close(self) -> None:
