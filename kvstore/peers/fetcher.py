@@ -30,7 +30,7 @@ from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
 from kvstore.obs.metrics import Stopwatch, Timings
-from kvstore.peers.peer_session import Dial, PeerContext, PeerSession, SessionLost
+from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, SpaceId
@@ -98,14 +98,8 @@ class Fetcher:
     """Answers Locate and Fetch commands of the engine. All of it runs on the asyncio loop, `start`
     and `close` too."""
 
-    def __init__(
-        self,
-        context: PeerContext,
-        *,
-        dial: Dial | None = None,
-        jitter: Callable[[], float] = aio.jitter,
-    ) -> None:
-        """`dial`: see `PeerSession.open`. `jitter`: returns a random number from 0 to 1."""
+    def __init__(self, context: PeerContext, *, jitter: Callable[[], float] = aio.jitter) -> None:
+        """`jitter`: returns a random number from 0 to 1."""
         self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
@@ -113,7 +107,7 @@ class Fetcher:
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who
         self._transfer_worker, self._clock = context.transfer_worker, context.clock
-        self._dial, self._jitter = dial, jitter
+        self._jitter = jitter
         self._members = {self._who.node}
         """Names of all nodes that the index listed last, and of this one."""
         self._addresses: dict[str, str] = {}
@@ -387,10 +381,8 @@ class Fetcher:
             if not address:
                 raise SessionLost(f"node {node} is no member with an address for other nodes")
             self._forget(node, None if opening is None else _session_of(opening))
-            opening = asyncio.get_running_loop().create_task(
-                PeerSession.open(node, address, self._context, dial=self._dial)
-            )
-            self._sessions[node] = opening
+            dialling = PeerSession.open(node, address, self._context)
+            opening = self._sessions[node] = asyncio.get_running_loop().create_task(dialling)
         session = await asyncio.shield(opening)
         if not session.descriptor:
             self._forget(node, session)

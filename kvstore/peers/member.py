@@ -164,9 +164,7 @@ class Peering:
             context, self.fetcher.address_of, self.block_server.answer, slow_s=slow_s
         )
         self.lander = Lander(context, self.fetcher, slow_s=slow_s)
-        self.preparer = Preparer(
-            context.post, now_ns=context.clock.now_ns, demands_certificates=tls is not None
-        )
+        self.preparer = Preparer(context)
         self.transfer_worker.changed = self._transfer_worker_changed
         self._server = _server()
         handlers = self.block_server.handler(), self.preparer.handler()

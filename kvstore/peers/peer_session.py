@@ -68,6 +68,20 @@ Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
 
 
+def _channel(
+    name: str, address: str, credentials: grpc.ChannelCredentials | None
+) -> grpc.aio.Channel:
+    options = [
+        # Addresses are not in certificates; whose it is, is.
+        ("grpc.ssl_target_name_override", str(Identity("node", name))),
+        ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        *PINGS,
+    ]
+    return aio_channel(address, credentials, options)
+
+
 class PeerContext(NamedTuple):
     """What all parts of a node's exchange with peers share."""
 
@@ -81,6 +95,8 @@ class PeerContext(NamedTuple):
     clock: Clock
     credentials: grpc.ChannelCredentials | None
     """None: nobody shows certificates, in labs."""
+    dial: Dial = _channel
+    """Makes a channel to a peer."""
 
 
 class SessionLost(KVStoreError):
@@ -107,17 +123,9 @@ class PeerSession:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
-    async def open(
-        cls,
-        name: str,
-        address: str,
-        context: PeerContext,
-        *,
-        dial: Dial | None = None,
-    ) -> Self:
-        """Open a session with node `name` at `address`. `dial`: makes the channel; None: gRPC.
-        Raises SessionLost."""
-        channel = (dial or _channel)(name, address, context.credentials)
+    async def open(cls, name: str, address: str, context: PeerContext) -> Self:
+        """Open a session with node `name` at `address`. Raises SessionLost."""
+        channel = context.dial(name, address, context.credentials)
         call: Any = None
         trouble = ""
         try:
@@ -239,20 +247,6 @@ class PeerSession:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SessionLost(reason))
-
-
-def _channel(
-    name: str, address: str, credentials: grpc.ChannelCredentials | None
-) -> grpc.aio.Channel:
-    options = [
-        # Addresses are not in certificates; whose it is, is.
-        ("grpc.ssl_target_name_override", str(Identity("node", name))),
-        ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
-        *PINGS,
-    ]
-    return aio_channel(address, credentials, options)
 
 
 def _sentence(name: str, error: Exception) -> str:

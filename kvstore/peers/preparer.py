@@ -36,6 +36,7 @@ from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
 from kvstore.net.server import Context, RefusedCall, caller_identities, only_message
+from kvstore.peers.peer_session import PeerContext
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire import peers as wire
@@ -85,15 +86,9 @@ class _Caller:
 class Preparer:
     """The gRPC service `Ahead`. Runs on the asyncio loop."""
 
-    def __init__(
-        self,
-        post: Callable[[PrepareBlocks], None],
-        *,
-        now_ns: Callable[[], int],
-        demands_certificates: bool,
-    ) -> None:
-        self._post, self._now_ns = post, now_ns
-        self._demands_certificates = demands_certificates
+    def __init__(self, context: PeerContext) -> None:
+        """With credentials in `context`, a caller must have a certificate of the cluster."""
+        self._post, self._context = context.post, context
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._asks = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.PrepareReply]] = {}
@@ -122,7 +117,7 @@ class Preparer:
     def _name_of(self, context: Context) -> str:
         """Name of the caller, from its certificate. Raises RefusedCall if it is neither a client
         nor a node."""
-        if not self._demands_certificates:
+        if self._context.credentials is None:
             return str(context.peer())
         found = sorted(caller_identities(context))
         name = next((str(each) for each in found if each.role in {"client", "node"}), "")
@@ -152,7 +147,7 @@ class Preparer:
             request = wire.decode_request(message)
         except ProtocolError as error:
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-        if not caller.take(len(request.keys) // KEY_BYTES, self._now_ns()):
+        if not caller.take(len(request.keys) // KEY_BYTES, self._context.clock.now_ns()):
             raise RefusedCall(_EXHAUSTED, f"{name} prepares more than {KEYS_PER_S} blocks a second")
         ask = next(self._asks)
         answered: asyncio.Future[wire.PrepareReply] = asyncio.get_running_loop().create_future()

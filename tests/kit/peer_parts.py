@@ -32,9 +32,10 @@ class PeerParts:
         memory: bytearray | memoryview,
         clock: Clock,
         draw_epoch: Callable[[], int],
+        jitter: Callable[[], float],
         **options: Any,
     ) -> None:
-        """`options`: of the fetcher."""
+        """`options`: of the context."""
         context = PeerContext(
             post,
             PeerHello(name, Incarnation(incarnation)),
@@ -42,11 +43,12 @@ class PeerParts:
             np.frombuffer(memory, np.uint8),
             clock,
             None,
+            **options,
         )
         self.carry_out: Callable[[PeerCommand], None] = partial(
             Peering._handle, cast("Peering", self)
         )
-        self.context, self.fetcher = context, Fetcher(context, **options)
+        self.context, self.fetcher = context, Fetcher(context, jitter=jitter)
         self.block_server = BlockServer(context)
         self.pusher = Pusher(context, self.fetcher.address_of, self.block_server.answer)
         self.block_server.pusher = self.pusher

@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.engine.events import BlocksPrepared, PrepareBlocks
+from kvstore.engine.events import BlocksPrepared, PeerEvent, PrepareBlocks
 from kvstore.peers import preparer as preparer_module
+from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.preparer import CALLERS_MAX, CALLS_MAX, KEYS_PER_S, Preparer
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
@@ -48,10 +49,16 @@ class Door:
     """A preparer whose engine answers at once, or never."""
 
     def __init__(self, *, answers: bool = True) -> None:
-        self.now_ns, self.asked, self._answers = NS_PER_S, list[PrepareBlocks](), answers
-        self.preparer = Preparer(self._post, now_ns=lambda: self.now_ns, demands_certificates=True)
+        self.at_ns, self.asked, self._answers = NS_PER_S, list[PrepareBlocks](), answers
+        nothing: Any = None
+        its = nothing, nothing, nothing, self, grpc.ssl_channel_credentials()
+        self.preparer = Preparer(PeerContext(self._post, *its))
 
-    def _post(self, event: PrepareBlocks) -> None:
+    def now_ns(self) -> int:
+        return self.at_ns
+
+    def _post(self, event: PeerEvent) -> None:
+        assert isinstance(event, PrepareBlocks)
         self.asked.append(event)
         if self._answers:
             self.preparer.prepared(BlocksPrepared(event.ask, PrepareReply(dram=3)))
@@ -126,9 +133,9 @@ def test_keys_of_one_caller_are_bounded_in_time() -> None:
     full = KEYS_PER_S // KEYS_PER_DATAGRAM_MAX
     asyncio.run(has_room_for(door, R1, full))
     asyncio.run(has_room_for(door, R2, full))
-    door.now_ns += NS_PER_S // 4
+    door.at_ns += NS_PER_S // 4
     asyncio.run(has_room_for(door, R1, full // 4))
-    door.now_ns += 100 * NS_PER_S
+    door.at_ns += 100 * NS_PER_S
     asyncio.run(has_room_for(door, R1, full))
 
 
