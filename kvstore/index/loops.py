@@ -150,9 +150,7 @@ def find(
             return 0
         if is_at(rows, row, keys, at, scope):
             return row
-        cell += 1
-        if cell == meta[CELL_COUNT]:
-            cell = 0
+        cell = cell + 1 if cell + 1 < meta[CELL_COUNT] else 0
 
 
 def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
@@ -307,9 +305,7 @@ def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -
     while set_cells[cell]:
         if is_set(sets, set_cells[cell], scratch, count, mixed):
             return set_cells[cell]
-        cell += 1
-        if cell == meta[SET_CELL_COUNT]:
-            cell = 0
+        cell = cell + 1 if cell + 1 < meta[SET_CELL_COUNT] else 0
     first = take_chunk(sets, meta)
     set_cells[cell] = first
     chunk = first

@@ -235,7 +235,7 @@ class EngineMemory:
         self._serial = 0
         self._orders = Mailbox[tuple[int, EngineSource | None]]()
         for number, source in enumerate(sources):
-            self._order(-1 - number, source)
+            self._orders.put((-1 - number, source))
         self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
         """Texts of recent bugs, each logged once."""
         self._lock = threading.Lock()
@@ -249,7 +249,7 @@ class EngineMemory:
     def carry_out(self, command: Follow | Unfollow) -> None:
         """Begin or end to follow an engine that is attached. Never waits."""
         if isinstance(command, Unfollow):
-            self._order(command.connection, None)
+            self._orders.put((command.connection, None))
             return
         source = command.source
         ends = (source.endpoint, source.replay_endpoint)
@@ -259,10 +259,7 @@ class EngineMemory:
             _log.warning("engine %s: %s", source.engine, error)
             return
         source = msgspec.structs.replace(source, endpoint=live, replay_endpoint=replay)
-        self._order(command.connection, source)
-
-    def _order(self, number: int, source: EngineSource | None) -> None:
-        self._orders.put((number, source))
+        self._orders.put((command.connection, source))
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 

@@ -128,8 +128,8 @@ class TransferWorker:
         """Whether an operator must repair something first: no other child is started."""
         self._has_served = False
         self._numbers = itertools.count(1)
-        self._awaited: dict[int, asyncio.Future[str]] = {}
-        """Transfers that have not ended, each with its result for `move`."""
+        self._awaited: dict[int, tuple[str, asyncio.Future[str]]] = {}
+        """Transfers that have not ended, each with its peer and its result for `move`."""
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the child is connected to."""
         self._to_forget: set[str] = set()
@@ -158,8 +158,7 @@ class TransferWorker:
                 *self._arena, self._begin, environment=self._environment
             )
         except OSError:
-            _, pause_ns = self._watch.died(now_ns)
-            self._call_later(max(pause_ns, NS_PER_S), self.start)
+            self._call_later(max(self._watch.died(now_ns), NS_PER_S), self.start)
             return
         for fd in (self._child.socket.fileno(), self._child.pidfd):
             self._loop.add_reader(fd, self._turn)
@@ -202,7 +201,8 @@ class TransferWorker:
             self._connected[peer] = descriptor
             self._say(wire.Connect(peer, descriptor))
         number = next(self._numbers)
-        end = self._awaited[number] = self._loop.create_future()
+        end: asyncio.Future[str] = self._loop.create_future()
+        self._awaited[number] = peer, end
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         size_bytes = total_bytes(pieces)
         self._watch.posted(number, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
@@ -213,7 +213,7 @@ class TransferWorker:
     def forget(self, peer: str) -> None:
         """Disconnect from a peer that nothing more is read from, as far as is known; deferred while
         a read is under way that the back end cannot end."""
-        if peer in self._watch.transfers.values() and not self._forgets_reads:
+        if not self._forgets_reads and any(peer == each for each, _ in self._awaited.values()):
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
             self._say(wire.Forget(peer))
@@ -284,9 +284,9 @@ class TransferWorker:
             self._loop.remove_reader(fd)
         why = f"{reason} with status {child.close()}"
         why, self._killed = self._killed or why, ""
-        ended, pause_ns = self._watch.died(self._clock.now_ns())
-        for number, peer in ended.items():
-            self._end(number, peer, why)
+        pause_ns = self._watch.died(self._clock.now_ns())
+        for number in list(self._awaited):
+            self._end(number, why)
         self._connected.clear()
         self.restarts += 1
         return why, pause_ns
@@ -305,9 +305,9 @@ class TransferWorker:
                 self._connected.clear()
                 self._become(descriptor, "")
             case wire.Done(transfer=transfer):
-                self._end(transfer, self._watch.ended(transfer), "")
+                self._end(transfer, "")
             case wire.Failed(transfer=transfer, reason=reason):
-                self._end(transfer, self._watch.ended(transfer), reason or "it failed")
+                self._end(transfer, reason or "it failed")
             case wire.Limbo(transfer=transfer):
                 self._watch.in_limbo(transfer)
             case wire.Unreachable(peer=peer, reason=reason):
@@ -335,11 +335,13 @@ class TransferWorker:
                 refused,
             )
 
-    def _end(self, number: int, peer: str | None, trouble: str) -> None:
-        """A transfer has ended; `peer` None: the child reports one that is not known."""
-        if peer is None:
+    def _end(self, number: int, trouble: str) -> None:
+        """A transfer has ended, if there is one of this number."""
+        if number not in self._awaited:
             return
-        self._awaited.pop(number).set_result(trouble)
+        self._watch.ended(number)
+        peer, end = self._awaited.pop(number)
+        end.set_result(trouble)
         if peer in self._to_forget:
             self._to_forget.discard(peer)
             self.forget(peer)  # or not yet: it may be read from still

@@ -60,11 +60,6 @@ class Watch:
         self._deaths = 0
 
     @property
-    def transfers(self) -> dict[int, str]:
-        """Numbers of transfers that have not ended, each with its peer."""
-        return {number: each.peer for number, each in self._transfers.items()}
-
-    @property
     def limbo_bytes(self) -> int:
         """Bytes of transfers in limbo, whose end only the transfer worker's death would prove."""
         return sum(each.size_bytes for each in self._transfers.values() if each.limbo)
@@ -82,12 +77,9 @@ class Watch:
         assert transfer not in self._transfers, transfer
         self._transfers[transfer] = _WatchedTransfer(peer, size_bytes, deadline_ns)
 
-    def ended(self, transfer: int) -> str | None:
-        """The transfer worker reports the end of a transfer. Returns its peer; None: that transfer
-        is not known.
-        """
-        known = self._transfers.pop(transfer, None)
-        return known.peer if known else None
+    def ended(self, transfer: int) -> None:
+        """A transfer has ended, by the word or the death of the transfer worker."""
+        self._transfers.pop(transfer, None)
 
     def in_limbo(self, transfer: int) -> None:
         """The transfer worker reports that it cannot know the end of a transfer."""
@@ -121,13 +113,12 @@ class Watch:
         times = [each.deadline_ns + GRACE_NS * each.overdue for each in self._transfers.values()]
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
-    def died(self, now_ns: int) -> tuple[dict[int, str], int]:
-        """The transfer worker is dead and reaped. Returns the transfers that have ended with it,
-        each with its peer, and how many ns to wait before another is started.
+    def died(self, now_ns: int) -> int:
+        """The transfer worker is dead and reaped, and all transfers have ended with it. Returns how
+        many ns to wait before another is started.
         """
-        ended = self.transfers
         self._transfers.clear()
         soon = now_ns - self._begun_ns <= LONG_NS
         self._deaths = self._deaths + 1 if soon else 1
         self._silent_at_ns = 0
-        return ended, PAUSES_NS[min(self._deaths, len(PAUSES_NS)) - 1]
+        return PAUSES_NS[min(self._deaths, len(PAUSES_NS)) - 1]
