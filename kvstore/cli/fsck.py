@@ -24,7 +24,7 @@ import fcntl
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
 from kvstore.wire.record import Void
-from kvstore.wire.segment import SegmentHead, parse_store_page
+from kvstore.wire.segment import parse_store_page
 
 _PIECE_BYTES = 4 * MIB
 _LOOKS_MAX, _LOOK_PAUSE_S = 5, 0.2
@@ -106,43 +106,41 @@ class Report:
         )
         return "\n".join([*self.files, summary, *self._advice()])
 
-    def _advice(self) -> list[str]:
+    def _advice(self) -> Iterator[str]:
         """Advice for the operator, a sentence each."""
-        said = []
         if self.torn and self.node_runs:
-            said.append(
+            yield (
                 "a segment that is not closed is no damage: a node is running and writes to one,"
                 " and one that was killed left the one it wrote to"
             )
         elif self.torn:
-            said.append(
+            yield (
                 "a segment that is not closed is no damage: a node was killed, or its disk failed,"
                 " while it wrote there; the records in it are whole"
             )
         if self.torn:
-            said.append(
+            yield (
                 "records that somebody else cut off the end of such a segment would leave no trace"
             )
         if self.moved:
-            said.append(f"{_counted(self.moved, 'segments')} moved to quarantine")
+            yield f"{_counted(self.moved, 'segments')} moved to quarantine"
         if set(self.problems) == {_NO_IDENTITY}:
-            said.append(
+            yield (
                 "the next start of the node repairs that, as does kvstore fsck"
                 f" {self.directory} --quarantine"
             )
         elif self.problems and not self.moved:
             stop = "stop the node, then " if self.node_runs else ""
-            said.append(
+            yield (
                 f"to keep what is good and move the rest aside: {stop}"
                 f"kvstore fsck {self.directory} --quarantine"
             )
         if self.quarantine_files:
-            said.append(
+            yield (
                 f"{_counted(self.quarantine_files, 'files')} put aside in"
                 f" {self.directory / 'quarantine'}, {format_size(self.quarantine_bytes)}, count"
                 " against --file: delete them once looked at"
             )
-        return said
 
     def blame(self, name: str, reason: str, count: int = 1) -> None:
         """Count a problem of one file."""
@@ -191,8 +189,7 @@ def reports_as_json(reports: Sequence[Report]) -> str:
 class _Checked:
     """One segment that can be read. `bad` are rows of the table."""
 
-    head: SegmentHead
-    size: int
+    segment: Segment
     found: Contents
     bad: list[int]
     cut_short: bool = False
@@ -305,7 +302,7 @@ def _check_all(
         name = segment_name(number)
         try:
             with opened_segment(disk, name, os.O_RDONLY, dir_fd) as (file, _):
-                checked = _check(report, file, number, store_id)
+                checked = _check(report, dir_fd, file, number, store_id)
         except FileNotFoundError:
             continue  # a running node reclaimed it
         except OSError as error:
@@ -327,17 +324,18 @@ def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
     """Count segments without a footer: one that the next one records as closed was cut short, which
     is damage; others were never closed.
     """
-    once_closed = {checked.head.number - 1 for checked in found if checked.head.follows_closed}
+    heads = [checked.segment.head for checked in found]
+    once_closed = {head.number - 1 for head in heads if head.follows_closed}
     for checked in found:
-        number, is_closed = checked.head.number, checked.found.is_closed
-        checked.cut_short = not is_closed and number in once_closed
+        segment, is_closed = checked.segment, checked.found.is_closed
+        checked.cut_short = not is_closed and segment.number in once_closed
         report.torn += not is_closed and not checked.cut_short
         if checked.cut_short:
-            report.blame(segment_name(number), _CUT_SHORT)
+            report.blame(segment.name, _CUT_SHORT)
 
 
 def _check(
-    report: Report, file: SegmentFile | None, number: int, store_id: bytes
+    report: Report, dir_fd: int, file: SegmentFile | None, number: int, store_id: bytes
 ) -> _Checked | None:
     """Check one file. None: it is not a segment of this store."""
     name = segment_name(number)
@@ -362,7 +360,7 @@ def _check(
         report.blame(name, _DAMAGED, len(bad))
     if found.skipped_pages:
         report.blame(name, _GAPS, found.skipped_pages)
-    return _Checked(file.head, file.size_bytes, found, bad)
+    return _Checked(Segment(number, file.head, name, dir_fd, file.size_bytes), found, bad)
 
 
 def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
@@ -393,17 +391,15 @@ def _move_aside(
     reclaimer = Reclaimer(locked, catalog, writer)
     with contextlib.closing(catalog):
         for checked in damaged:
-            number = checked.head.number
-            name = segment_name(number)
-            segment = Segment(number, checked.head, name, locked.fd, checked.size)
+            segment = checked.segment
             catalog.add(segment)
             parts = reclaimer.ask(segment, voids).parts
             _, error = reclaimer.move(segment, parts, b"".join(part.locations for part in parts))
             error = error or writer.close_segment().error
             if error is not None:
                 raise ConfigError(
-                    f"{locked.path}: {error.strerror} while saving records of {name}: "
+                    f"{locked.path}: {error.strerror} while saving records of {segment.name}: "
                     "make room, then run fsck again; that segment stays"
                 )
-            locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
+            locked.put_aside(segment.name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
             report.moved += 1

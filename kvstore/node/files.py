@@ -33,7 +33,6 @@ from kvstore.tier_events import (
     FileKnown,
     FileLate,
     FileRead,
-    FileTierEvent,
     FileWritten,
     ReadFile,
     RecoveryDone,
@@ -321,6 +320,7 @@ class LateTier:
         self._open, self._retry_s = open_tier, retry_s
         self._tier: FileTier | None = None
         self._outbox = Outbox()
+        self.fileno, self.take_events = self._outbox.fileno, self._outbox.take
         self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
         self._voids: dict[tuple[str | None, bytes | None], VoidFile] = {}
         self._lock = threading.Lock()
@@ -353,12 +353,6 @@ class LateTier:
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
         return self._tier.breakers if self._tier else (BreakerState.OPEN, BreakerState.OPEN)
-
-    def fileno(self) -> int:
-        return self._outbox.fileno()
-
-    def take_events(self) -> Iterator[FileTierEvent]:
-        return self._outbox.take()
 
     def submit(self, command: FileCommand) -> bool:
         with self._lock:

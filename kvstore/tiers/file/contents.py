@@ -68,7 +68,6 @@ class Gathered:
     keys: bytearray = field(default_factory=bytearray)
     checksums: bytearray = field(default_factory=bytearray)
     end_page: int = 1
-    skipped_pages: int = 0
 
     def add(self, page: int, scope: Scope, key: bytes, checksum: bytes) -> None:
         self.pages.append(page)
@@ -119,10 +118,7 @@ class SegmentFile(NamedTuple):
         table = self.footer()
         if table is not None:
             return Contents(table, self.size_bytes // PAGE_BYTES)
-        found = self.scan(first_page=first_page, search=search)
-        return Contents(
-            found.table(), found.end_page, is_closed=False, skipped_pages=found.skipped_pages
-        )
+        return self.scan(first_page=first_page, search=search)
 
     def footer(self) -> Table | None:
         """The table of a closed segment, None if it has none that can be trusted."""
@@ -136,14 +132,14 @@ class SegmentFile(NamedTuple):
         body = read_bytes(self.disk, self.fd, place.table_bytes, place.first_page * PAGE_BYTES)
         return parse_footer(body, place, self.head)
 
-    def scan(self, *, first_page: int = 1, search: bool = True) -> Gathered:
+    def scan(self, *, first_page: int = 1, search: bool = True) -> Contents:
         """Read records one behind the other.
 
         Args:
             first_page: where a record is expected.
             search: look for the next record behind a broken one; else stop there.
         """
-        found = Gathered(end_page=first_page)
+        found, skipped = Gathered(end_page=first_page), 0
         page, end = first_page, self.size_bytes // PAGE_BYTES
         while page < end:
             raw = read_bytes(self.disk, self.fd, PAGE_BYTES, page * PAGE_BYTES)
@@ -154,16 +150,15 @@ class SegmentFile(NamedTuple):
             elif record is not None and page + record_pages(record.scope) <= end:
                 found.add(page, record.scope, record.key, record.checksum)
                 page += record_pages(record.scope)
-            else:
-                if not search:
-                    return found
+            elif search:
                 after = self._next_record(page + 1, end)
-                if after < end:
-                    found.skipped_pages += after - page
+                skipped += after - page if after < end else 0
                 page = after
                 continue
+            else:
+                break
             found.end_page = page
-        return found
+        return Contents(found.table(), found.end_page, is_closed=False, skipped_pages=skipped)
 
     def parsed(self, raw: bytes | memoryview, page: int) -> BlockPage | Void | None:
         """Content of a page of this segment; None: none, or that of another place."""

@@ -10,8 +10,7 @@ becomes of its records:
 Records that the engine keeps are read, verified, and appended like new ones, newer than everything
 before; then the segment is deleted.
 
-Does not cover: how records are laid out (`writer.py`). Methods of `LogThread` other than `run` are
-called with the tier's lock held.
+Does not cover: how records are laid out (`writer.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from kvstore.tier_events import (
     ReclaimFile,
     Suspended,
     VoidFile,
+    WriteFile,
 )
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.contents import record_sets
@@ -50,8 +50,8 @@ from kvstore.tiers.file.reader import (
     ReadVerdict,
     WantedBlock,
 )
-from kvstore.tiers.file.writer import AppendOutcome, RecordBatch, Writer
-from kvstore.types import KEY_BYTES, PAGE_BYTES
+from kvstore.tiers.file.writer import AppendOutcome, Writer
+from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void, payload_pages
 from kvstore.wire.segment import Table
@@ -66,8 +66,7 @@ class WriteJob:
     """A WriteFile that waits or runs. `places`: locations of its leading blocks, those written so
     far."""
 
-    job: int
-    batch: RecordBatch
+    order: WriteFile
     deadline_ns: int
     taken_bytes: int
     places: list[int] = field(default_factory=list)
@@ -81,18 +80,16 @@ _Job = WriteJob | VoidFile | Callable[[], None]
 class LogThread:
     """Queue and body of the thread that owns the end of the log."""
 
-    def __init__(self, parts: Parts, *, number: int, follows_closed: bool) -> None:
-        """`number`: of the first segment; `follows_closed`: whether the one before was closed."""
+    def __init__(self, parts: Parts, memory: memoryview, writer: Writer) -> None:
+        """`memory`: where slots lie. `writer`: of this thread from now on."""
+        self._memory = memory
         self._config, self._clock, self._lock = parts.config, parts.clock, parts.lock
         self._directory, self._catalog = parts.directory, parts.catalog
         self._outbox, self._health = parts.outbox, parts.health
         self._segment_bytes = parts.config.segment_size
-        log = parts.directory, parts.catalog, parts.disk
-        self.writer = Writer(
-            *log, segment_bytes=self._segment_bytes, number=number, follows_closed=follows_closed
-        )
+        self.writer = writer
         """Its `voids` and `table_of` may be asked from any thread."""
-        self._reclaimer = Reclaimer(parts.directory, parts.catalog, self.writer)
+        self._reclaimer = Reclaimer(parts.directory, parts.catalog, writer)
         self._queue: deque[WriteJob | VoidFile] = deque()
         self._control: deque[Callable[[], None]] = deque()
         """Work that goes before all queued writes."""
@@ -120,8 +117,8 @@ class LogThread:
             return False
         if not self._health.allows_write(now_ns):
             return False
-        assert job.job not in self._jobs, "a job's number is unique among those under way"
-        self._jobs[job.job] = job
+        assert job.order.job not in self._jobs, "a job's number is unique among those under way"
+        self._jobs[job.order.job] = job
         self._queued_bytes += job.taken_bytes
         self._queue.append(job)
         self._lock.notify_all()
@@ -137,18 +134,8 @@ class LogThread:
         self._voids_waiting += 1
         self._lock.notify_all()
 
-    def wait_for_voids(self, timeout_s: float) -> bool:
-        """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
-        are."""
-        done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
-        return done and self.writer.voids_are_durable
-
     def reclaim(self, job: ReclaimFile) -> None:
         self._first(partial(self._move, job))
-
-    def note(self, note: bytes) -> None:
-        self._note = note
-        self._lock.notify_all()
 
     def recovered(self, voids: Sequence[Void]) -> None:
         """All old segments are known; these voids were found in them, and new segments have to
@@ -158,20 +145,6 @@ class LogThread:
     def _first(self, work: Callable[[], None]) -> None:
         self._control.append(work)
         self._lock.notify_all()
-
-    def due(self, now_ns: int) -> list[tuple[str, int]]:
-        """Shared mode: (name, bytes) of reclaimed segments that were hidden long enough ago. The
-        caller deletes each, without the lock, and then calls `purged`."""
-        due = []
-        while self._hidden and self._hidden[0][0] <= now_ns:
-            _, name, taken_bytes = self._hidden.popleft()
-            due.append((name, taken_bytes))
-        return due
-
-    def purged(self, taken_bytes: int) -> None:
-        """A due segment is deleted for good."""
-        self._catalog.hidden_bytes -= taken_bytes
-        self._first(partial(self._carry, ()))  # wakes whoever waits for room
 
     def close(self, now_ns: int) -> None:
         self._is_closing = True
@@ -183,10 +156,37 @@ class LogThread:
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
-                self._outbox.put([*self._health.failed_writing(now_ns, None), FileLate(job.job)])
+                self._outbox.put(self._health.failed_writing(now_ns, None))
+                self._outbox.put([FileLate(job.order.job)])
             elif not job.running:
                 self._queue.remove(job)
                 self._end(job)
+
+    # ── called without it ────────────────────────────────────────────────────────────────────────
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
+        are."""
+        with self._lock:
+            done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
+            return done and self.writer.voids_are_durable
+
+    def keep_note(self, note: bytes) -> None:
+        with self._lock:
+            self._note = note
+            self._lock.notify_all()
+
+    def purge(self) -> None:
+        """Shared mode: delete reclaimed segments that were hidden long enough ago, for good."""
+        while True:
+            with self._lock:
+                if not self._hidden or self._hidden[0][0] > self._clock.now_ns():
+                    return
+                _, name, taken_bytes = self._hidden.popleft()
+            self._directory.remove(name)
+            with self._lock:
+                self._catalog.hidden_bytes -= taken_bytes
+                self._first(partial(self._carry, ()))  # wakes whoever waits for room
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
@@ -255,7 +255,7 @@ class LogThread:
         return None
 
     def _write(self, job: WriteJob) -> None:
-        outcome = self.writer.append(job.batch, first=len(job.places))
+        outcome = self.writer.append(job.order, self._memory, first=len(job.places))
         # The end of the job comes after the word that these are gone, and would outlive it.
         lost = set(np.frombuffer(b"".join(g.locations for g in outcome.lost), np.uint64).tolist())
         with self._lock:
@@ -340,12 +340,11 @@ class LogThread:
 
     def _end(self, job: WriteJob) -> None:
         """Answer a write: what was written has its place, the rest 0."""
-        del self._jobs[job.job]
+        del self._jobs[job.order.job]
         self._queued_bytes -= job.taken_bytes
-        count = len(job.batch.keys) // KEY_BYTES
-        locations = np.zeros(count, np.uint64)
+        locations = np.zeros(len(job.order.slots), np.uint64)
         locations[: len(job.places)] = job.places
-        self._outbox.put([FileWritten(job.job, locations.tobytes())])
+        self._outbox.put([FileWritten(job.order.job, locations.tobytes())])
         self._lock.notify_all()
 
 
@@ -415,9 +414,8 @@ class Reclaimer:
             if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
                 good.append(row)
         slots = np.array(good, np.uint32) * np.uint32(pages)
-        of_good = keys[good].tobytes(), sums[good].tobytes()
-        batch = RecordBatch(scope, *of_good, scratch.view, slots)
-        outcome = self._writer.append(batch, spare=True)
+        order = WriteFile(0, scope, keys[good].tobytes(), slots, sums[good].tobytes())
+        outcome = self._writer.append(order, scratch.view, spare=True)
         errors += [outcome.error] if outcome.error is not None else []
         done = good[: len(outcome.places)]
         events: list[FileEvent] = []

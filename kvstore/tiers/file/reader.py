@@ -133,16 +133,14 @@ class Reader:
 
     def read(self, number: int, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
         """Read records that lie one behind the other in a segment, and verify each."""
-        segment = self._catalog.get(number)
-        if segment is None:
-            return RunResult([ReadVerdict.UNREAD] * len(run))
+        failure: OSError | None = None
         try:
-            with self._catalog.reading(segment) as file:
-                return self._read(file, scope, run)
-        except FileNotFoundError:
-            return RunResult([ReadVerdict.UNREAD] * len(run))
+            if (segment := self._catalog.get(number)) is not None:
+                with self._catalog.reading(segment) as file:
+                    return self._read(file, scope, run)
         except OSError as error:
-            return RunResult([ReadVerdict.UNREAD] * len(run), error)
+            failure = None if isinstance(error, FileNotFoundError) else error
+        return RunResult([ReadVerdict.UNREAD] * len(run), failure)
 
     def _read(self, file: SegmentFile, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
         try:

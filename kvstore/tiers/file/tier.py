@@ -47,7 +47,7 @@ from kvstore.tiers.file.log_thread import LogThread, WriteJob
 from kvstore.tiers.file.parts import Health, Outbox, Parts
 from kvstore.tiers.file.reader import Reader, ReadJob, ReadVerdict, RecordRun, RunResult, split
 from kvstore.tiers.file.scrub import Scrub
-from kvstore.tiers.file.writer import RecordBatch
+from kvstore.tiers.file.writer import Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.record import payload_pages
@@ -127,9 +127,14 @@ class FileTier:
         its = self._catalog, self._outbox, self._health, self._lock
         parts = Parts(config, self._clock, disk, directory, *its)
         self._restart = Restart(parts)
-        self._log = LogThread(
-            parts, number=self._restart.next_number, follows_closed=self._restart.newest_is_closed
+        writer = Writer(
+            *(directory, self._catalog, disk),
+            segment_bytes=config.segment_size,
+            number=self._restart.next_number,
+            follows_closed=self._restart.newest_is_closed,
         )
+        self._log = LogThread(parts, self._memory, writer)
+        self.wait_for_voids, self.keep_note = self._log.wait_for_voids, self._log.keep_note
         readers = [
             Reader(self._catalog, self._memory, direct=direct, look=look)
             for _ in range(config.reader_count)
@@ -190,12 +195,10 @@ class FileTier:
     def _write(self, order: WriteFile) -> bool:
         taken = self._check(order)
         assert len(order.checksums) == len(order.slots) * CHECKSUM_BYTES
-        slots = np.array(order.slots, np.uint32)
-        batch = RecordBatch(order.scope, order.keys, order.checksums, self._memory, slots)
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + self._config.write_deadline_ms * NS_PER_MS
         with self._lock:
-            return self._log.submit(WriteJob(order.job, batch, deadline_ns, taken), now_ns)
+            return self._log.submit(WriteJob(order, deadline_ns, taken), now_ns)
 
     def _read(self, order: ReadFile) -> bool:
         taken, count = self._check(order), len(order.slots)
@@ -222,14 +225,6 @@ class FileTier:
                 self._end(made)
             self._lock.notify_all()
         return True
-
-    def wait_for_voids(self, timeout_s: float) -> bool:
-        with self._lock:
-            return self._log.wait_for_voids(timeout_s)
-
-    def keep_note(self, note: bytes) -> None:
-        with self._lock:
-            self._log.note(note)
 
     def close(self) -> None:
         """The open segment is closed and synced. A disk that hangs is waited for no longer than
@@ -276,18 +271,15 @@ class FileTier:
                 self._late(job, now_ns)
             self._log.expire(now_ns)
 
-    def look_at_peers(self) -> None:
-        """Shared mode: see what other nodes have now. Its thread calls it; a test may too."""
-        if self._peers is None:
-            return
-        with self._peers_lock:
-            self._peers.look()
-        with self._lock:
-            due = self._log.due(self._clock.now_ns())
-        for name, taken_bytes in due:
-            self._directory.remove(name)
-            with self._lock:
-                self._log.purged(taken_bytes)
+    def look_at_peers(self) -> int:
+        """Shared mode: see what other nodes have now. Returns how long it took, in ns. Its thread
+        calls it; a test may too."""
+        begin_ns = self._clock.now_ns()
+        if self._peers is not None:
+            with self._peers_lock:
+                self._peers.look()
+            self._log.purge()
+        return self._clock.now_ns() - begin_ns
 
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 
@@ -299,17 +291,11 @@ class FileTier:
             with self._lock:
                 self._log.recovered(self._restart.voids)
             self._outbox.recovered()
-        took_ns = self._look_once()
+        took_ns = self.look_at_peers()
         self._outbox.put([RecoveryDone()])
         poll_s = self._config.poll_interval_ms / 1000
         while self._peers is not None and not self._leaving.wait(look_pause_s(poll_s, took_ns)):
-            took_ns = self._look_once()
-
-    def _look_once(self) -> int:
-        """Look at other nodes' directories once. Returns how long it took, in ns."""
-        begin_ns = self._clock.now_ns()
-        self.look_at_peers()
-        return self._clock.now_ns() - begin_ns
+            took_ns = self.look_at_peers()
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_S):

@@ -24,9 +24,8 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.tier_events import FileGone
+from kvstore.tier_events import FileGone, WriteFile
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.contents import Gathered, SegmentFile, walk
 from kvstore.tiers.file.directory import Directory, segment_name
@@ -61,17 +60,6 @@ segment. Beyond either, one void of all blocks replaces them: clearing too much 
 
 class SyncFailed(OSError):
     """fsync failed: the kernel may have dropped data that it had accepted."""
-
-
-class RecordBatch(msgspec.Struct, frozen=True):
-    """Blocks of one scope to be written. `keys` 32 bytes each, `checksums` 16. Each begins in
-    `memory` (u8, page aligned) at its page of `slots` (u32 [n])."""
-
-    scope: Scope
-    keys: bytes
-    checksums: bytes
-    memory: memoryview
-    slots: NDArray[np.uint32]
 
 
 class AppendOutcome(msgspec.Struct):
@@ -167,27 +155,31 @@ class Writer:
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 
-    def append(self, batch: RecordBatch, *, first: int = 0, spare: bool = False) -> AppendOutcome:
+    def append(
+        self, order: WriteFile, memory: memoryview, *, first: int = 0, spare: bool = False
+    ) -> AppendOutcome:
         """Write the blocks from `first` on, as far as room and disk allow.
 
         Args:
-            batch: what to write.
+            order: what to write.
+            memory: where its slots lie: u8, page aligned.
             first: blocks before this one are done already.
             spare: may use the segment that is kept free for reclaiming.
         """
-        count = len(batch.slots) if self.may_hold(batch.scope) else 0
-        run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(batch.scope) << 12)))
+        scope = order.scope
+        count = len(order.slots) if self.may_hold(scope) else 0
+        run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(scope) << 12)))
         with self._attempt() as outcome:
             self._stay()
             while (begin := first + len(outcome.places)) < count:
                 end = min(begin + run_max, count)
-                opened = self._opened_for(batch.scope, spare=spare)
+                opened = self._opened_for(scope, spare=spare)
                 if opened is None:
                     outcome.is_full = True
                     break
-                while not opened.fits(batch.scope, end - begin):
+                while not opened.fits(scope, end - begin):
                     end -= 1
-                outcome.places += self._write_run(opened, batch, begin, end)
+                outcome.places += self._write_run(opened, order, memory, range(begin, end))
         return outcome
 
     @contextlib.contextmanager
@@ -262,19 +254,19 @@ class Writer:
         write_all(self._disk, opened.file.fd, [whole.view], page * PAGE_BYTES)
 
     def _write_run(
-        self, opened: _OpenSegment, batch: RecordBatch, begin: int, end: int
+        self, opened: _OpenSegment, order: WriteFile, memory: memoryview, run: range
     ) -> list[int]:
-        scope, prefix, found = batch.scope, batch.scope.prefix(), opened.found
+        scope, prefix, found = order.scope, order.scope.prefix(), opened.found
         head, pages = opened.segment.head, record_pages(scope)
         first_page = found.end_page
         if len(prefix) < self._prefix_bytes:
             self._headers.array[:] = 0
         self._prefix_bytes = len(prefix)
         buffers, written = [], []
-        for row, index in enumerate(range(begin, end)):
+        for row, index in enumerate(run):
             page, header = first_page + row * pages, self._headers.page(row)
-            key = batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            checksum = batch.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+            key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            checksum = order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
             write_block_page(
                 header,
                 prefix=prefix,
@@ -283,24 +275,22 @@ class Writer:
                 segment_id=head.segment_id,
                 place=place_of(head.number, page),
             )
-            buffers += [header, *self._payload(batch, index, row)]
+            begin = int(order.slots[index]) * PAGE_BYTES
+            buffers += [header, *self._payload(memory[begin : begin + scope.block_bytes], row)]
             written.append((page, key, checksum))
         write_all(self._disk, opened.file.fd, buffers, first_page * PAGE_BYTES)
         for page, key, checksum in written:
             found.add(page, scope, key, checksum)
-        found.end_page = first_page + (end - begin) * pages
+        found.end_page = first_page + len(run) * pages
         return [place_of(head.number, page) for page, _, _ in written]
 
-    def _payload(self, batch: RecordBatch, index: int, row: int) -> list[memoryview]:
+    def _payload(self, block: memoryview, row: int) -> list[memoryview]:
         """The block's pages; a last one that it does not fill comes zero-padded from `_tails`."""
-        begin = int(batch.slots[index]) * PAGE_BYTES
-        length = batch.scope.block_bytes
-        rest = length % PAGE_BYTES
-        whole = batch.memory[begin : begin + length - rest]
+        rest = len(block) % PAGE_BYTES
         if not rest:
-            return [whole]
-        tail = self._tails.page(row)
-        tail[:rest] = batch.memory[begin + length - rest : begin + length]
+            return [block]
+        whole, tail = block[: len(block) - rest], self._tails.page(row)
+        tail[:rest] = block[len(whole) :]
         tail[rest:] = bytes(PAGE_BYTES - rest)
         return [whole, tail] if len(whole) else [tail]
 

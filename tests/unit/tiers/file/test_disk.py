@@ -98,9 +98,8 @@ def test_records_behind_a_broken_one_are_found_only_when_looked_for(tmp_path: Pa
             disk, fd = Disk(), file.fileno()
             head = read_head(disk, fd)
             assert head is not None
-            gathered = SegmentFile(disk, fd, head, len(image)).scan(search=search)
-        keys = bytes(gathered.keys)
-        return [keys[at : at + 32] for at in range(0, len(keys), 32)], gathered.skipped_pages
+            contents = SegmentFile(disk, fd, head, len(image)).scan(search=search)
+        return [row.tobytes() for row in contents.table.keys], contents.skipped_pages
 
     assert found(1, search=True) == ([key(0), key(2)], RECORD_PAGES)
     assert found(1, search=False) == ([key(0)], 0)

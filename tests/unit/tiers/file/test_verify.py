@@ -38,7 +38,7 @@ class Stored:
         head = read_head(DISK, self.fd)
         assert head is not None
         self.file = SegmentFile(DISK, self.fd, head, size)
-        table = self.file.scan().table()
+        table = self.file.scan().table
         self.records = [record_at(table, row) for row in range(len(table.pages))]
 
     def is_intact(self, record: Record, piece_bytes: int = 1 << 20) -> bool:
