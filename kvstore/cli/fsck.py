@@ -20,6 +20,7 @@ store, `stores_in` lists the directories of its nodes, each a store of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -364,10 +365,17 @@ def _check(
 
 
 def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
-    """(contents of a segment, rows of its table whose records are bad)."""
-    found = file.contents()
-    walked = walk(file, found.table, Pages(_PIECE_BYTES))
-    return found, [row for row, (_, good) in enumerate(walked) if not good]
+    """(contents of a segment, rows of its table whose records are bad).
+
+    Raises:
+        OSError: the medium failed otherwise than at a bad sector.
+    """
+    found, bad = file.contents(), []
+    for row, (_, good, error) in enumerate(walk(file, found.table, Pages(_PIECE_BYTES))):
+        if error is not None and error.errno != errno.EIO:
+            raise error
+        bad += [] if good else [row]
+    return found, bad
 
 
 def _move_aside(

@@ -15,7 +15,6 @@ reading for use (`reader.py`, which verifies by the same checksums).
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -238,13 +237,6 @@ def record_at(table: Table, row: int) -> Record:
     )
 
 
-def is_bad_sector(error: OSError) -> bool:
-    """True: the record is bad, and the next one can be read. Raises the error otherwise."""
-    if error.errno != errno.EIO:
-        raise error
-    return True
-
-
 def walk(
     file: SegmentFile,
     table: Table,
@@ -252,25 +244,21 @@ def walk(
     *,
     rows: Iterable[int] | None = None,
     before_read: Callable[[int], None] = lambda _: None,
-    failed: Callable[[OSError], bool] = is_bad_sector,
-) -> Iterator[tuple[Record, bool]]:
-    """Records in the order in which they lie, each with whether it is intact (`is_intact`).
+) -> Iterator[tuple[Record, bool, OSError | None]]:
+    """Records in the order in which they lie, each with whether it is intact (`is_intact`), and
+    with the error if the medium failed.
 
     Args:
         file, buffer, before_read: as of `is_intact`.
         table: what the segment holds.
         rows: of the table; None: all.
-        failed: called when the medium failed; whether the record is bad, else it is left out.
     """
     for row in range(len(table.pages)) if rows is None else rows:
         record = record_at(table, row)
         try:
-            good = is_intact(file, record, buffer, before_read)
+            yield record, is_intact(file, record, buffer, before_read), None
         except OSError as error:
-            if not failed(error):
-                continue
-            good = False
-        yield record, good
+            yield record, False, error
 
 
 def is_intact(

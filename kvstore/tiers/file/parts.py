@@ -24,6 +24,7 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvstore.breaker import Breaker, BreakerState
@@ -54,18 +55,12 @@ class Health:
     and writes may be tried."""
 
     def __init__(self, config: FileConfig) -> None:
-        def breaker(deadline_ms: int) -> Breaker:
-            return Breaker(
-                failures_max=config.failures_max,
-                cooldown_ms=config.cooldown_ms,
-                patience_ms=deadline_ms,
-            )
-
-        self._reads = breaker(config.read_deadline_ms)
-        self._writes = breaker(config.write_deadline_ms)
-        self._room = Breaker(
-            failures_max=1, cooldown_ms=config.cooldown_ms, patience_ms=config.write_deadline_ms
-        )
+        breaker = partial(Breaker, cooldown_ms=config.cooldown_ms)
+        failures_max, patience_ms = config.failures_max, config.write_deadline_ms
+        self._reads = breaker(failures_max=failures_max, patience_ms=config.read_deadline_ms)
+        self._writes = breaker(failures_max=failures_max, patience_ms=patience_ms)
+        self._room = breaker(failures_max=1, patience_ms=patience_ms)
+        self._all = self._room, self._writes, self._reads
 
     @property
     def is_well(self) -> bool:
@@ -78,8 +73,8 @@ class Health:
 
     @property
     def writes(self) -> BreakerState:
-        """State of the breaker furthest from closed, among those that writes need."""
-        states = [breaker.state for breaker in (self._room, self._writes, self._reads)]
+        """State of the breaker furthest from closed: writes need all."""
+        states = [breaker.state for breaker in self._all]
         order = (BreakerState.OPEN, BreakerState.HALF_OPEN)
         return next((state for state in order if state in states), BreakerState.CLOSED)
 
@@ -87,11 +82,9 @@ class Health:
         return self._reads.allows(now_ns)
 
     def allows_write(self, now_ns: int) -> bool:
-        needed = (self._room, self._writes, self._reads)
         # All or none: a probe that is not sent would never come back.
-        if not all(breaker.may_allow(now_ns) for breaker in needed):
-            return False
-        return all(breaker.allows(now_ns) for breaker in needed)
+        may = all(breaker.may_allow(now_ns) for breaker in self._all)
+        return may and all(breaker.allows(now_ns) for breaker in self._all)
 
     def failed_reading(self, now_ns: int, error: OSError | None) -> list[FileTierEvent]:
         """A read failed; None: it passed its deadline."""
@@ -103,7 +96,7 @@ class Health:
     def failed_writing(self, now_ns: int, error: OSError | None) -> list[FileTierEvent]:
         """A write failed; None: it passed its deadline."""
         if error is not None and error.errno == errno.EFAULT:
-            return self._says_nothing(now_ns, self._room, self._writes, self._reads)
+            return self._says_nothing(now_ns, *self._all)
         self._says_nothing(now_ns, self._reads)
         if error is not None and error.errno in _NO_ROOM:
             return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
@@ -122,9 +115,8 @@ class Health:
 
     def room_again(self) -> list[FileTierEvent]:
         """A segment was deleted, so there is room again."""
-        if not self._room.succeeded() or self._writes.is_open:
-            return []
-        return [Resumed(writes_only=True)]
+        is_news = self._room.succeeded() and not self._writes.is_open
+        return [Resumed(writes_only=True)] if is_news else []
 
     @staticmethod
     def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileTierEvent]:
@@ -156,14 +148,15 @@ class Outbox:
         self.fileno = self._wake.fileno
         self._lock = threading.Condition()
         self._events: deque[FileTierEvent] = deque()
-        self._known_count = 0
         self._voids: list[Void] = []
         self._is_recovering = True
         self._is_closed = False
 
     def put(self, events: Iterable[FileTierEvent]) -> None:
         with self._lock:
-            self._add(list(events))
+            self._events += events
+            if self._events:
+                self._wake.set()
 
     def known(self, event: FileKnown, *, own: bool) -> bool:
         """Hand over blocks that were found, waiting for the driver if need be. False: closed, stop.
@@ -172,12 +165,15 @@ class Outbox:
         begun covers them: it covers all that recovery finds.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self._is_closed or self._known_count < KNOWN_MAX)
+            self._lock.wait_for(lambda: self._is_closed or self._has_room())
             if self._is_closed:
                 return False
             if not (own and any(void.covers(event.scope) for void in self._voids)):
-                self._add([event])
+                self.put([event])
             return True
+
+    def _has_room(self) -> bool:
+        return sum(isinstance(event, FileKnown) for event in self._events) < KNOWN_MAX
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Drop the `FileKnown` events that a void of this tenant and space covers: those that wait
@@ -186,12 +182,11 @@ class Outbox:
         with self._lock:
             if self._is_recovering:
                 self._voids.append(void)
-            events, self._events = self._events, deque()
-            for event in events:
-                if isinstance(event, FileKnown) and void.covers(event.scope):
-                    self._known_count -= 1
-                else:
-                    self._events.append(event)
+            self._events = deque(
+                event
+                for event in self._events
+                if not (isinstance(event, FileKnown) and void.covers(event.scope))
+            )
             self._lock.notify_all()
 
     def recovered(self) -> None:
@@ -213,7 +208,6 @@ class Outbox:
                     return
                 event = self._events.popleft()
                 if isinstance(event, FileKnown):
-                    self._known_count -= 1
                     self._lock.notify_all()
             yield event
 
@@ -227,12 +221,6 @@ class Outbox:
         """Close the descriptor; what is left can still be taken."""
         self.stop()
         self._wake.close()
-
-    def _add(self, events: list[FileTierEvent]) -> None:
-        self._events += events
-        self._known_count += sum(isinstance(event, FileKnown) for event in events)
-        if events:
-            self._wake.set()
 
 
 class Parts(NamedTuple):

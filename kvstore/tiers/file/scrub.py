@@ -100,12 +100,11 @@ class Scrub:
                 if table is None:
                     return
                 alive = table.living(segment.number, self._log.writer.voids)
-                for record, good in walk(
-                    *(file, table, self._buffer),
-                    rows=alive.nonzero()[0].tolist(),
-                    before_read=self._take_turn,
-                    failed=self._failed,
-                ):
+                rows = alive.nonzero()[0].tolist()
+                walked = walk(file, table, self._buffer, rows=rows, before_read=self._take_turn)
+                for record, good, error in walked:
+                    if error is not None and not self._failed(error):
+                        continue
                     self._verified(segment, file.fd, record, good=good)
                     if self._catalog.get(segment.number) is not segment:
                         return  # reclaimed meanwhile

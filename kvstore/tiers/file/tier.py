@@ -21,6 +21,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Self
 
 import numpy as np
@@ -135,25 +136,21 @@ class FileTier:
         )
         self._log = LogThread(parts, self._memory, writer)
         self.wait_for_voids, self.keep_note = self._log.wait_for_voids, self._log.keep_note
-        readers = [
-            Reader(self._catalog, self._memory, direct=direct, look=look)
-            for _ in range(config.reader_count)
-        ]
         self._peers = Peers(parts) if config.shared else None
-        self._watcher = threading.Thread(target=self._watch, name="file-watch", daemon=True)
+        thread = partial(threading.Thread, daemon=True)
+        self._watcher = thread(target=self._watch, name="file-watch")
         self._threads = [
-            threading.Thread(target=self._log.run, name="file-log", daemon=True),
-            threading.Thread(target=self._recover, name="file-recovery", daemon=True),
-            *(
-                threading.Thread(target=self._serve, args=(r,), name="file-read", daemon=True)
-                for r in readers
-            ),
+            thread(target=self._log.run, name="file-log"),
+            thread(target=self._recover, name="file-recovery"),
         ]
+        for _ in range(config.reader_count):
+            reader = Reader(self._catalog, self._memory, direct=direct, look=look)
+            self._threads.append(thread(target=self._serve, args=(reader,), name="file-read"))
         if config.scrub is not None:
             scrub = Scrub(
                 *(config.scrub, parts, self._log), leaving=self._leaving, is_wanted=self._is_wanted
             )
-            self._threads.append(threading.Thread(target=scrub.run, name="file-scrub", daemon=True))
+            self._threads.append(thread(target=scrub.run, name="file-scrub"))
 
     def start(self) -> Self:
         """Begin to look for what is in the directory, and to serve."""

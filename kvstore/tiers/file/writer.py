@@ -237,16 +237,22 @@ class Writer:
         self._open = opened
         first = place_of(self._catalog.first_number(), 0)
         self._voids = [void for void in self._voids if void.before > first]
-        pages = [segment_page(head)]
-        for page, void in enumerate(self._voids, start=1):
-            pages.append(void_page(void, segment_id=head.segment_id, place=place_of(number, page)))
-        self._write_pages(opened, b"".join(pages), 0)
-        opened.found.end_page = len(pages)
-        opened.found.voids += self._voids
-        if self._voids:
-            self._disk.fsync(fd)
-        self.voids_are_durable = True
+        self._write_voids(opened, self._voids, segment_page(head))
         return opened
+
+    def _write_voids(self, opened: _OpenSegment, voids: Sequence[Void], *before: bytes) -> None:
+        """Write a page for each void behind what is there, and pages `before` them; synced."""
+        head, found = opened.segment.head, opened.found
+        pages = [
+            void_page(void, segment_id=head.segment_id, place=place_of(head.number, page))
+            for page, void in enumerate(voids, found.end_page)
+        ]
+        self._write_pages(opened, b"".join([*before, *pages]), found.end_page - len(before))
+        found.end_page += len(voids)
+        found.voids += voids
+        if voids:
+            self._sync(opened)
+        self.voids_are_durable = True
 
     def _write_pages(self, opened: _OpenSegment, pages: bytes, page: int) -> None:
         whole = Pages(len(pages))
@@ -317,14 +323,7 @@ class Writer:
                 if self._has_room(spare=True):
                     self._begin()
             else:
-                page = opened.found.end_page
-                place = place_of(opened.segment.number, page)
-                raw = void_page(void, segment_id=opened.segment.head.segment_id, place=place)
-                self._write_pages(opened, raw, page)
-                opened.found.voids.append(void)
-                opened.found.end_page = page + 1
-                self._sync(opened)
-                self.voids_are_durable = True
+                self._write_voids(opened, [void])
         return outcome
 
     def carry(self, voids: Sequence[Void]) -> None:
@@ -413,14 +412,11 @@ class Writer:
         with contextlib.suppress(OSError):
             forget_cached(opened.file.fd)
         number, found = opened.segment.number, opened.found
-        walked = walk(
-            *(opened.file, found.table(), Pages(MIB)),
-            rows=range(opened.synced_records, len(found.pages)),
-            failed=lambda _: True,
-        )
+        rows = range(opened.synced_records, len(found.pages))
+        walked = walk(opened.file, found.table(), Pages(MIB), rows=rows)
         return [
             FileGone(record.scope, record.key, np.uint64(place_of(number, record.page)).tobytes())
-            for record, good in walked
+            for record, good, _ in walked
             if not good
         ]
 
