@@ -315,7 +315,9 @@ class SchedulerSide:
             # The engine's own blocks before it are others' too, and valid.
             local_blocks = self._core.requests[request.request_id].local_blocks
             targets = tuple(tables[0][local_blocks:])
-            self._promised = LoadJob(request.request_id, 0, 0, targets, b"", b"", b"")
+            self._promised = LoadJob(
+                request=request.request_id, lease=0, session=0, block_ids=targets
+            )
         self._core.allocated(
             request.request_id,
             tables=tables,

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from kvstore.client.core import lookups, stores
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
+from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
-from kvstore.client.core.stores import EngineStores, FilledBlocks
+from kvstore.client.core.stores import EngineStores, FilledBlocks, OpenJob
 from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.shares import QuotaGroup, Quotas
@@ -365,10 +365,10 @@ def fence_skipped_for_a_freed_window() -> contextlib.AbstractContextManager[Any]
     """Blocks of other groups than the first are handed out again while a store reads them."""
     begin = EngineStores._begin
 
-    def broken(self: EngineStores, job: StoreJob) -> None:
-        begin(self, job)
-        if job.group:
-            self._source_blocks.subtract(job.block_ids)
+    def broken(self: EngineStores, entry: OpenJob) -> None:
+        begin(self, entry)
+        if entry.job.group:
+            self._source_blocks.subtract(entry.job.block_ids)
             self._source_blocks = +self._source_blocks
 
     return mock.patch.object(EngineStores, "_begin", broken)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -297,7 +298,7 @@ class Attachment:
             self.notices.append(f"cache off, requests are computed: {reason}")
 
 
-def credit_arrays(credits: list[Credit]) -> tuple[bytes, bytes]:
+def credit_arrays(credits: Sequence[Credit]) -> tuple[bytes, bytes]:
     """[n][S] slots and generations of credits, as they travel."""
     slots = np.array([slots for slots, _ in credits], dtype="<u4")
     generations = np.array([generations for _, generations in credits], dtype="<u8")

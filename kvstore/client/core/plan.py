@@ -144,22 +144,28 @@ class HitRules(Protocol):
 # ── plans and reports ─────────────────────────────────────────────────────────────────────────────
 
 
-class LoadJob(msgspec.Struct, frozen=True):
-    """Copy slots into engine blocks. One job per request; a lease pins the slots."""
+class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of the engine's cache, and the slots of their shards."""
+
+    session: int
+    block_ids: tuple[int, ...]
+    """In chain order, shape [n]."""
+    keys: bytes = b""
+    """32 bytes each, [n]; checksums cover them."""
+    slots: bytes = b""
+    generations: bytes = b""
+    checksums: bytes = b""
+    """[n][S] of 16 bytes, or none. Of a load, the rank verifies every block whose checksum is not
+    0; of a comparison, damaged bytes are not taken for another block."""
+    group: int = 0
+    """KV cache group of all blocks of the job."""
+
+
+class LoadJob(CopyJob, frozen=True, kw_only=True):
+    """Copy slots into engine blocks. One job per request and group; a lease pins the slots."""
 
     request: str
     lease: int
-    session: int
-    block_ids: tuple[int, ...]
-    """Targets in the engine's cache, in chain order, shape [n]."""
-    keys: bytes
-    """32 bytes each, [n]; needed to verify checksums."""
-    slots: bytes
-    generations: bytes
-    checksums: bytes = b""
-    """[n][S] of 16 bytes, or none; the rank verifies every block whose checksum is not 0."""
-    group: int = 0
-    """KV cache group of all blocks of the job."""
 
     def result(
         self, *, loaded: int = 0, bytes_moved: int = 0, duration_ns: int = 0, reason: str = ""
@@ -171,24 +177,15 @@ class LoadJob(msgspec.Struct, frozen=True):
         )
 
 
-class StoreJob(msgspec.Struct, frozen=True):
+class StoreJob(CopyJob, frozen=True, kw_only=True):
     """Copy engine blocks into granted slots after the step's forward, then seal.
 
     A rank that does not write its shard has nothing to copy: its job is done at once.
     """
 
     job: int
-    session: int
-    block_ids: tuple[int, ...]
-    keys: bytes
-    slots: bytes
-    generations: bytes
     compare: bool = False
     """Write nothing: compare the blocks with the slots. Every rank does."""
-    checksums: bytes = b""
-    """To compare: [n][S] of 16 bytes, so that damaged bytes are not taken for another block."""
-    group: int = 0
-    """KV cache group of all blocks of the job."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

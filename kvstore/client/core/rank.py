@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvstore.client.core.plan import CompareResult, LoadJob, RankReport, StepPlan, StoreJob
+from kvstore.client.core.plan import CompareResult, CopyJob, LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.errors import ProtocolError
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Generation, SlotId
@@ -96,7 +96,7 @@ class Job:
 
     way: ClassVar[CopyWay]
 
-    def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
+    def __init__(self, plan: CopyJob, its: RankColumn, after: int) -> None:
         self.plan = plan
         self.after = after
         """Mark of engine work that must be done before any copy of the job; 0: none."""
@@ -487,10 +487,10 @@ class RankCore:
         """Add to the report."""
         self._report = self._report.plus(**more)
 
-    def _serves(self, plan: LoadJob | StoreJob) -> bool:
+    def _serves(self, plan: CopyJob) -> bool:
         return self._session != 0 and plan.session == self._session
 
-    def _column(self, plan: LoadJob | StoreJob) -> RankColumn:
+    def _column(self, plan: CopyJob) -> RankColumn:
         if not 0 <= plan.group < len(self._columns):
             raise ProtocolError(PLAN_MALFORMED)
         return self._columns[plan.group]

@@ -388,10 +388,8 @@ class SchedulerCore:
         self._now_ns = now_ns
         for result in report.loads:
             self._load_reported(report.rank, result, now_ns)
-        for compared in report.compared:
-            self._shadows.reported(compared)
-        for job in self._stores.reported(report.store_jobs_done):
-            self._shadows.finished(job)
+        for entry in self._stores.reported(report):
+            self._shadows.finished(entry)
         self.pushes.settle(now_ns)
         self.stats["store_blocks_sealed"] += report.blocks_sealed
         self.stats["store_blocks_dropped"] += report.blocks_dropped

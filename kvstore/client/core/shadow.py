@@ -11,16 +11,14 @@ comparing (`kvstore.kernels.host`), effects of a difference (`kvstore.engine.tru
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.request import LookupPart, LookupStage, Request
-from kvstore.client.core.stores import NULL_BLOCK, EngineStores, FilledBlocks
+from kvstore.client.core.stores import NULL_BLOCK, Comparison, EngineStores, FilledBlocks, OpenJob
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared
 
@@ -28,20 +26,6 @@ BLOCKS_MAX: Final = 64
 """Most blocks compared per lease, spread over all of it: an error in a prefix affects most of its
 blocks."""
 PPM: Final = 1_000_000
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """Some blocks of a hit, under comparison."""
-
-    request: Request
-    part: LookupPart
-    blocks: list[int]
-    """Indices in the lease."""
-    session: int
-    compared: int
-    diverged: set[int] = field(default_factory=set)
-    worst: float = 0.0
 
 
 class Shadows:
@@ -52,7 +36,6 @@ class Shadows:
     ) -> None:
         self._config, self._stats = attachment.config, attachment.stats
         self._attachment, self._lookups, self._stores = attachment, lookups, stores
-        self._jobs: dict[int, _Job] = {}
 
     def has_work(self, request: Request, settled_tokens: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
@@ -92,16 +75,15 @@ class Shadows:
         part.checked = max(part.checked, end)
         if not blocks:
             return
-        number = self._stores.compare(
+        self._stores.compare(
+            Comparison(request, part, blocks),
             [block_ids[first + b] for b in blocks],
-            group,
             [bytes(keys[first + b]) for b in blocks],
             slots=self._rows(part.reply.slots, group, blocks, 4),
             generations=self._rows(part.reply.generations, group, blocks, 8),
             checksums=self._rows(part.reply.checksums, group, blocks, CHECKSUM_BYTES),
         )
         part.jobs_out += 1
-        self._jobs[number] = _Job(request, part, blocks, request.session, len(blocks))
 
     def _rows(self, array: bytes, group: int, rows: list[int], size: int) -> bytes:
         """Rows of an array [n][S]; empty if the array is."""
@@ -110,29 +92,23 @@ class Shadows:
         shape = (-1, self._attachment.shard_counts[group] * size)
         return np.frombuffer(array, np.uint8).reshape(shape)[rows].tobytes()
 
-    def reported(self, result: CompareResult) -> None:
-        """Take one rank's result."""
-        job = self._jobs.get(result.job)
-        if job is not None:
-            job.compared = min(job.compared, result.compared)
-            job.diverged.update(result.diverged)
-            job.worst = max(job.worst, result.worst)
-
-    def finished(self, number: int) -> None:
+    def finished(self, entry: OpenJob) -> None:
         """All ranks have ended this job: report its result to the node."""
-        job = self._jobs.pop(number, None)
-        if job is None:
+        check, session = entry.check, entry.job.session
+        if check is None:
             return
-        job.part.jobs_out -= 1
-        self._stats["shadow_blocks"] += job.compared
-        self._stats["shadow_blocks_diverged"] += len(job.diverged)
-        if (job.compared or job.diverged) and job.session == self._attachment.session:
-            blocks = sorted(job.blocks[index] for index in job.diverged)
-            diverged = np.array(blocks, "<u4").tobytes()
-            error_ppm = int(min(job.worst, 1000.0) * PPM)
-            told = Compared(job.session, job.part.lease, job.compared, diverged, error_ppm)
+        check.part.jobs_out -= 1
+        compared = min([len(check.blocks), *(each.compared for each in entry.results)])
+        diverged = {check.blocks[index] for each in entry.results for index in each.diverged}
+        self._stats["shadow_blocks"] += compared
+        self._stats["shadow_blocks_diverged"] += len(diverged)
+        if (compared or diverged) and session == self._attachment.session:
+            blocks = np.array(sorted(diverged), "<u4").tobytes()
+            worst = max((each.worst for each in entry.results), default=0.0)
+            error_ppm = int(min(worst, 1000.0) * PPM)
+            told = Compared(session, check.part.lease, compared, blocks, error_ppm)
             self._attachment.outbox.append(told)
-        self._end_if_done(job.request)
+        self._end_if_done(check.request)
 
     def ended(self, request: Request) -> None:
         """The request is over: release its leases. Comparisons under way still end, protected by

@@ -12,14 +12,14 @@ that no later hit can need, is left out.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
-from kvstore.client.core.plan import StoreJob
-from kvstore.client.core.request import Request
+from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
+from kvstore.client.core.request import LookupPart, Request
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
@@ -45,18 +45,24 @@ class FilledBlocks(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _BlockBatch:
-    """Blocks of one group that the next plan stores."""
+class Comparison:
+    """Some blocks of a hit, to be compared."""
 
-    blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    credits: list[Credit] = field(default_factory=list)
+    request: Request
+    part: LookupPart
+    blocks: list[int]
+    """Indices in the lease."""
 
 
 @dataclass(slots=True, eq=False)
-class _Outstanding:
-    block_ids: tuple[int, ...]
+class OpenJob:
+    """A job that not all ranks have ended."""
+
+    job: StoreJob
+    check: Comparison | None = None
+    """None: it stores."""
     reports: int = 0
+    results: list[CompareResult] = field(default_factory=list)
 
 
 class EngineStores:
@@ -70,12 +76,12 @@ class EngineStores:
         """Number of the last job so far."""
         self.recent: OrderedDict[bytes, int] = OrderedDict()
         """Keys that count as stored; the owner clears it when the node may have lost everything."""
-        self._outstanding: dict[int, _Outstanding] = {}
+        self._outstanding: dict[int, OpenJob] = {}
         self._source_blocks: Counter[int] = Counter()
         self._last_submit_ns = 0
-        self._batches: dict[int, _BlockBatch] = {}
-        """By KV cache group."""
-        self._comparing: list[StoreJob] = []
+        self._batches: defaultdict[int, list[tuple[int, bytes, Credit]]] = defaultdict(list)
+        """By KV cache group: blocks that the next plan stores, their keys, and credits."""
+        self._comparing: list[OpenJob] = []
 
     def next_sequence(self) -> int:
         """Number of a hint that is sent now, counted with stores: keys stored after it have higher
@@ -107,7 +113,6 @@ class EngineStores:
         """
         group, keys, block_ids, full_blocks = filled
         credits = self._attachment.credits[group]
-        batch = self._batches.setdefault(group, _BlockBatch())
         self._sequence += 1
         first = request.next_blocks[group]
         for i in range(first, full_blocks):
@@ -118,31 +123,26 @@ class EngineStores:
                 if not credits:
                     self._stats["store_blocks_without_credit"] += full_blocks - i
                     return
-                batch.credits.append(credits.popleft())
-                batch.keys.append(key)
-                batch.blocks.append(block)
+                self._batches[group].append((block, key, credits.popleft()))
                 self._remember(name)
             request.next_blocks[group] = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
         """The step's jobs: blocks that were bound, blocks to compare."""
-        comparing, self._comparing = tuple(self._comparing), []
-        for job in comparing:
-            self._begin(job)
-        jobs = tuple(
-            self._job(group, batch) for group, batch in self._batches.items() if batch.keys
-        )
-        if jobs:
+        begun = []
+        for group, batch in self._batches.items():
+            blocks, keys, credits = zip(*batch, strict=True)
+            slots, generations = credit_arrays(credits)
+            job = self._made(blocks, group, keys, slots=slots, generations=generations)
+            begun.append(OpenJob(job))
+            self._stats["store_blocks_submitted"] += len(batch)
             self._last_submit_ns = now_ns
-        self._batches = {}
-        return (*jobs, *comparing)
-
-    def _job(self, group: int, batch: _BlockBatch) -> StoreJob:
-        slots, generations = credit_arrays(batch.credits)
-        job = self._made(batch.blocks, group, batch.keys, slots=slots, generations=generations)
-        self._begin(job)
-        self._stats["store_blocks_submitted"] += len(job.block_ids)
-        return job
+        begun += self._comparing
+        self._batches.clear()
+        self._comparing = []
+        for entry in begun:
+            self._begin(entry)
+        return tuple(entry.job for entry in begun)
 
     def _made(
         self, block_ids: Sequence[int], group: int, keys: Sequence[bytes], **more: Any
@@ -157,18 +157,22 @@ class EngineStores:
             **more,
         )
 
-    def _begin(self, job: StoreJob) -> None:
-        self._outstanding[job.job] = _Outstanding(job.block_ids)
-        self._source_blocks.update(job.block_ids)
+    def _begin(self, entry: OpenJob) -> None:
+        self._outstanding[entry.job.job] = entry
+        self._source_blocks.update(entry.job.block_ids)
 
     def compare(
-        self, block_ids: Sequence[int], group: int, keys: Sequence[bytes], **places: bytes
-    ) -> int:
+        self,
+        check: Comparison,
+        block_ids: Sequence[int],
+        keys: Sequence[bytes],
+        **places: bytes,
+    ) -> None:
         """Plan a comparison of blocks of a group with slots, after this step, which completes them.
-        Returns the job's number; it ends like a store, and its blocks are fenced like a store's.
-        `places`: slots, generations and checksums, as in a StoreJob."""
-        self._comparing.append(self._made(block_ids, group, keys, compare=True, **places))
-        return self.last_job
+        It ends like a store, and its blocks are fenced like a store's. `places`: slots, generations
+        and checksums, as in a StoreJob."""
+        job = self._made(block_ids, check.part.group, keys, compare=True, **places)
+        self._comparing.append(OpenJob(job, check))
 
     def fence(self, new_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of the newly handed out blocks whose copy may still run."""
@@ -180,20 +184,22 @@ class EngineStores:
         """All blocks whose copy may still run."""
         return tuple(sorted(self._source_blocks))
 
-    def reported(self, job_ids: Iterable[int]) -> list[int]:
-        """One rank has finished these jobs: the blocks of a job are free when all ranks have.
-        Returns the jobs that all ranks have finished now."""
+    def reported(self, report: RankReport) -> list[OpenJob]:
+        """Take one rank's report. Returns the jobs that all ranks have ended now, whose blocks are
+        free."""
+        for result in report.compared:
+            if result.job in self._outstanding:
+                self._outstanding[result.job].results.append(result)
         ended = []
-        for job_id in job_ids:
+        for job_id in report.store_jobs_done:
             entry = self._outstanding.get(job_id)
             if entry is None:
                 continue
             entry.reports += 1
             if entry.reports >= self._config.rank_count:
-                del self._outstanding[job_id]
-                ended.append(job_id)
-                self._source_blocks.subtract(entry.block_ids)
-                for block in entry.block_ids:
+                ended.append(self._outstanding.pop(job_id))
+                self._source_blocks.subtract(entry.job.block_ids)
+                for block in entry.job.block_ids:
                     if self._source_blocks[block] <= 0:
                         del self._source_blocks[block]
         return ended

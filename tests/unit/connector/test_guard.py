@@ -186,7 +186,7 @@ def test_a_failed_rank_still_ends_loads_that_come_later(released: bool) -> None:
     connector: Any = object.__new__(KVStoreConnector)
     connector.is_off, connector._errors, connector._scheduler = False, 0, None
     connector._worker = Worker()
-    load = LoadJob("r", 1, 1, (4,), bytes(32), bytes(4), bytes(8))
+    load = LoadJob(request="r", lease=1, session=1, block_ids=(4,), keys=bytes(32))
     metadata = KVStoreMetadata(StepPlan(loads=(load,)))
     assert connector.get_kv_connector_stats() is None
     if released:
