@@ -155,8 +155,8 @@ class CopyJob(msgspec.Struct, frozen=True, kw_only=True):
     slots: bytes = b""
     generations: bytes = b""
     checksums: bytes = b""
-    """[n][S] of 16 bytes, or none. Of a load, the rank verifies every block whose checksum is not
-    0; of a comparison, damaged bytes are not taken for another block."""
+    """[n][S] of 16 bytes, or none. The rank of a load verifies every block whose checksum is not 0,
+    that of a comparison does not take damaged bytes for another block."""
     group: int = 0
     """KV cache group of all blocks of the job."""
 

@@ -169,8 +169,8 @@ class EngineStores:
         **places: bytes,
     ) -> None:
         """Plan a comparison of blocks of a group with slots, after this step, which completes them.
-        It ends like a store, and its blocks are fenced like a store's. `places`: slots, generations
-        and checksums, as in a StoreJob."""
+        The job ends like a store, and its blocks are fenced like a store's. `places`: slots,
+        generations and checksums, as in a StoreJob."""
         job = self._made(block_ids, check.part.group, keys, compare=True, **places)
         self._comparing.append(OpenJob(job, check))
 
