@@ -17,7 +17,7 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.files import Files
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import Off, State
-from kvstore.engine.why.reasons import Origin, Reason, tiers_of
+from kvstore.engine.why.reasons import FROM_DISK, Reason
 from kvstore.tier_events import Scrubbed
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
@@ -166,14 +166,14 @@ class Switches:
         if finding is None:
             return  # so long ago that nobody knows what it was served
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
-        origins = tiers_of(finding.leased())
+        origins = finding.leased()
         blocks = blocks[blocks < len(origins)]
         self.worst_error = max(self.worst_error, message.error_ppm / PPM)
         state.counters.shadow_blocks += min(message.blocks, len(origins))
         state.counters.shadow_blocks_diverged += len(blocks)
         if not len(blocks):
             return
-        tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
+        tier = Tier.FILE if bool((origins[blocks] == FROM_DISK).all()) else None
         counts = message.blocks, len(blocks), message.error_ppm
         self._switch_off(SwitchedOff(*finding.address, tier, owner.title, *counts))
 

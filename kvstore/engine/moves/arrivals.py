@@ -24,7 +24,7 @@ from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import SEARCH_SHIFT, Origin, Origins, tiers_of
+from kvstore.engine.why.reasons import FROM_DISK, FROM_DRAM, Origins
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 16
@@ -95,11 +95,10 @@ class Arrivals:
         """Register a source of blocks."""
         self._sources.append(source)
 
-    def brought(self, words: Words, origin: Origin, search: int = 0) -> None:
-        """Note that requested blocks were brought into these slots, and from where. `search`:
-        number of the index query that led to them."""
+    def brought(self, words: Words, origin: int) -> None:
+        """Note that requested blocks were brought into these slots, and from where (`Origins`)."""
         self._generation[words] = self._state.slots.generation[words]
-        self._origin[words] = origin | search << SEARCH_SHIFT
+        self._origin[words] = origin
 
     def take_origins(self, run: Run) -> Origins | None:
         """Origins of the blocks of a run that is leased now; None: all were in dram."""
@@ -110,7 +109,7 @@ class Arrivals:
         if not flags.any():
             return None
         self._generation[words[flags]] = 0
-        return np.where(flags, self._origin[words], Origin.DRAM)
+        return np.where(flags, self._origin[words], FROM_DRAM)
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
@@ -195,8 +194,7 @@ class Arrivals:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state.residency, asked=wait.with_checksums),
                 promoting=promoting,
-                from_file=count_of(origins, Origin.FILE),
-                from_peer=count_of(origins, Origin.PEER),
+                **counts_of(origins),
             ),
         )
         return rest if promoting else rest[:0]
@@ -214,9 +212,12 @@ class Arrivals:
         return count if coming[:, :count].any() else 0
 
 
-def count_of(origins: Origins | None, origin: Origin) -> int:
-    """Number of blocks from this origin."""
-    return 0 if origins is None else int(np.count_nonzero(tiers_of(origins) == origin))
+def counts_of(origins: Origins | None) -> dict[str, int]:
+    """Numbers of blocks from disk and from other nodes, by the field of an answer."""
+    if origins is None:
+        return {}
+    flags = {"from_file": origins == FROM_DISK, "from_peer": origins >= 0}
+    return {name: int(np.count_nonzero(its)) for name, its in flags.items()}
 
 
 def flags_of(

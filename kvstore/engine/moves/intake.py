@@ -27,7 +27,7 @@ from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import Origin, Reason
+from kvstore.engine.why.reasons import FROM_DISK, Reason
 from kvstore.types import Tier
 from kvstore.wire.messages import checksums_array
 from kvstore.wire.record import Scope, scopes_of
@@ -227,7 +227,7 @@ class Intake:
             copies = Copies(scope, job.keys, words, sums[:, column])
             rows, absent = self._find(copies)
             taken = self._put(copies, rows, flags & absent, is_use=True)
-            self._arrivals.brought(state.residency.words(taken), Origin.PEER, search)
+            self._arrivals.brought(state.residency.words(taken), search)
             self._writes.sealed(scope, taken, block_bytes=asker.block_bytes[column])
         return flags
 
@@ -238,7 +238,7 @@ class Intake:
         # A scope that nothing is in any more may be forgotten by now.
         wanted &= not (wanted.any() and self._state.is_scope_off(copies.scope, Tier.FILE))
         taken = self._put(copies, rows, wanted, is_use=True)
-        self._arrivals.brought(self._state.residency.words(taken), Origin.FILE)
+        self._arrivals.brought(self._state.residency.words(taken), FROM_DISK)
 
     def _find(self, copies: Copies) -> tuple[Rows, NDArray[np.bool_]]:
         """Rows of these blocks, and flags of those that are not in dram."""

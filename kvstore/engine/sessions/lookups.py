@@ -26,7 +26,7 @@ from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.policies import prints
 from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, count_of
+from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, counts_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.moves.hbm import HbmCopies
@@ -34,7 +34,7 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.owners import A_ROUTER, Asker, Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.curve import BlockEvent
-from kvstore.engine.why.reasons import Origin, Wanted
+from kvstore.engine.why.reasons import Wanted
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -129,8 +129,7 @@ class Lookups:
                 promoting=promoting,
                 promoting_ms=estimate[0],
                 promoting_from=estimate[1],
-                from_file=count_of(origins, Origin.FILE),
-                from_peer=count_of(origins, Origin.PEER),
+                **counts_of(origins),
             ),
         )
         if self._hbm is not None:

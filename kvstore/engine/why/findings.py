@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.owners import Asker, Connection, OwnerKey
 from kvstore.engine.why.reasons import (
+    FROM_DISK,
+    FROM_DRAM,
     NAME_SHIFT,
-    SEARCH_SHIFT,
     TIME_SHIFT,
-    Origin,
     Origins,
     PushReport,
     Reason,
@@ -35,7 +35,6 @@ from kvstore.engine.why.reasons import (
     Searches,
     Tombstones,
     Wanted,
-    tiers_of,
 )
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
@@ -54,7 +53,8 @@ OTHER_SCOPES_MAX: Final = 256
 
 Flags = NDArray[np.bool_]
 NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
-TIERS: Final = {Origin.DRAM: "dram", Origin.FILE: "file", Origin.PEER: "peer"}
+TIERS: Final = ("dram", "file", "peer")
+_HERE: Final = {FROM_DRAM: "dram", FROM_DISK: "file"}
 _TIER_OF: Final = dict.fromkeys((Reason.BEHIND_A_GAP, Reason.PINNED_SHARE_USED_UP), "dram") | (
     dict.fromkeys((Reason.BEHIND_A_GAP_ON_DISK, Reason.NOT_READ, Reason.PROMOTION_DEADLINE), "file")
 )
@@ -129,7 +129,7 @@ class Finding(msgspec.Struct):
 
     def leased(self) -> Origins:
         """Origin, for this lookup, of each leased block."""
-        origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.int64)
+        origins = np.full(self.held + self.arrived, FROM_DRAM, dtype=np.int64)
         for begin, some in self.pieces:
             origins[begin : begin + len(some)] = some
         return origins
@@ -138,11 +138,10 @@ class Finding(msgspec.Struct):
         """Ranges of leased blocks, then of the others, numbered from `begin`, the lookup's first
         block in the prompt. The finding must have been examined."""
         origins, found = self.leased(), []
-        tiers = tiers_of(origins)
         for at, end in _runs(origins):
-            search = searches.get(int(origins[at]) >> SEARCH_SHIFT)
-            row = RangeReport(begin + at, end - at, TIERS[Origin(int(tiers[at]))])
-            found.append(_told_of(row, search, at=0))
+            origin = int(origins[at])
+            row = RangeReport(begin + at, end - at, _HERE.get(origin, "peer"))
+            found.append(_told_of(row, searches.get(origin), at=0))
         search, first = self.searched, self.search_begin
         places = (first, first + search.known, first + search.asked) if search is not None else ()
         for row in self.rest:

@@ -81,7 +81,7 @@ class Ledger:
     """Sums of one node, since its start."""
 
     def __init__(self) -> None:
-        self.hits = dict.fromkeys(TIERS.values(), 0)
+        self.hits = dict.fromkeys(TIERS, 0)
         """Blocks by tier."""
         self.misses = dict.fromkeys(CLASSES.values(), 0)
         """Blocks by class of reasons."""

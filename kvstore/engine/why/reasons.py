@@ -327,24 +327,11 @@ class Searches:
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
 
-
-class Origin(enum.IntEnum):
-    """Place of a leased block when it was asked for."""
-
-    DRAM = 0
-    FILE = 1
-    PEER = 2
-
-
 Origins = NDArray[np.int64]
-"""An `Origin` per block, and from bit SEARCH_SHIFT on the number of the index query that led to
-it."""
-SEARCH_SHIFT: Final = 8
-
-
-def tiers_of(origins: Origins) -> NDArray[np.int64]:
-    """The `Origin` of each block alone."""
-    return origins & ((1 << SEARCH_SHIFT) - 1)
+"""Where each leased block was when it was asked for: FROM_DRAM, FROM_DISK, or, on another node, the
+number of the search that led to it; 0 if it was pushed."""
+FROM_DRAM: Final = -2
+FROM_DISK: Final = -1
 
 
 class Wanted(NamedTuple):
