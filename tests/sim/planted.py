@@ -17,13 +17,12 @@ becomes of that seed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvstore.client.core import lookups, stores
@@ -32,16 +31,16 @@ from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores, FilledBlocks, OpenJob
-from kvstore.engine.events import Fetch, Fetched
-from kvstore.engine.memory.journal import Journal, JournalContents
+from kvstore.engine.events import Fetch
+from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.shares import QuotaGroup, Quotas
-from kvstore.engine.memory.table import BlockTable, Keys, Rows
+from kvstore.engine.memory.table import BlockTable, Keys
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
-from kvstore.index.feed import Feed, Heard
+from kvstore.index.feed import Feed
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
@@ -56,203 +55,160 @@ from kvstore.wire.feed import Hello
 from kvstore.wire.messages import Distrust, LeaseRelease
 from kvstore.wire.peers import ServeAnswer, checksums_of
 from kvstore.wire.record import BlockPage, Scope, checksum_of, parse_page
-from tests.sim.world import engine, groups
+from tests.kit.planted import Patch, instead_of
+from tests.sim.world import engine
 from tests.sim.world.copies import SimCopies
 from tests.sim.world.groups import NULL_BLOCK, Kind
 
-Planted = Callable[[], contextlib.AbstractContextManager[Any]]
 
-
-def free_on_abort() -> contextlib.AbstractContextManager[Any]:
+@instead_of(FileTier, "_late")
+def free_on_abort(late: Any, self: FileTier, job: ReadJob, now_ns: int) -> None:
     """The slots of a read that takes too long are given up: the disk writes there later."""
-    late = FileTier._late
-
-    def broken(self: FileTier, job: ReadJob, now_ns: int) -> None:
-        late(self, job, now_ns)
-        self._end(job)
-
-    return mock.patch.object(FileTier, "_late", broken)
+    late(self, job, now_ns)
+    self._end(job)
 
 
-def lease_checked_before_the_copy_only() -> contextlib.AbstractContextManager[Any]:
+def lease_checked_before_the_copy_only(patch: pytest.MonkeyPatch) -> None:
     """A slot that is reused while it is copied from is not noticed."""
-    return mock.patch.object(SimCopies, "still_holds", return_value=True)
+    patch.setattr(SimCopies, "still_holds", lambda *_: True)
 
 
-def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Reader, "_is_good")
+def batch_path_without_check(
+    is_good: Any,
+    self: Reader,
+    file: SegmentFile,
+    scope: Scope,
+    prefix: bytes,
+    wanted: WantedBlock,
+    row: int,
+) -> Any:
     """Of several records that are read at once only the first is verified."""
-    is_good = Reader._is_good
-
-    def broken(
-        self: Reader, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
-    ) -> bool:
-        return row > 0 or is_good(self, file, scope, prefix, wanted, row)
-
-    return mock.patch.object(Reader, "_is_good", broken)
+    return row > 0 or is_good(self, file, scope, prefix, wanted, row)
 
 
-def verdict_not_invalidated() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Stores, "distrust")
+def verdict_not_invalidated(
+    _: Any, self: Stores, connection: Connection, message: Distrust
+) -> None:
     """A copy that failed its checksum stays, and is served to the next one."""
 
-    def broken(self: Stores, connection: Connection, message: Distrust) -> None:
-        return
 
-    return mock.patch.object(Stores, "distrust", broken)
-
-
-def size_only_validation() -> contextlib.AbstractContextManager[Any]:
+def size_only_validation(patch: pytest.MonkeyPatch) -> None:
     """A record is good when it is as long as it should be."""
-    return mock.patch.object(Reader, "_is_good", return_value=True)
+    patch.setattr(Reader, "_is_good", lambda *_: True)
 
 
-def pin_without_owner() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Leases, "end_session")
+def pin_without_owner(_: Any, self: Leases, session: int) -> None:
     """Leases of a session that ends are forgotten, their pins are not taken back."""
-
-    def broken(self: Leases, session: int) -> None:
-        for number in self._by_session.pop(session, {}):
-            self._agenda.drop((session, number))
-
-    return mock.patch.object(Leases, "end_session", broken)
+    for number in self._by_session.pop(session, {}):
+        self._agenda.drop((session, number))
 
 
-def double_unpin() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Leases, "release")
+def double_unpin(release: Any, self: Leases, session: int, leases: list[int]) -> None:
     """A lease that is given back is taken back once more: somebody else's pin goes with it."""
-    release = Leases.release
-
-    def broken(self: Leases, session: int, leases: list[int]) -> None:
-        for number in leases:
-            lease = self.get(session, number)
-            if lease is not None:
-                for words, generations in lease.pieces:
-                    held = self._slots.generation[words] == generations
-                    self._slots.pins.unpin(words[held], lease.account)
-        release(self, session, leases)
-
-    return mock.patch.object(Leases, "release", broken)
+    for number in leases:
+        lease = self.get(session, number)
+        if lease is not None:
+            for words, generations in lease.pieces:
+                held = self._slots.generation[words] == generations
+                self._slots.pins.unpin(words[held], lease.account)
+    release(self, session, leases)
 
 
-def first_of_several_errors_frees() -> contextlib.AbstractContextManager[Any]:
+@instead_of(EngineLookups, "reported")
+def first_of_several_errors_frees(
+    reported: Any, self: EngineLookups, result: LoadResult, now_ns: int
+) -> Any:
     """The first rank whose part of a load fails ends it, while other ranks still copy theirs."""
-    reported = EngineLookups.reported
-
-    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> bool:
-        entry = self._by_lease.get(result.lease)
-        has_ended = reported(self, result, now_ns)
-        if not has_ended and entry is not None and result.failed_block_ids:
-            self.release(entry[0])
-            return True
-        return has_ended
-
-    return mock.patch.object(EngineLookups, "reported", broken)
+    entry = self._by_lease.get(result.lease)
+    has_ended = reported(self, result, now_ns)
+    if not has_ended and entry is not None and result.failed_block_ids:
+        self.release(entry[0])
+        return True
+    return has_ended
 
 
-def hit_without_load() -> contextlib.AbstractContextManager[Any]:
+@instead_of(LoadJob, "result")
+def hit_without_load(result: Any, self: LoadJob, **more: Any) -> Any:
     """A load that could not begin is reported as done."""
-    result = LoadJob.result
-
-    def broken(self: LoadJob, **more: Any) -> LoadResult:
-        return result(self, **more | {"loaded": len(self.block_ids), "reason": ""})
-
-    return mock.patch.object(LoadJob, "result", broken)
+    return result(self, **more | {"loaded": len(self.block_ids), "reason": ""})
 
 
-def truncated_hash() -> contextlib.AbstractContextManager[Any]:
+def truncated_hash(patch: pytest.MonkeyPatch) -> None:
     """Keys are told apart by a few of their bits."""
-    return _both(
-        mock.patch.object(BlockTable, "find", _with_short_keys(BlockTable.find)),
-        mock.patch.object(BlockTable, "insert", _with_short_keys(BlockTable.insert)),
-    )
+    for name in ("find", "insert"):
+        _with_short_keys(name)(patch)
 
 
-def _with_short_keys(
-    method: Callable[[BlockTable, int, Keys], Rows],
-) -> Callable[[BlockTable, int, Keys], Rows]:
-    def broken(self: BlockTable, scope: int, keys: Keys) -> Rows:
+def _with_short_keys(name: str) -> Patch:
+    @instead_of(BlockTable, name)
+    def broken(real: Any, self: BlockTable, scope: int, keys: Keys) -> Any:
         short = np.zeros_like(keys)
         short[:, 0] = keys[:, 0] & np.uint64(0xFF)
-        return method(self, scope, short)
+        return real(self, scope, short)
 
     return broken
 
 
-@contextlib.contextmanager
-def _both(*contexts: contextlib.AbstractContextManager[Any]) -> Any:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def stale_index_after_same_address_restart() -> contextlib.AbstractContextManager[Any]:
+def stale_index_after_same_address_restart(patch: pytest.MonkeyPatch) -> None:
     """A peer that begins again under the same name is taken for what it was: what it had is still
     believed, what it has is never seen."""
-    return mock.patch.object(Peers, "_is_same", return_value=True)
+    patch.setattr(Peers, "_is_same", lambda *_: True)
 
 
-def stale_sessions_after_same_address_restart() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Sessions, "__init__")
+def stale_sessions_after_same_address_restart(init: Any, self: Sessions, state: State) -> None:
     """A restarted node counts sessions from 1 again: leases and credits of its predecessor pass for
     its own."""
-    init = Sessions.__init__
-
-    def broken(self: Sessions, state: State) -> None:
-        init(self, state)
-        self._next_session = 1
-
-    return mock.patch.object(Sessions, "__init__", broken)
+    init(self, state)
+    self._next_session = 1
 
 
-def ghost_endpoint() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Sessions, "ended")
+def ghost_endpoint(ended: Any, self: Sessions, id: ConnectionId) -> None:
     """A rank whose socket ended counts as present: its engine goes on being served and granted
     to."""
-    ended = Sessions.ended
-
-    def broken(self: Sessions, id: ConnectionId) -> None:
-        connection = self._state.connections.get(id)
-        if connection is not None and connection.role == "rank":
-            connection.ended = True
-            return
-        ended(self, id)
-
-    return mock.patch.object(Sessions, "ended", broken)
+    connection = self._state.connections.get(id)
+    if connection is not None and connection.role == "rank":
+        connection.ended = True
+        return
+    ended(self, id)
 
 
 # ── with the memory of the process before ────────────────────────────────────────────────────────
 
 
-def granted_slots_are_free_after_a_restart() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Journal, "examine")
+def granted_slots_are_free_after_a_restart(
+    examine: Any, self: Journal, *, quotas: Sequence[str], writers: set[int]
+) -> Any:
     """The next process gives slots to others that a rank may still write to."""
-    examine = Journal.examine
-
-    def broken(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
-        found = examine(self, quotas=quotas, writers=writers)
-        self.name_writer(found.held, 0)
-        return msgspec.structs.replace(found, held=found.held[:0], writers=found.writers[:0])
-
-    return mock.patch.object(Journal, "examine", broken)
+    found = examine(self, quotas=quotas, writers=writers)
+    self.name_writer(found.held, 0)
+    return msgspec.structs.replace(found, held=found.held[:0], writers=found.writers[:0])
 
 
 # ── found here ───────────────────────────────────────────────────────────────────────────────────
 
 
-def identity_put_aside_too_early() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Directory, "_identity")
+def identity_put_aside_too_early(identity: Any, self: Directory) -> Any:
     """A directory whose identity cannot be read is given a new one, the old one put aside before it
     is there: on a disk that takes none, it was a stranger's for ever."""
-    identity = Directory._identity
-
-    def broken(self: Directory) -> bytes:
-        try:
-            return identity(self)
-        except OSError:
-            self.put_aside("store", "no regular file", keep_bytes=0)
-            return self._new_identity("", keep_bytes=0)
-
-    return mock.patch.object(Directory, "_identity", broken)
+    try:
+        return identity(self)
+    except OSError:
+        self.put_aside("store", "no regular file", keep_bytes=0)
+        return self._new_identity("", keep_bytes=0)
 
 
 # ── between nodes ────────────────────────────────────────────────────────────────────────────────
 
 
-def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
+def stale_index_answers_believed(patch: pytest.MonkeyPatch) -> None:
     """What the index says is there is taken for what was read, neither verified nor asked of its
     source."""
 
@@ -268,170 +224,137 @@ def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
             for block in range(len(slots))
         ]
 
-    return _both(mock.patch.object(Fetcher, "_verify", broken), _whatever_stayed())
+    patch.setattr(Fetcher, "_verify", broken)
+    serving_checked_before_the_read_only(patch)
 
 
-def stale_index_keeps_what_was_there_before_a_restart() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Feed, "_hello")
+def stale_index_keeps_what_was_there_before_a_restart(
+    hello: Any, self: Feed, event: Hello, now_ms: int
+) -> Any:
     """What a node said before it was started anew still counts."""
-    hello = Feed._hello
-
-    def broken(self: Feed, event: Hello, now_ms: int) -> Heard:
-        return msgspec.structs.replace(hello(self, event, now_ms), forget=False)
-
-    return mock.patch.object(Feed, "_hello", broken)
+    return msgspec.structs.replace(hello(self, event, now_ms), forget=False)
 
 
-def ghost_endpoint_of_a_peer() -> contextlib.AbstractContextManager[Any]:
+def ghost_endpoint_of_a_peer(patch: pytest.MonkeyPatch) -> None:
     """A session stays in use when its node is gone and another incarnation, or another node, is at
     that address."""
-    return _both(
-        mock.patch.object(Fetcher, "_forget", return_value=None),
-        mock.patch.object(fetcher, "_is_lost", lambda opening: _session_of(opening) is None),
-    )
+    patch.setattr(Fetcher, "_forget", lambda *_: None)
+    patch.setattr(fetcher, "_is_lost", lambda opening: _session_of(opening) is None)
 
 
-def serving_checked_before_the_read_only() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Fetcher, "_judge")
+def serving_checked_before_the_read_only(
+    judge: Any, self: Fetcher, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
+) -> Any:
     """That a block did not stay until it had been read does not count against it."""
-    return _whatever_stayed()
+    return judge(self, command, np.ones_like(stayed), *others, shards=shards)
 
 
-def _whatever_stayed() -> contextlib.AbstractContextManager[Any]:
-    judge = Fetcher._judge
-
-    def broken(
-        self: Fetcher, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
-    ) -> tuple[bytes, bytes]:
-        return judge(self, command, np.ones_like(stayed), *others, shards=shards)
-
-    return mock.patch.object(Fetcher, "_judge", broken)
-
-
-def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Fetcher, "_fetch_from")
+async def fetched_slots_freed_by_a_timer(
+    fetch: Any, self: Fetcher, session: PeerSession, command: Fetch, count: int
+) -> Any:
     """A fetch that takes long is given up: the transfer worker writes to its slots later."""
-    fetch = Fetcher._fetch_from
-
-    async def broken(self: Fetcher, session: PeerSession, command: Fetch, count: int) -> Fetched:
-        try:
-            return await asyncio.wait_for(
-                asyncio.shield(fetch(self, session, command, count)), 0.05
-            )
-        except TimeoutError:
-            raise SessionLost("it takes too long") from None
-
-    return mock.patch.object(Fetcher, "_fetch_from", broken)
+    try:
+        return await asyncio.wait_for(asyncio.shield(fetch(self, session, command, count)), 0.05)
+    except TimeoutError:
+        raise SessionLost("it takes too long") from None
 
 
 # ── of engines with several KV cache groups, and of what several ranks share ─────────────────────
 
 
-def window_off_by_one() -> contextlib.AbstractContextManager[Any]:
+@instead_of(lookups, "needed_blocks")
+def window_off_by_one(_: Any, *arguments: Any) -> list[range]:
     """A load leaves out the first of the blocks that a window reaches."""
-
-    def broken(*arguments: Any) -> list[range]:
-        first, *others = needed_blocks(*arguments)
-        return [first, *(each[1:] for each in others)]
-
-    return mock.patch.object(lookups, "needed_blocks", broken)
+    first, *others = needed_blocks(*arguments)
+    return [first, *(each[1:] for each in others)]
 
 
-def groups_swapped() -> contextlib.AbstractContextManager[Any]:
+@instead_of(EngineStores, "bind")
+def groups_swapped(
+    bind: Any, self: EngineStores, request: Request, filled: FilledBlocks, needed: Any
+) -> None:
     """Blocks are stored under the keys of the next KV cache group."""
-    bind = EngineStores.bind
-
-    def broken(self: EngineStores, request: Request, filled: FilledBlocks, needed: Any) -> None:
-        group = (filled.group + 1) % len(self._config.block_sizes)
-        bind(self, request, filled._replace(group=group), needed)
-
-    return mock.patch.object(EngineStores, "bind", broken)
+    group = (filled.group + 1) % len(self._config.block_sizes)
+    bind(self, request, filled._replace(group=group), needed)
 
 
-def null_block_stored() -> contextlib.AbstractContextManager[Any]:
+def null_block_stored(patch: pytest.MonkeyPatch) -> None:
     """What stands in a table for blocks that are not kept is taken for one."""
-    return mock.patch.object(stores, "NULL_BLOCK", -1)
+    patch.setattr(stores, "NULL_BLOCK", -1)
 
 
-def state_of_another_boundary() -> contextlib.AbstractContextManager[Any]:
+@instead_of(engine, "handed_over")
+def state_of_another_boundary(
+    handed_over: Any, kind: Kind, table: Sequence[int], computed: int
+) -> Any:
     """Of a recurrent layer the state that the engine hands over is taken for the one before."""
-    handed_over = groups.handed_over
-
-    def broken(kind: Kind, table: Sequence[int], computed: int) -> list[int]:
-        blocks = handed_over(kind, table, computed)
-        return [*blocks[1:], NULL_BLOCK] if kind == "state" else blocks
-
-    return mock.patch.object(engine, "handed_over", broken)
+    blocks = handed_over(kind, table, computed)
+    return [*blocks[1:], NULL_BLOCK] if kind == "state" else blocks
 
 
-def fence_skipped_for_a_freed_window() -> contextlib.AbstractContextManager[Any]:
+@instead_of(EngineStores, "_begin")
+def fence_skipped_for_a_freed_window(begin: Any, self: EngineStores, entry: OpenJob) -> None:
     """Blocks of other groups than the first are handed out again while a store reads them."""
-    begin = EngineStores._begin
-
-    def broken(self: EngineStores, entry: OpenJob) -> None:
-        begin(self, entry)
-        if entry.job.group:
-            self._source_blocks.subtract(entry.job.block_ids)
-            self._source_blocks = +self._source_blocks
-
-    return mock.patch.object(EngineStores, "_begin", broken)
+    begin(self, entry)
+    if entry.job.group:
+        self._source_blocks.subtract(entry.job.block_ids)
+        self._source_blocks = +self._source_blocks
 
 
-def load_targets_not_fenced() -> contextlib.AbstractContextManager[Any]:
+@instead_of(SchedulerCore, "plan")
+def load_targets_not_fenced(plan: Any, self: SchedulerCore, *arguments: Any, **more: Any) -> Any:
     """A load writes where a store still reads."""
-    plan = SchedulerCore.plan
-
-    def broken(self: SchedulerCore, *arguments: Any, **more: Any) -> Any:
-        loads = self._take_loads()
-        return msgspec.structs.replace(plan(self, *arguments, **more), loads=loads)
-
-    return mock.patch.object(SchedulerCore, "plan", broken)
+    loads = self._take_loads()
+    return msgspec.structs.replace(plan(self, *arguments, **more), loads=loads)
 
 
-def lease_released_at_the_first_rank() -> contextlib.AbstractContextManager[Any]:
+@instead_of(EngineLookups, "reported")
+def lease_released_at_the_first_rank(
+    reported: Any, self: EngineLookups, result: LoadResult, now_ns: int
+) -> Any:
     """The other ranks still copy."""
-    reported = EngineLookups.reported
-
-    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> bool:
-        has_ended = reported(self, result, now_ns)
-        entry = self._by_lease.get(result.lease)
-        if not has_ended and entry is not None and entry[0].parts:
-            self._attachment.outbox.append(LeaseRelease(leases=[p.lease for p in entry[0].parts]))
-        return has_ended
-
-    return mock.patch.object(EngineLookups, "reported", broken)
+    has_ended = reported(self, result, now_ns)
+    entry = self._by_lease.get(result.lease)
+    if not has_ended and entry is not None and entry[0].parts:
+        self._attachment.outbox.append(LeaseRelease(leases=[p.lease for p in entry[0].parts]))
+    return has_ended
 
 
 # ── of tenants and spaces ────────────────────────────────────────────────────────────────────────
 
 
-def quota_rounded_up() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Quotas, "spare_bytes")
+def quota_rounded_up(spare: Any, self: Quotas, giver: QuotaGroup, asker: QuotaGroup) -> Any:
     """A group loses a slot more than it has above its share."""
-    spare = Quotas.spare_bytes
-
-    def broken(self: Quotas, giver: QuotaGroup, asker: QuotaGroup) -> int:
-        found = spare(self, giver, asker)
-        return found + SLOT_BYTES_MIN - 1 if found else 0
-
-    return mock.patch.object(Quotas, "spare_bytes", broken)
+    found = spare(self, giver, asker)
+    return found + SLOT_BYTES_MIN - 1 if found else 0
 
 
-def record_of_another_space() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Reader, "_is_good")
+def record_of_another_space(
+    _: Any,
+    self: Reader,
+    file: SegmentFile,
+    scope: Scope,
+    prefix: bytes,
+    wanted: WantedBlock,
+    row: int,
+) -> bool:
     """A record on disk is good, wherever it lies, for whoever asks for its key."""
-
-    def broken(
-        self: Reader, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
-    ) -> bool:
-        page = self._headers.page(row)
-        found = parse_page(
-            page, segment_id=bytes(page[8:24]), place=int.from_bytes(page[24:32], "little")
-        )
-        if not isinstance(found, BlockPage) or found.key != wanted.key:
-            return False
-        payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
-        return checksum_of(found.scope.prefix() + found.key, [payload]) == found.checksum
-
-    return mock.patch.object(Reader, "_is_good", broken)
+    page = self._headers.page(row)
+    found = parse_page(
+        page, segment_id=bytes(page[8:24]), place=int.from_bytes(page[24:32], "little")
+    )
+    if not isinstance(found, BlockPage) or found.key != wanted.key:
+        return False
+    payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
+    return checksum_of(found.scope.prefix() + found.key, [payload]) == found.checksum
 
 
-GROUPED: Sequence[Planted] = (
+GROUPED: Sequence[Patch] = (
     window_off_by_one,
     groups_swapped,
     null_block_stored,
@@ -440,11 +363,11 @@ GROUPED: Sequence[Planted] = (
     load_targets_not_fenced,
     lease_released_at_the_first_rank,
 )
-SHARED: Sequence[Planted] = (quota_rounded_up, record_of_another_space)
+SHARED: Sequence[Patch] = (quota_rounded_up, record_of_another_space)
 """Of what tenants and spaces share."""
-CALM: Sequence[Planted] = (stale_index_after_same_address_restart, quota_rounded_up)
+CALM: Sequence[Patch] = (stale_index_after_same_address_restart, quota_rounded_up)
 """In no world of 200 with faults of its own was one of these noticed."""
-PLANTED: Sequence[Planted] = (
+PLANTED: Sequence[Patch] = (
     free_on_abort,
     lease_checked_before_the_copy_only,
     batch_path_without_check,
@@ -460,7 +383,7 @@ PLANTED: Sequence[Planted] = (
     ghost_endpoint,
 )
 """The twelve, of one of them two forms."""
-CLUSTERED: Sequence[Planted] = (
+CLUSTERED: Sequence[Patch] = (
     stale_index_answers_believed,
     stale_index_keeps_what_was_there_before_a_restart,
     ghost_endpoint_of_a_peer,
@@ -468,9 +391,9 @@ CLUSTERED: Sequence[Planted] = (
     fetched_slots_freed_by_a_timer,
 )
 """Forms of the twelve between nodes."""
-RESTARTED: Sequence[Planted] = (granted_slots_are_free_after_a_restart,)
+RESTARTED: Sequence[Patch] = (granted_slots_are_free_after_a_restart,)
 """Beside the twelve."""
-FOUND: dict[Planted, tuple[str, ...]] = {
+FOUND: dict[Patch, tuple[str, ...]] = {
     identity_put_aside_too_early: ("disk full", "no descriptors", "node killed"),
     stale_index_after_same_address_restart: ("directory emptied", "directory swapped"),
     batch_path_without_check: ("misdirected read", "clear", "node restarts in a step"),

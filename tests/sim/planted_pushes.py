@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
+import pytest
 
 from kvstore.engine.events import Land, Landed, LandingUp, WritePush
 from kvstore.engine.memory.slots import Slots
@@ -18,20 +17,18 @@ from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pushes import Lander, Pusher
 from kvstore.wire.peers import Pushed, PushOver, PushWord
-from tests.sim.planted import Planted, _both
+from tests.kit.planted import Patch, instead_of
 
 
-def late_write_into_an_extent_used_again() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Grants, "_give_up")
+def late_write_into_an_extent_used_again(
+    give_up: Any, self: Grants, granted: Any, *, is_quiet: bool
+) -> None:
     """The extents of a write that failed are granted to the next one."""
-    give_up = Grants._give_up
-
-    def broken(self: Grants, granted: Any, *, is_quiet: bool) -> None:
-        give_up(self, granted, is_quiet=True)
-
-    return mock.patch.object(Grants, "_give_up", broken)
+    give_up(self, granted, is_quiet=True)
 
 
-def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
+def epoch_ignored(patch: pytest.MonkeyPatch) -> None:
     """Grants outlive the transfer worker that they were given by."""
 
     def broken_up(self: Grants, event: LandingUp) -> None:
@@ -41,132 +38,98 @@ def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
         self._epoch = event.epoch
         self.give_room()
 
-    pushed = Grants.pushed
-
-    def broken_pushed(self: Grants, event: Pushed) -> None:
+    @instead_of(Grants, "pushed")
+    def broken_pushed(pushed: Any, self: Grants, event: Pushed) -> None:
         pushed(self, msgspec.structs.replace(event, epoch=self._epoch))
 
-    return _both(
-        mock.patch.object(Grants, "transfer_worker_changed", broken_up),
-        mock.patch.object(Grants, "pushed", broken_pushed),
-    )
+    patch.setattr(Grants, "transfer_worker_changed", broken_up)
+    broken_pushed(patch)
 
 
-def sealed_before_it_is_verified() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Lander, "_copy")
+def sealed_before_it_is_verified(copy: Any, self: Lander, command: Land) -> Any:
     """What a peer says that it pushed is believed."""
-    copy = Lander._copy
-
-    def broken(self: Lander, command: Land) -> Landed:
-        landed = copy(self, command)
-        return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
-
-    return mock.patch.object(Lander, "_copy", broken)
+    landed = copy(self, command)
+    return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
 
 
-def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Pusher, "_move")
+async def grant_of_another_peer_used(
+    move: Any, self: Pusher, command: WritePush, taken: Any
+) -> Any:
     """Grants of all peers are one heap."""
-    move = Pusher._move
-
-    async def broken(self: Pusher, command: WritePush, taken: Any) -> str:
-        others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
-        return await move(self, command, others[0] if others else taken)
-
-    return mock.patch.object(Pusher, "_move", broken)
+    others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
+    return await move(self, command, others[0] if others else taken)
 
 
-def abort_not_told() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Pusher, "revoked")
+def abort_not_told(_: Any, self: Pusher, peer: int, grant: int) -> None:
     """The prefill node does not hear that nobody waits any more."""
 
-    def broken(self: Pusher, peer: int, grant: int) -> None:
-        return
 
-    return mock.patch.object(Pusher, "revoked", broken)
-
-
-def extent_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Grants, "_revoke")
+def extent_freed_by_a_timer(revoke: Any, self: Grants, expect: Any) -> None:
     """A request that is over needs its extents no more."""
-    revoke = Grants._revoke
-
-    def broken(self: Grants, expect: Any) -> None:
-        revoke(self, expect)
-        for granted in [its for its in self._grants.values() if its.expect is expect]:
-            self._give_up(granted, is_quiet=True)
-
-    return mock.patch.object(Grants, "_revoke", broken)
+    revoke(self, expect)
+    for granted in [its for its in self._grants.values() if its.expect is expect]:
+        self._give_up(granted, is_quiet=True)
 
 
-def block_of_the_wrong_group() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Grants, "_land")
+def block_of_the_wrong_group(
+    begin: Any, self: Grants, event: Pushed, granted: Any, places: slice
+) -> None:
     """The decode node takes the keys for those of its first group."""
-    begin = Grants._land
-
-    def broken(self: Grants, event: Pushed, granted: Any, places: slice) -> None:
-        first = granted.expect.connection.owner.groups[0].asker
-        granted.expect.asker, asker = first, granted.expect.asker
-        begin(self, event, granted, places)
-        granted.expect.asker = asker
-
-    return mock.patch.object(Grants, "_land", broken)
+    first = granted.expect.connection.owner.groups[0].asker
+    granted.expect.asker, asker = first, granted.expect.asker
+    begin(self, event, granted, places)
+    granted.expect.asker = asker
 
 
-def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Pusher, "_move")
+async def half_a_chunk(move: Any, self: Pusher, command: WritePush, taken: Any) -> Any:
     """A write is reported when half of it has ended."""
-    move = Pusher._move
-
-    async def broken(self: Pusher, command: WritePush, taken: Any) -> str:
-        columns = len(command.block_bytes)
-        half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
-        return await move(self, msgspec.structs.replace(command, slots=half), taken)
-
-    return mock.patch.object(Pusher, "_move", broken)
+    columns = len(command.block_bytes)
+    half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
+    return await move(self, msgspec.structs.replace(command, slots=half), taken)
 
 
-def one_shard_of_several_looked_at() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Lease, "intact")
+def one_shard_of_several_looked_at(_: Any, self: Lease, slots: Slots) -> Any:
     """A block was not changed while a peer read it, or it was written, if its first shard was
     not."""
-
-    def broken(self: Lease, slots: Slots) -> Any:
-        same = [slots.generation[words] == generations for words, generations in self.pieces]
-        return np.concatenate(same).reshape(-1, self.shards)[:, 0]
-
-    return mock.patch.object(Lease, "intact", broken)
+    same = [slots.generation[words] == generations for words, generations in self.pieces]
+    return np.concatenate(same).reshape(-1, self.shards)[:, 0]
 
 
-def last_word_of_another_session() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Lander, "_hear")
+def last_word_of_another_session(
+    hear: Any, self: Lander, session: PeerSession, word: PushWord | None
+) -> None:
     """Any peer says that a grant is over."""
-    hear = Lander._hear
-
-    def broken(self: Lander, session: PeerSession, word: PushWord | None) -> None:
-        if isinstance(word, PushOver):
-            given = self._given.get(word.grant)
-            session = session if given is None or given.session is None else given.session
-        hear(self, session, word)
-
-    return mock.patch.object(Lander, "_hear", broken)
+    if isinstance(word, PushOver):
+        given = self._given.get(word.grant)
+        session = session if given is None or given.session is None else given.session
+    hear(self, session, word)
 
 
-def last_word_of_an_older_epoch() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Grants, "grant_ended")
+def last_word_of_an_older_epoch(over: Any, self: Grants, event: PushOver) -> None:
     """A grant is over by a word that a grant of that number got earlier."""
-    over = Grants.grant_ended
-
-    def broken(self: Grants, event: PushOver) -> None:
-        over(self, msgspec.structs.replace(event, epoch=self._epoch))
-
-    return mock.patch.object(Grants, "grant_ended", broken)
+    over(self, msgspec.structs.replace(event, epoch=self._epoch))
 
 
-def room_is_made_before_what_is_written_is_pinned() -> contextlib.AbstractContextManager[Any]:
+@instead_of(Pushes, "_write")
+def room_is_made_before_what_is_written_is_pinned(
+    write: Any, self: Pushes, ask: Any, asker: Any, run: Any
+) -> None:
     """Of a grant, what is on disk is read first: it may take the slots of what is in dram."""
-    write = Pushes._write
-
-    def broken(self: Pushes, ask: Any, asker: Any, run: Any) -> None:
-        if ask.is_called:
-            self._files.promote(asker, ask.keys[ask.next + run.count :], held=run.rows())
-        write(self, ask, asker, run)
-
-    return mock.patch.object(Pushes, "_write", broken)
+    if ask.is_called:
+        self._files.promote(asker, ask.keys[ask.next + run.count :], held=run.rows())
+    write(self, ask, asker, run)
 
 
-PUSHED: Sequence[Planted] = (
+PUSHED: Sequence[Patch] = (
     late_write_into_an_extent_used_again,
     epoch_ignored,
     sealed_before_it_is_verified,
@@ -180,9 +143,9 @@ PUSHED: Sequence[Planted] = (
     last_word_of_an_older_epoch,
     room_is_made_before_what_is_written_is_pinned,
 )
-CALM: Sequence[Planted] = (abort_not_told, block_of_the_wrong_group, half_a_chunk)
+CALM: Sequence[Patch] = (abort_not_told, block_of_the_wrong_group, half_a_chunk)
 """Faults would excuse these, or hide them."""
-FAULTS: dict[Planted, tuple[str, ...]] = {
+FAULTS: dict[Patch, tuple[str, ...]] = {
     epoch_ignored: ("transfer worker dies",),
     room_is_made_before_what_is_written_is_pinned: ("node lies",),
     sealed_before_it_is_verified: ("read brings wrong bytes",),

@@ -5,15 +5,15 @@ Each is noticed by the very check that is there for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from kvstore.breaker import Breaker
 from kvstore.client.core import lookups
-from kvstore.engine.memory.journal import Journal, JournalContents
+from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
@@ -22,6 +22,7 @@ from kvstore.engine.sessions.sessions import Sessions
 from kvstore.tiers.file import parts
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.discovery import Peers
+from tests.kit.planted import Patch, instead_of
 from tests.sim.world import heal as sim_heal
 from tests.sim.world.copies import Violation
 from tests.sim.world.machine import Machine
@@ -48,14 +49,10 @@ def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parts, "Breaker", Stubborn)
 
 
-def after_a_quarantine_nothing_is_granted(patch: pytest.MonkeyPatch) -> None:
-    grant_all = Stores.grant_all
-
-    def changed(self: Stores) -> None:
-        if not self._state.counters.slots_quarantined:
-            grant_all(self)
-
-    patch.setattr(Stores, "grant_all", changed)
+@instead_of(Stores, "grant_all")
+def after_a_quarantine_nothing_is_granted(grant_all: Any, self: Stores) -> None:
+    if not self._state.counters.slots_quarantined:
+        grant_all(self)
 
 
 def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
@@ -84,14 +81,12 @@ def descriptors_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "close", lambda _: None)
 
 
-def nothing_is_taken_over(patch: pytest.MonkeyPatch) -> None:
-    examine = Journal.examine
-
-    def changed(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
-        found = examine(self, quotas=quotas, writers=writers)
-        return msgspec.structs.replace(found, words=found.words[:0], scopes=found.scopes[:0])
-
-    patch.setattr(Journal, "examine", changed)
+@instead_of(Journal, "examine")
+def nothing_is_taken_over(
+    examine: Any, self: Journal, *, quotas: Sequence[str], writers: set[int]
+) -> Any:
+    found = examine(self, quotas=quotas, writers=writers)
+    return msgspec.structs.replace(found, words=found.words[:0], scopes=found.scopes[:0])
 
 
 def nobody_looks_at_the_others(patch: pytest.MonkeyPatch) -> None:
@@ -102,7 +97,6 @@ def an_engine_is_never_complete(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "_open", lambda *_: None)
 
 
-Patch = Callable[[pytest.MonkeyPatch], None]
 ROOMY = Knobs(arena_slots=512, ttl_ms=500)
 """Where a leak is no want of room: only the check for leaks can see it."""
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import pytest
 
+from tests.kit.planted import Patch
 from tests.sim import planted, planted_hbm, planted_pushes
 from tests.sim.world.copies import Violation
 from tests.sim.world.parts import has_quotas
@@ -20,7 +21,7 @@ SEEDS = range(1, 201)
 Life = tuple[int, int]
 """Seed, steps."""
 FIRST: Life = (1, 500)
-SOONER: dict[planted.Planted, Life] = {
+SOONER: dict[Patch, Life] = {
     planted.lease_checked_before_the_copy_only: (28, 300),
     planted.batch_path_without_check: (44, 1000),
     planted.verdict_not_invalidated: (9, 500),
@@ -100,16 +101,15 @@ def holds(life: Life, faults: Collection[str], *, calm: bool = False) -> bool:
     ),
     ids=lambda plant: plant.__name__,
 )
-def test_each_is_noticed_within_200_seeds(
-    plant: planted.Planted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_is_noticed_within_200_seeds(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     # The accounts of a broken engine may be in order; it is the promises that must notice.
     monkeypatch.setattr("tests.kit.engine_check.check_engine", lambda _: None)
     faults = (planted.FOUND | planted_pushes.FAULTS).get(
         plant, ()
     )  # those that it takes, where few seeds have them
     calm = plant in (*planted.CALM, *planted_pushes.CALM)
-    with plant():
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
         fit = filter(has_quotas, SEEDS) if plant is planted.quota_rounded_up else SEEDS
         tried = [SOONER.get(plant, FIRST), *((seed, STEPS) for seed in fit)]
         life = next((life for life in tried if notices(life, faults, calm=calm)), None)

@@ -10,13 +10,13 @@ from functools import partial
 
 import pytest
 
+from tests.kit.planted import Patch
 from tests.sim import planted_pushes as pushes
-from tests.sim.planted import Planted
 from tests.unit.engine import test_push_words as words, test_pushes as engines
 from tests.unit.peers import test_pushing as nodes
 from tests.unit.peers.two_nodes import Two
 
-NOTICED_BY: dict[Planted, Callable[[], None]] = {
+NOTICED_BY: dict[Patch, Callable[[], None]] = {
     pushes.late_write_into_an_extent_used_again: (
         engines.test_extents_of_a_failed_write_come_back_with_another_transfer_worker_only
     ),
@@ -46,10 +46,11 @@ def test_all_twelve_are_there() -> None:
 
 
 @pytest.mark.parametrize("plant", pushes.PUSHED, ids=lambda plant: plant.__name__)
-def test_each_is_noticed_by_a_fast_test(plant: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_noticed_by_a_fast_test(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.kit.engine_check.check_engine", lambda _: None)
     monkeypatch.setattr(Two, "tries", 100)
     fast = NOTICED_BY[plant]
     fast()
-    with plant(), pytest.raises((AssertionError, pytest.fail.Exception)):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         fast()

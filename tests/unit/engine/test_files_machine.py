@@ -6,9 +6,7 @@ lease, whether it came at once or grew, must name slots that hold the blocks it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -30,6 +28,7 @@ from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.kit.moves_check import pinned_words
+from tests.kit.planted import Patch, instead_of
 from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
@@ -271,33 +270,21 @@ def test_whatever_is_written_is_paid_for() -> None:
     verify_machine(ThriftyMachine, examples=amount(30, nightly=100))
 
 
-def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:
-    def read(self: Files, event: FileRead) -> None:
-        original(self, FileRead(event.job, b"\x01" * len(event.good)))
-
-    return read
+@instead_of(Files, "read")
+def every_read_is_trusted(read: Any, self: Files, event: FileRead) -> None:
+    read(self, FileRead(event.job, b"\x01" * len(event.good)))
 
 
-def _forget_the_pin(original: Callable[..., None]) -> Callable[..., None]:
-    def sealed(self: Writes, *arguments: object, **names: object) -> None:
-        before = pinned_words(self)
-        original(self, *arguments, **names)
-        new = pinned_words(self)[len(before) :]
-        self._state.slots.leases[new] -= 1
-
-    return sealed
+@instead_of(Writes, "sealed")
+def the_pin_is_forgotten(sealed: Any, self: Writes, *arguments: object, **names: object) -> None:
+    before = pinned_words(self)
+    sealed(self, *arguments, **names)
+    new = pinned_words(self)[len(before) :]
+    self._state.slots.leases[new] -= 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "breaks"),
-    [(Files, "read", _trust_every_read), (Writes, "sealed", _forget_the_pin)],
-)
-def test_a_broken_file_side_is_noticed(
-    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
-) -> None:
-    broken = breaks(getattr(kind, method))
-    with (
-        mock.patch.object(kind, method, broken),
-        pytest.raises(AssertionError),
-    ):
+@pytest.mark.parametrize("broken", [every_read_is_trusted, the_pin_is_forgotten])
+def test_a_broken_file_side_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
         verify_machine(DiskMachine, examples=400, broken_seed=0)

@@ -7,8 +7,7 @@ each step every place that is shown leads to the block that its slot of dram hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from unittest import mock
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,14 +16,14 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import Clear
 from kvstore.engine.memory.policies import Words
-from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State
 from kvstore.tier_events import Promoted
 from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.messages import LeaseRelease
 from kvstore.wire.space import shard_bytes, slot_bytes
 from tests.amounts import amount
+from tests.kit.planted import Patch, instead_of
+from tests.sim import planted_hbm
 from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.harness import Peer, key, pairs, space
 from tests.unit.engine.slab import GPU, SlabNode
@@ -198,67 +197,32 @@ def test_any_order_keeps_places_and_blocks_together() -> None:
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
 
 
-def _shows_what_is_sealed(original: Callable[..., None]) -> Callable[..., None]:
-    """A copy counts while some block is in its slot of dram."""
-
-    def promoted(self: HbmCopies, event: Promoted) -> None:
-        job, slots = self._jobs.get(event.job), self._state.slots
-        assert job is not None
-        is_sealed = slots.state[job.sources] == SlotState.SEALED
-        is_sealed &= self._state.residency.hbm_of_word[job.sources] < 0
-        job.generations[is_sealed] = slots.generation[job.sources[is_sealed]]
-        original(self, event)
-
-    return promoted
+@instead_of(State, "drop_copies")
+def copies_that_give_way_stay_shown(drop_copies: Any, self: State, words: Words) -> None:
+    drop_copies(self, words)
+    assert self.hbm is not None
+    self.hbm.raised.clear()
 
 
-def _leaves_copy_0(original: Callable[..., None]) -> Callable[..., None]:
-    """The first slot of hbm is taken for none."""
-
-    def drop_copies(self: State, words: Words) -> None:
-        original(self, words[words > 0])
-
-    return drop_copies
-
-
-def _takes_no_place_back(original: Callable[..., None]) -> Callable[..., None]:
-    """Copies that give way stay shown."""
-
-    def drop_copies(self: State, words: Words) -> None:
-        original(self, words)
-        assert self.hbm is not None
-        self.hbm.raised.clear()
-
-    return drop_copies
-
-
-def _gives_slots_back_early(original: Callable[..., None]) -> Callable[..., None]:
+@instead_of(State, "empty")
+def slots_are_given_back_early(empty: Any, self: State, words: Words, stamp: int) -> None:
     """Of a block that leaves, the slot of the copy that is being made is free at once."""
-
-    def empty(self: State, words: Words, stamp: int) -> None:
-        original(self, words, stamp)
-        assert self.hbm is not None
-        if len(words):
-            self.hbm.free(np.flatnonzero(self.hbm.state == 1))
-
-    return empty
+    empty(self, words, stamp)
+    assert self.hbm is not None
+    if len(words):
+        self.hbm.free(np.flatnonzero(self.hbm.state == 1))
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "breaks"),
+    "broken",
     [
-        (HbmCopies, "promoted", _shows_what_is_sealed),
-        (State, "drop_copies", _leaves_copy_0),
-        (State, "drop_copies", _takes_no_place_back),
-        (State, "empty", _gives_slots_back_early),
+        planted_hbm.copy_of_a_slot_that_is_sealed_again,
+        planted_hbm.first_slot_of_hbm_taken_for_none,
+        copies_that_give_way_stay_shown,
+        slots_are_given_back_early,
     ],
 )
-def test_broken_copies_are_noticed(
-    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
-) -> None:
-    broken = breaks(getattr(kind, method))
-    with (
-        mock.patch.object(kind, method, broken),
-        pytest.raises(AssertionError),
-    ):
+def test_broken_copies_are_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
         verify_machine(HbmMachine, examples=400, steps=50, broken_seed=2)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.memory.journal import Journal, JournalContents
+from kvstore.engine.memory.journal import Journal
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.space import shard_bytes, slot_bytes
 from tests.amounts import amount
+from tests.kit.planted import Patch, instead_of
 from tests.steps import verify_machine
 from tests.unit.engine.harness import Node, keys
 from tests.unit.engine.machine_owner import Content, Owner, Place
@@ -140,15 +141,11 @@ def test_whenever_the_process_dies_another_goes_on() -> None:
 # ── the machine can see ──────────────────────────────────────────────────────────────────────────
 
 
-def forgets_writers(patch: pytest.MonkeyPatch) -> None:
+@instead_of(Journal, "examine")
+def forgets_writers(real: Any, self: Journal, *, quotas: list[str], writers: set[int]) -> Any:
     """What somebody may write to is free after a restart."""
-    real = Journal.examine
-
-    def examine(self: Journal, *, quotas: list[str], writers: set[int]) -> JournalContents:
-        self._writers[:] = 0
-        return real(self, quotas=quotas, writers=writers)
-
-    patch.setattr(Journal, "examine", examine)
+    self._writers[:] = 0
+    return real(self, quotas=quotas, writers=writers)
 
 
 def keeps_rows_of_what_left(patch: pytest.MonkeyPatch) -> None:
@@ -164,9 +161,7 @@ def names_no_writer(patch: pytest.MonkeyPatch) -> None:
     [forgets_writers, keeps_rows_of_what_left, names_no_writer],
     ids=lambda patch: patch.__name__,
 )
-def test_a_broken_journal_is_noticed(
-    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_journal_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     monkeypatch.setattr("tests.kit.engine_check.check_engine", lambda _: None)
     with pytest.raises(AssertionError, match=r"granted w|published|leased|went und|another st"):

@@ -43,8 +43,9 @@ from kvstore.wire.messages import (
     SessionOpen,
 )
 from tests.amounts import amount
+from tests.kit.planted import Patch
 from tests.steps import CountedMachine, verify_machine
-from tests.unit.engine.broken import ENGINES, Patch
+from tests.unit.engine.broken import ENGINES
 from tests.unit.engine.harness import Node, arrays, checksum, keys, pairs
 from tests.unit.engine.machine_owner import KINDS, Content, Kind, Lease, Owner, Place
 

@@ -7,8 +7,9 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.wire.feed import Stored
 from tests.kit.index_check import check
+from tests.kit.planted import Patch, instead_of
 from tests.unit.index.words import (
     NODE,
     beat,
@@ -132,14 +134,10 @@ def _gap_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Feed, "_delta", lambda self, sequence, now: Heard(Verdict.GO_ON, apply=True))
 
 
-def _old_part_counts(patch: pytest.MonkeyPatch) -> None:
-    part_ = Feed._part
-
-    def broken(self: Feed, word: object, now_ms: int) -> Heard:
-        self.sequence = min(self.sequence, word.sequence)  # type: ignore[attr-defined]
-        return part_(self, word, now_ms)  # type: ignore[arg-type]
-
-    patch.setattr(Feed, "_part", broken)
+@instead_of(Feed, "_part")
+def _old_part_counts(part_: Any, self: Feed, word: object, now_ms: int) -> Any:
+    self.sequence = min(self.sequence, word.sequence)  # type: ignore[attr-defined]
+    return part_(self, word, now_ms)
 
 
 def _restart_keeps(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +164,7 @@ def _snapshot_adds(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_broken_is_seen(
-    break_it: Callable[[pytest.MonkeyPatch], None],
+    break_it: Patch,
     story: tuple[list[Event], Truth],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -23,6 +23,7 @@ from kvstore.index.loops import LOST, ROW, SCOPE, SLOT, WORDS, Ints
 from kvstore.installation import is_installed
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
+from tests.kit.planted import Patch, instead_of
 from tests.steps import CountedMachine
 from tests.unit.index.model import Model
 from tests.unit.index.words import SPACE, keys
@@ -146,26 +147,22 @@ TestCompiled = pytest.mark.skipif(not is_installed("numba"), reason="numba is no
 )
 
 
-def half_a_key_is_enough(patch: pytest.MonkeyPatch) -> None:
+@instead_of(loops, "is_at")
+def half_a_key_is_enough(
+    _: Any, flat: Ints, row: int, keys: Sequence[int], at: int, scope: int
+) -> bool:
     """Blocks are told apart by the first half of their keys."""
-
-    def broken(flat: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
-        base = row * ROW
-        half = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS // 2))
-        return half and flat[base + SCOPE] == scope
-
-    patch.setattr(loops, "is_at", broken)
+    base = row * ROW
+    half = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS // 2))
+    return half and flat[base + SCOPE] == scope
 
 
-def tenants_share(patch: pytest.MonkeyPatch) -> None:
+@instead_of(loops, "is_at")
+def tenants_share(_: Any, flat: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
     """Blocks are told apart by their keys alone."""
-
-    def broken(flat: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
-        base = row * ROW
-        same = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS))
-        return same and flat[base + SCOPE] != 0
-
-    patch.setattr(loops, "is_at", broken)
+    base = row * ROW
+    same = all(flat[base + i] == keys[at * WORDS + i] for i in range(WORDS))
+    return same and flat[base + SCOPE] != 0
 
 
 def void_slots_answer(patch: pytest.MonkeyPatch) -> None:
@@ -199,9 +196,7 @@ def all_is_in_hbm(patch: pytest.MonkeyPatch) -> None:
         all_is_in_hbm,
     ],
 )
-def test_what_is_broken_is_seen(
-    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_broken_is_seen(break_it: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     broken = type("Broken", (Machine,), {"is_counted": False})
     with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):

@@ -3,7 +3,6 @@ event that is not waited for is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +26,7 @@ from tests.kit.copy_parties import (
     StagedParty,
     noise,
 )
+from tests.kit.planted import Patch, instead_of
 from tests.kit.reference import checksum
 from tests.kit.simulated_device import SimulatedDevice
 from tests.steps import CountedMachine
@@ -225,59 +225,47 @@ TestCudaCopies.settings = RUNS
 
 # ── what it finds ────────────────────────────────────────────────────────────────────────────────
 
-Replace = Callable[[type, str, Any], None]
 
-
-def _streams_do_not_wait(replace: Replace, *numbers: int) -> None:
-    wait = SimulatedDevice.wait
-
-    def forgets(device: SimulatedDevice, stream: int, event: int) -> None:
+def _not_waiting(*numbers: int) -> Patch:
+    @instead_of(SimulatedDevice, "wait")
+    def broken(wait: Any, device: SimulatedDevice, stream: int, event: int) -> None:
         if stream not in numbers:
             wait(device, stream, event)
 
-    replace(SimulatedDevice, "wait", forgets)
+    return broken
 
 
-def stores_do_not_wait(replace: Replace) -> None:
-    _streams_do_not_wait(replace, 1, 2)
+stores_do_not_wait, loads_do_not_wait = _not_waiting(1, 2), _not_waiting(3, 4)
 
 
-def loads_do_not_wait(replace: Replace) -> None:
-    _streams_do_not_wait(replace, 3, 4)
+@instead_of(DeviceCopies, "_wait_for")
+def an_older_mark_is_waited_for(
+    wait_for: Any, copies: DeviceCopies, mark: int, stream: int
+) -> None:
+    wait_for(copies, mark - 1, stream)
 
 
-def an_older_mark_is_waited_for(replace: Replace) -> None:
-    wait_for = DeviceCopies._wait_for
-
-    def waits(copies: DeviceCopies, mark: int, stream: int) -> None:
-        wait_for(copies, mark - 1, stream)
-
-    replace(DeviceCopies, "_wait_for", waits)
-
-
-def a_copy_ends_when_it_is_begun(replace: Replace) -> None:
+def a_copy_ends_when_it_is_begun(patch: pytest.MonkeyPatch) -> None:
     take, has_happened = DeviceCopies._take_batch, SimulatedDevice.has_happened
 
     def takes(copies: DeviceCopies, *given: Any) -> bool:
-        replace(SimulatedDevice, "has_happened", lambda *_: True)
+        patch.setattr(SimulatedDevice, "has_happened", lambda *_: True)
         try:
             return take(copies, *given)
         finally:
-            replace(SimulatedDevice, "has_happened", has_happened)
+            patch.setattr(SimulatedDevice, "has_happened", has_happened)
 
-    replace(DeviceCopies, "_take_batch", takes)
-
-
-def marks_are_of_another_stream(replace: Replace) -> None:
-    record = SimulatedDevice.record
-
-    def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
-        record(device, event, 1 if stream is None else stream)
-
-    replace(SimulatedDevice, "record", records)
+    patch.setattr(DeviceCopies, "_take_batch", takes)
 
 
-def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
+@instead_of(SimulatedDevice, "record")
+def marks_are_of_another_stream(
+    record: Any, device: SimulatedDevice, event: int, stream: int | None
+) -> None:
+    record(device, event, 1 if stream is None else stream)
+
+
+def a_store_is_hashed_when_it_is_begun(patch: pytest.MonkeyPatch) -> None:
     begin, close = DeviceCopies._begin, DeviceCopies._checksum
     early: dict[int, bytes] = {}
 
@@ -289,11 +277,11 @@ def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
     def found(copies: DeviceCopies, flight: Any) -> bytes:
         return early.pop(flight.copy.number, None) or close(copies, flight)
 
-    replace(DeviceCopies, "_begin", begins)
-    replace(DeviceCopies, "_checksum", found)
+    patch.setattr(DeviceCopies, "_begin", begins)
+    patch.setattr(DeviceCopies, "_checksum", found)
 
 
-def streams_share_a_room(replace: Replace) -> None:
+def streams_share_a_room(patch: pytest.MonkeyPatch) -> None:
     begin = BlockMoves.__init__
 
     def begins(moves: BlockMoves, *arguments: Any, **more: Any) -> None:
@@ -301,21 +289,19 @@ def streams_share_a_room(replace: Replace) -> None:
         for stream in moves._rooms:
             moves._rooms[stream] = max(moves._rooms.values())
 
-    replace(BlockMoves, "__init__", begins)
-    replace(BlockMoves, "close", lambda moves: None)
-    replace(SimulatedDevice, "allocation_count", 1)
+    patch.setattr(BlockMoves, "__init__", begins)
+    patch.setattr(BlockMoves, "close", lambda moves: None)
+    patch.setattr(SimulatedDevice, "allocation_count", 1)
 
 
-def blocks_share_a_room(replace: Replace) -> None:
-    payloads = BlockMoves._payloads
-
-    def of_the_first(moves: BlockMoves, stream: int, group: int, count: int) -> Any:
-        return np.repeat(payloads(moves, stream, group, 1), count)
-
-    replace(BlockMoves, "_payloads", of_the_first)
+@instead_of(BlockMoves, "_payloads")
+def blocks_share_a_room(
+    payloads: Any, moves: BlockMoves, stream: int, group: int, count: int
+) -> Any:
+    return np.repeat(payloads(moves, stream, group, 1), count)
 
 
-def only_the_first_mark_of_a_batch_is_waited_for(replace: Replace) -> None:
+def only_the_first_mark_of_a_batch_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     begin = DeviceCopies._begin
     waiting: list[Any] = []
 
@@ -329,49 +315,45 @@ def only_the_first_mark_of_a_batch_is_waited_for(replace: Replace) -> None:
         waiting.clear()
 
     give = DeviceCopies._give
-    replace(DeviceCopies, "_begin", begins)
-    replace(DeviceCopies, "_give", gives)
+    patch.setattr(DeviceCopies, "_begin", begins)
+    patch.setattr(DeviceCopies, "_give", gives)
 
 
-def a_block_is_moved_by_another_stream(replace: Replace) -> None:
-    move = SimulatedDevice.move
-
-    def moves(device: SimulatedDevice, stream: int, *pieces: Any) -> None:
-        move(device, OTHER[stream], *pieces)
-
-    replace(SimulatedDevice, "move", moves)
+@instead_of(SimulatedDevice, "move")
+def a_block_is_moved_by_another_stream(
+    move: Any, device: SimulatedDevice, stream: int, *pieces: Any
+) -> None:
+    move(device, OTHER[stream], *pieces)
 
 
-def a_copy_ends_before_its_kernel(replace: Replace) -> None:
+def a_copy_ends_before_its_kernel(patch: pytest.MonkeyPatch) -> None:
     """Its event is recorded between the two steps."""
     load, move, record = BlockMoves.load, SimulatedDevice.move, SimulatedDevice.record
     late: list[Any] = []
 
     def loads(moves: BlockMoves, *arguments: Any) -> None:
-        replace(SimulatedDevice, "move", lambda device, *given: late.append(given))
+        patch.setattr(SimulatedDevice, "move", lambda device, *given: late.append(given))
         load(moves, *arguments)
-        replace(SimulatedDevice, "move", move)
+        patch.setattr(SimulatedDevice, "move", move)
 
     def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
         record(device, event, stream)
         while late:
             move(device, *late.pop())
 
-    replace(BlockMoves, "load", loads)
-    replace(SimulatedDevice, "record", records)
+    patch.setattr(BlockMoves, "load", loads)
+    patch.setattr(SimulatedDevice, "record", records)
 
 
-def a_block_is_hashed_by_another_stream(replace: Replace) -> None:
+@instead_of(SimulatedDevice, "digest")
+def a_block_is_hashed_by_another_stream(
+    digest: Any, device: SimulatedDevice, stream: int, *given: Any, **more: Any
+) -> None:
     """It does not wait for the block."""
-    digest = SimulatedDevice.digest
-
-    def digests(device: SimulatedDevice, stream: int, *given: Any, **more: Any) -> None:
-        digest(device, OTHER[stream], *given, **more)
-
-    replace(SimulatedDevice, "digest", digests)
+    digest(device, OTHER[stream], *given, **more)
 
 
-def pages_are_hashed_before_the_block_is_there(replace: Replace) -> None:
+def pages_are_hashed_before_the_block_is_there(patch: pytest.MonkeyPatch) -> None:
     load, total = BlockMoves.load_within, BlockMoves.hash
     none = np.array([], np.uint64)
 
@@ -380,33 +362,31 @@ def pages_are_hashed_before_the_block_is_there(replace: Replace) -> None:
         total(moves, stream, group, pages, digests)
         load(moves, stream, group, pages, places, none)
 
-    replace(BlockMoves, "load_within", loads)
+    patch.setattr(BlockMoves, "load_within", loads)
 
 
-def digests_are_looked_at_before_they_are_there(replace: Replace) -> None:
+def digests_are_looked_at_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
     """The end of a load is marked before its digests are on their way."""
     total, record = BlockMoves.hash, SimulatedDevice.record
     late: list[Any] = []
-    replace(BlockMoves, "hash", lambda *order: late.append(order))
+    patch.setattr(BlockMoves, "hash", lambda *order: late.append(order))
 
     def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
         record(device, event, stream)
         while late:
             total(*late.pop())
 
-    replace(SimulatedDevice, "record", records)
+    patch.setattr(SimulatedDevice, "record", records)
 
 
-def blocks_share_their_digests(replace: Replace) -> None:
+@instead_of(DeviceCopies, "__init__")
+def blocks_share_their_digests(
+    begin: Any, copies: DeviceCopies, *arguments: Any, **more: Any
+) -> None:
     """One place of pinned memory for all that are under way."""
-    begin = DeviceCopies.__init__
-
-    def begins(copies: DeviceCopies, *arguments: Any, **more: Any) -> None:
-        begin(copies, *arguments, **more)
-        places = copies._own.digests
-        places[:] = places[:1] * len(places)
-
-    replace(DeviceCopies, "__init__", begins)
+    begin(copies, *arguments, **more)
+    places = copies._own.digests
+    places[:] = places[:1] * len(places)
 
 
 SLAB = [
@@ -445,11 +425,11 @@ PLANTED = [
     ],
 )
 def test_each_planted_fault_is_found(
-    plant: Callable[[Replace], None],
+    plant: Patch,
     machine: type[CopyMachine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch.setattr)
+    plant(monkeypatch)
     monkeypatch.setattr(CopyMachine, "is_counted", False)
     quickly = settings(
         max_examples=1000,
