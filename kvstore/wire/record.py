@@ -58,7 +58,6 @@ PAGE_COVERED: Final = PAGE_BYTES - CHECKSUM_BYTES
 PAYLOAD_BYTES_MAX: Final = 1 << 30
 _PAGE = struct.Struct("<4sHH16sQQ16s32sHH")
 _HAS_TENANT, _HAS_SPACE = 1, 2
-_NO_KEY, _NO_CHECKSUM = bytes(KEY_BYTES), bytes(CHECKSUM_BYTES)
 
 
 def header(prefix: bytes, key: BlockKey) -> bytes:
@@ -194,7 +193,7 @@ def write_block_page(
     page: memoryview, *, prefix: bytes, key: bytes, checksum: bytes, segment_id: bytes, place: int
 ) -> None:
     """Fill `page`, [4096] bytes that are zero or an earlier page of the same prefix length."""
-    _fill(page, KIND_BLOCK, prefix, segment_id, place, checksum=checksum, key=key)
+    _fill(page, KIND_BLOCK, (segment_id, place, 0, checksum, key, 0), prefix)
 
 
 def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
@@ -203,25 +202,17 @@ def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
     filters = (_HAS_TENANT * (void.tenant is not None)) | (_HAS_SPACE * (void.space is not None))
     name, space = (void.tenant or "").encode(), void.space or bytes(32)
     text = space + name
-    _fill(page, KIND_VOID, text, segment_id, place, before=void.before, filters=filters)
+    none = bytes(CHECKSUM_BYTES), bytes(KEY_BYTES)
+    _fill(page, KIND_VOID, (segment_id, place, void.before, *none, filters), text)
     return bytes(page)
 
 
 def _fill(
-    page: memoryview | bytearray,
-    kind: int,
-    text: bytes,
-    segment_id: bytes,
-    place: int,
-    *,
-    before: int = 0,
-    checksum: bytes = _NO_CHECKSUM,
-    key: bytes = _NO_KEY,
-    filters: int = 0,
+    page: memoryview | bytearray, kind: int, fields: tuple[bytes | int, ...], text: bytes
 ) -> None:
-    """Write the fields of a page, the text behind them, and the page's own checksum."""
-    fields = segment_id, place, before, checksum, key, filters, len(text)
-    _PAGE.pack_into(page, 0, PAGE_MAGIC, RECORD_VERSION, kind, *fields)
+    """Write a page: `fields` from the segment id to the filter, the text behind them, and the
+    page's own checksum."""
+    _PAGE.pack_into(page, 0, PAGE_MAGIC, RECORD_VERSION, kind, *fields, len(text))
     page[_PAGE.size : _PAGE.size + len(text)] = text
     page[PAGE_COVERED:] = seal_page(page)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -91,6 +92,39 @@ class Table(msgspec.Struct, frozen=True):
             if meant.any():
                 alive &= ~(meant[self.scope_of] & (places < np.uint64(void.before)))
         return alive
+
+
+@dataclass
+class Gathered:
+    """Records that were found one by one, and the page behind the last one."""
+
+    scopes: dict[record.Scope, int] = field(default_factory=dict)
+    voids: list[record.Void] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    scope_of: list[int] = field(default_factory=list)
+    keys: bytearray = field(default_factory=bytearray)
+    checksums: bytearray = field(default_factory=bytearray)
+    end_page: int = 1
+
+    def add(self, page: int, scope: record.Scope, key: bytes, checksum: bytes) -> None:
+        self.pages.append(page)
+        self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))
+        self.keys += key
+        self.checksums += checksum
+
+    def table(self) -> Table:
+        """Records found so far; from any thread, while another one adds."""
+        # `add` puts checksums last, so all else is there for as many.
+        checksums = bytes(self.checksums)
+        count = len(checksums) // CHECKSUM_BYTES
+        return Table(
+            tuple(self.scopes),
+            tuple(self.voids),
+            np.array(self.pages[:count], np.uint32),
+            np.array(self.scope_of[:count], np.uint32),
+            np.frombuffer(self.keys[: count * KEY_BYTES], np.uint8).reshape(-1, KEY_BYTES),
+            np.frombuffer(checksums, np.uint8).reshape(-1, CHECKSUM_BYTES),
+        )
 
 
 def store_page(store_id: bytes) -> bytes:
@@ -196,26 +230,6 @@ def parse_footer(body: bytes, place: FooterPlace, head: SegmentHead) -> Table | 
         columns[(8 + KEY_BYTES) * n :].reshape(n, CHECKSUM_BYTES),
     )
     return table if _fits(table, place.first_page) else None
-
-
-def build_table(
-    scopes: Sequence[record.Scope],
-    voids: Sequence[record.Void],
-    *,
-    pages: Sequence[int],
-    scope_of: Sequence[int],
-    keys: bytes,
-    checksums: bytes,
-) -> Table:
-    """A table of records that were gathered one by one."""
-    return Table(
-        tuple(scopes),
-        tuple(voids),
-        np.array(pages, np.uint32),
-        np.array(scope_of, np.uint32),
-        np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
-        np.frombuffer(checksums, np.uint8).reshape(-1, CHECKSUM_BYTES),
-    )
 
 
 def _parse_scopes(body: bytes, count: int) -> tuple[record.Scope, ...] | None:

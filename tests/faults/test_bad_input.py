@@ -65,7 +65,6 @@ from kvstore.wire.record import (
 )
 from kvstore.wire.segment import (
     SegmentHead,
-    build_table,
     footer,
     parse_footer,
     parse_segment_page,
@@ -79,6 +78,7 @@ from tests.faults.door import Door, Guest, Line
 from tests.faults.mutate import Mutator, no_growth
 from tests.faults.words import answers, answers_of_peers, asks_of_peers, hellos, words
 from tests.kit.engine_check import check_engine
+from tests.kit.reference import table_of
 from tests.unit.engine.harness import Node, Peer, key, keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -213,7 +213,7 @@ def _pages() -> list[bytes]:
 
 def test_pages_of_a_segment_are_parsed_or_none() -> None:
     """Half of them are sealed: whoever can write to the disk can do that too."""
-    table = build_table(
+    table = table_of(
         (_SCOPE,),
         (Void("t", None, 9),),
         pages=[1, 4],

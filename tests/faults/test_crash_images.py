@@ -20,14 +20,14 @@ import pytest
 from kvstore.tier_events import FileKnown
 from kvstore.tiers.file import disk, reader
 from kvstore.tiers.file.catalog import Segment
-from kvstore.tiers.file.contents import SegmentFile, read_head, record_sets
+from kvstore.tiers.file.contents import SegmentFile, record_sets
 from kvstore.tiers.file.directory import segment_name
 from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.load import Learned, encode_learned
 from kvstore.wire.record import Void
-from kvstore.wire.segment import PAGE_SHIFT, SegmentHead, Table, store_page
+from kvstore.wire.segment import PAGE_SHIFT, SegmentHead, Table, parse_segment_page, store_page
 from tests.amounts import amount, covered
 from tests.faults.crash_images import Image, Model, images
 from tests.faults.crash_life import LETTERS, OTHERS, OURS, SLOT_PAGES, Address, Life, words
@@ -90,7 +90,7 @@ class Found(NamedTuple):
 def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     """Recover and read one segment; fails if a block that is called good is not what was stored."""
     medium = Bytes(data)
-    head = read_head(medium, -1) if len(data) >= PAGE_BYTES else None
+    head = parse_segment_page(data[:PAGE_BYTES])
     if head is None or head.store_id != store_id or head.number != number:
         return None
     table = SegmentFile(medium, -1, head, len(data)).contents().table

@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from kvstore.kernels.port import Bytes
-from kvstore.wire.record import PIECE_BYTES
+from kvstore.wire.record import PIECE_BYTES, Scope, Void
+from kvstore.wire.segment import Gathered, Table
 
 
 def checksum(header: bytes, payload: bytes) -> bytes:
@@ -35,3 +36,18 @@ def unpack(slot: Bytes, layers: Sequence[Bytes], block: int, header: bytes) -> b
         layer[block] = slot[begin : begin + page_bytes]
         begin += page_bytes
     return checksum(header, slot[:begin].tobytes())
+
+
+def table_of(
+    scopes: Sequence[Scope],
+    voids: Sequence[Void],
+    *,
+    pages: Sequence[int],
+    scope_of: Sequence[int],
+    keys: bytes,
+    checksums: bytes,
+) -> Table:
+    """A table of a segment's records, a column each, whether they make sense or not."""
+    columns = list(pages), list(scope_of), bytearray(keys), bytearray(checksums)
+    numbered = {scope: number for number, scope in enumerate(scopes)}
+    return Gathered(numbered, list(voids), *columns).table()

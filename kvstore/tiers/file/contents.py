@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -25,7 +24,7 @@ import numpy as np
 
 from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.disk import Disk, Pages, opened, read_all, read_bytes
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import (
     PAGE_MAGIC,
     BlockPage,
@@ -37,9 +36,9 @@ from kvstore.wire.record import (
 )
 from kvstore.wire.segment import (
     PAGE_SHIFT,
+    Gathered,
     SegmentHead,
     Table,
-    build_table,
     parse_footer,
     parse_segment_page,
     parse_trailer,
@@ -49,44 +48,6 @@ from kvstore.wire.segment import (
 BATCH_KEYS: Final = 8_192
 """Keys of one event at most, so that no step of the engine is long."""
 _SEARCH_PAGES: Final = 256
-
-
-def read_head(disk: Disk, fd: int) -> SegmentHead | None:
-    """Content of page 0. Raises OSError."""
-    return parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
-
-
-@dataclass
-class Gathered:
-    """Records that were found one by one, and the page behind the last one."""
-
-    scopes: dict[Scope, int] = field(default_factory=dict)
-    voids: list[Void] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    scope_of: list[int] = field(default_factory=list)
-    keys: bytearray = field(default_factory=bytearray)
-    checksums: bytearray = field(default_factory=bytearray)
-    end_page: int = 1
-
-    def add(self, page: int, scope: Scope, key: bytes, checksum: bytes) -> None:
-        self.pages.append(page)
-        self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))
-        self.keys += key
-        self.checksums += checksum
-
-    def table(self) -> Table:
-        """Records found so far; from any thread, while another one adds."""
-        # `add` puts checksums last, so all else is there for as many.
-        checksums = bytes(self.checksums)
-        count = len(checksums) // CHECKSUM_BYTES
-        return build_table(
-            tuple(self.scopes),
-            tuple(self.voids),
-            pages=self.pages[:count],
-            scope_of=self.scope_of[:count],
-            keys=bytes(self.keys[: count * KEY_BYTES]),
-            checksums=checksums,
-        )
 
 
 class Contents(NamedTuple):
@@ -184,7 +145,8 @@ def opened_segment(
     """A file with the name of a segment, and its size, open as long as the block runs; None: its
     page 0 is none. Raises OSError."""
     with opened(disk, name, flags, dir_fd) as (fd, size):
-        head = read_head(disk, fd) if size >= PAGE_BYTES else None
+        page = read_bytes(disk, fd, PAGE_BYTES, 0) if size >= PAGE_BYTES else b""
+        head = parse_segment_page(page)
         yield SegmentFile(disk, fd, head, size) if head is not None else None, size
 
 

@@ -254,14 +254,13 @@ class Peers:
     def _is_same(self, name: str) -> bool:
         """Whether the directory that was opened is still the one of this name."""
         try:
-            mine = os.fstat(self._peers[name].fd)
             its = os.stat(self._parent / name, follow_symlinks=False)
+            return os.path.samestat(os.fstat(self._peers[name].fd), its)
         except FileNotFoundError:
             return False
         except OSError as error:
             # Of others nothing was learned: it may be as good as ever the next time.
             return error.errno != errno.ESTALE
-        return (mine.st_dev, mine.st_ino) == (its.st_dev, its.st_ino)
 
     def _leave(self, name: str) -> None:
         peer = self._peers.pop(name)

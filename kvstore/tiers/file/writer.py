@@ -27,7 +27,7 @@ import numpy as np
 
 from kvstore.tier_events import FileGone, WriteFile
 from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.contents import Gathered, SegmentFile, walk
+from kvstore.tiers.file.contents import SegmentFile, walk
 from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.tiers.file.disk import (
     Disk,
@@ -42,6 +42,7 @@ from kvstore.units import MIB
 from kvstore.wire.record import Scope, Void, record_pages, void_page, write_block_page
 from kvstore.wire.segment import (
     ID_BYTES,
+    Gathered,
     SegmentHead,
     Table,
     footer,

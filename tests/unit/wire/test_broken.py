@@ -44,11 +44,11 @@ from kvstore.wire.record import (
 from kvstore.wire.segment import (
     FooterPlace,
     SegmentHead,
-    build_table,
     footer,
     parse_footer,
     parse_trailer,
 )
+from tests.kit.reference import table_of
 
 ID = b"i" * 16
 SCOPE = Scope("tenant", b"s" * 32, Shard(0, 4, 0, 2), 5_000)
@@ -122,7 +122,7 @@ def test_a_void_that_is_none(at: int, new: bytes) -> None:
 
 def table_bytes() -> tuple[bytes, FooterPlace]:
     """A footer's table and its place: one scope, one void, two records."""
-    table = build_table(
+    table = table_of(
         (SCOPE,),
         (Void("tenant", None, 9),),
         pages=[1, 4],
@@ -168,7 +168,7 @@ def test_a_table_whose_parts_do_not_parse() -> None:
 
 
 def test_a_trailer_of_another_kind_or_version_is_none() -> None:
-    data = footer(HEAD, build_table((), (), **NO_RECORDS), first_page=1)
+    data = footer(HEAD, table_of((), (), **NO_RECORDS), first_page=1)
     page, size = data[-PAGE_BYTES:], PAGE_BYTES + len(data)
     assert parse_trailer(resealed(page, 0, page[:1]), HEAD, file_bytes=size) is not None
     for at, new in ((0, b"XXXX"), (4, struct.pack("<H", 9))):

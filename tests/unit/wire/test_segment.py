@@ -25,7 +25,6 @@ from kvstore.wire.record import (
 from kvstore.wire.segment import (
     SegmentHead,
     Table,
-    build_table,
     footer,
     footer_bytes_max,
     parse_footer,
@@ -36,6 +35,7 @@ from kvstore.wire.segment import (
     segment_page,
     store_page,
 )
+from tests.kit.reference import table_of
 
 ID = b"i" * 16
 HEAD = SegmentHead(b"d" * 16, ID, 7)
@@ -72,7 +72,7 @@ def table(count: int = 3) -> Table:
     keys = b"".join(n.to_bytes(32, "big") for n in range(count))
     sums = b"".join(n.to_bytes(16, "big") for n in range(count))
     voids = [Void("t", None, 9)]
-    return build_table(SCOPES, voids, pages=pages, scope_of=scope_of, keys=keys, checksums=sums)
+    return table_of(SCOPES, voids, pages=pages, scope_of=scope_of, keys=keys, checksums=sums)
 
 
 def closed(what: Table, *, first_page: int) -> tuple[bytes, int]:
@@ -181,9 +181,7 @@ def test_a_footer_of_another_file_or_length_is_none() -> None:
     [([0, 4], [0, 0]), ([4, 1], [0, 0]), ([1, 3], [0, 0]), ([1, 4], [0, 2]), ([1, 28], [0, 0])],
 )
 def test_records_that_do_not_fit_are_no_table(pages: list[int], scope_of: list[int]) -> None:
-    made = build_table(
-        SCOPES, (), pages=pages, scope_of=scope_of, keys=bytes(64), checksums=bytes(32)
-    )
+    made = table_of(SCOPES, (), pages=pages, scope_of=scope_of, keys=bytes(64), checksums=bytes(32))
     assert parsed(*closed(made, first_page=30)) is None
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.contents import SegmentFile, read_head
+from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.disk import Disk, works_direct, write_all
 from kvstore.types import PAGE_BYTES
+from kvstore.wire.segment import parse_segment_page
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
 
 RECORD_PAGES = 17
@@ -95,10 +96,10 @@ def test_records_behind_a_broken_one_are_found_only_when_looked_for(tmp_path: Pa
         image[(1 + broken * RECORD_PAGES) * PAGE_BYTES] ^= 1
         path.write_bytes(image)
         with path.open("rb") as file:
-            disk, fd = Disk(), file.fileno()
-            head = read_head(disk, fd)
+            head = parse_segment_page(bytes(image[:PAGE_BYTES]))
             assert head is not None
-            contents = SegmentFile(disk, fd, head, len(image)).scan(search=search)
+            opened = SegmentFile(Disk(), file.fileno(), head, len(image))
+            contents = opened.scan(search=search)
         return [row.tobytes() for row in contents.table.keys], contents.skipped_pages
 
     assert found(1, search=True) == ([key(0), key(2)], RECORD_PAGES)

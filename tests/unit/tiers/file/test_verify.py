@@ -12,13 +12,12 @@ from kvstore.tiers.file.contents import (
     Record,
     SegmentFile,
     is_intact,
-    read_head,
     record_at,
 )
 from kvstore.tiers.file.disk import Disk, Pages, open_regular
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
-from kvstore.wire.segment import place_of
+from kvstore.wire.segment import parse_segment_page, place_of
 from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key, payload
 
 DISK = Disk()
@@ -35,7 +34,7 @@ class Stored:
         dir_fd = os.open(directory, os.O_RDONLY)
         self.fd, size = open_regular(DISK, self.path.name, os.O_RDWR, dir_fd)
         os.close(dir_fd)
-        head = read_head(DISK, self.fd)
+        head = parse_segment_page(os.pread(self.fd, PAGE_BYTES, 0))
         assert head is not None
         self.file = SegmentFile(DISK, self.fd, head, size)
         table = self.file.scan().table
