@@ -1,6 +1,6 @@
 """Loads of the routers that serve the same engines: each counts what the others have in flight.
 
-    core.loads ─▶ reports ─▶ wire.load ─▶ the other routers
+    core.loads ─▶ loads ─▶ wire.load ─▶ the other routers
     --peer-router ─▶ its addresses ─▶ a stream from each ─▶ Shared ─▶ core
 
 Without it a router sees the requests of others in engines' metrics only, half a second late, and
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import grpc
@@ -24,13 +24,13 @@ import grpc
 from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.client.tls import Tls, address_parts
 from kvstore.config.values import joined
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import ProtocolError
 from kvstore.net.aio import resolved
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Workers
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
-from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads
+from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
 
 PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
@@ -83,7 +83,7 @@ class LoadExchange:
         self._report = RouterLoads(name, ())
         self._made_s = 0.0
         self.listener_count = 0
-        """Number of `reports` streams that are open."""
+        """Number of `loads` streams that are open."""
         self._is_closed = False
 
     @property
@@ -103,15 +103,20 @@ class LoadExchange:
 
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
-    async def reports(self) -> AsyncGenerator[RouterLoads]:
-        """Reports of all that this router has in flight: at once, at each change, and each BEAT_S;
-        until `close`.
+    def handler(self) -> grpc.GenericRpcHandler:
+        """gRPC handler by which other routers ask for this router's loads."""
+        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode_loads)
+        return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
 
-        Raises:
-            KVStoreError: PEERS_MAX streams are open already; each costs a part of the loop.
+    async def loads(
+        self, _: bytes, context: grpc.aio.ServicerContext[bytes, RouterLoads]
+    ) -> AsyncIterator[RouterLoads]:
+        """Report to one other router all that this one has in flight: at once, at each change, and
+        each BEAT_S; until either side hangs up, or `close`.
         """
-        if self.listener_count >= PEERS_MAX:
-            raise KVStoreError(f"{PEERS_MAX} others ask for the loads of this router already")
+        if self.listener_count >= PEERS_MAX:  # each costs a part of the loop
+            text = f"{PEERS_MAX} others ask for the loads of this router already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         last, last_s = None, 0.0
         self.listener_count += 1
         try:

@@ -159,11 +159,7 @@ class Router:
             dispatcher=self.dispatcher,
         )
         self._route = RouteService(
-            self.dispatcher,
-            self.workers,
-            by_keys,
-            self.exchange,
-            suspected=self.probes.look_now,
+            self.dispatcher, self.workers, by_keys, suspected=self.probes.look_now
         )
         self.door = FrontDoor(
             self.proxy.answer, connections_max=connections_max(config.connections)
@@ -216,7 +212,7 @@ class Router:
         config = self.config
         self.workers.replace(addresses_of(config.workers))
         if (place := config.route_listen) is not None:
-            self.servers["route"] = await serve_route(place, config.tls, self._route)
+            self.servers["route"] = await serve_route(place, config.tls, self._route, self.exchange)
         if (place := config.picker_listen) is not None:
             self.servers["picker"] = await serve_picker(place, config.tls, self.picker)
         works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]], float]] = [

@@ -19,7 +19,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
-from kvstore.errors import KVStoreError
 from kvstore.net.server import caller_identities, connection_limits, listen
 from kvstore.proto import picker_pb2, router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
@@ -37,7 +36,6 @@ from kvstore.router.keys.prefixes import (
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.routing.events import Arrived, Ending, Failure, Leg, LegFailed, Rejected, Routed
 from kvstore.routing.values import RouteRequest
-from kvstore.wire.load import LOADS, RouterLoads, encode_loads
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
 # `kvstore.v1.Router/Route`: decisions for callers that send requests themselves.
@@ -72,14 +70,13 @@ class RouteService(RouterServicer):
         dispatcher: Dispatcher,
         workers: Workers,
         prefixes: KeyPrefixes | None,
-        exchange: LoadExchange,
         *,
         suspected: Callable[[Worker], None],
     ) -> None:
         """`prefixes` None: this router asks no index. `suspected`: takes a worker that should be
         probed, as a caller reports a failure there.
         """
-        self._exchange, self._suspected = exchange, suspected
+        self._suspected = suspected
         self._streams = Counter[str]()
         """Number of open streams by caller."""
         self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
@@ -146,22 +143,6 @@ class RouteService(RouterServicer):
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
             assert prefix is not None
             yield self._decision(decision, life.worker, prefix)
-
-    def loads_handler(self) -> grpc.GenericRpcHandler:
-        """Handler by which other routers ask for this router's loads."""
-        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode_loads)
-        return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
-
-    async def loads(
-        self, _: bytes, context: grpc.aio.ServicerContext[bytes, RouterLoads]
-    ) -> AsyncIterator[RouterLoads]:
-        """Stream of reports to one other router, until either side hangs up."""
-        async with aclosing(self._exchange.reports()) as reports:
-            try:
-                async for report in reports:
-                    yield report
-            except KVStoreError as error:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":
@@ -283,11 +264,13 @@ class RpcServer:
         await self._server.stop(DRAIN_S)
 
 
-async def serve_route(place: tuple[str, int], tls: Tls | None, service: RouteService) -> RpcServer:
-    """Start the server for Route. Raises ConfigError if it cannot listen."""
+async def serve_route(
+    place: tuple[str, int], tls: Tls | None, service: RouteService, exchange: LoadExchange
+) -> RpcServer:
+    """Start the server for Route and loads. Raises ConfigError if it cannot listen."""
     server = _server()
     add_RouterServicer_to_server(service, server)
-    server.add_generic_rpc_handlers((service.loads_handler(),))
+    server.add_generic_rpc_handlers((exchange.handler(),))
     name = pb.DESCRIPTOR.services_by_name["Router"].full_name
     return await _begun(server, "--route-listen", place, tls, (*HEALTH_NAMES, name))
 

@@ -12,7 +12,6 @@ import pytest
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker, WorkerAddress, Workers
-from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.intake import NAME_BYTES_MAX
 from kvstore.router.keys.prefixes import KEY_BYTES, TOKENS_PER_PIECE, KeyPrefixes, Prefix
 from kvstore.router.rpc import (
@@ -108,7 +107,6 @@ class Site:
             self.dispatcher,
             self.workers,
             cast("KeyPrefixes | None", prefixes),
-            cast("LoadExchange", None),
             suspected=self.suspected.append,
         )
         self.workers.replace(
