@@ -28,7 +28,7 @@ from bench import record
 from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorkers, scattered
 from kvstore.engine.events import Land
 from kvstore.peers.peer_session import PeerContext
-from kvstore.peers.pushes import Lander
+from kvstore.peers.pushes import KINDS, SLOW_S, Lander, Stages
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.wire.record import Scope, scopes_of
@@ -51,7 +51,8 @@ def layout_s(there: int, here: int, block_bytes: int) -> float:
     nothing: Any = None
     landed: asyncio.Queue[object] = asyncio.Queue()
     memory = np.ones(2 * SIZE_BYTES, np.uint8)
-    context = PeerContext(landed.put_nowait, nothing, nothing, memory, _OwnTime(), None)
+    stages = Stages(KINDS, _OwnTime(), slow_s=SLOW_S)
+    context = PeerContext(landed.put_nowait, nothing, nothing, memory, _OwnTime(), None, stages)
     lander = Lander(context, nothing, draw_epoch=lambda: 1)
 
     async def land() -> None:

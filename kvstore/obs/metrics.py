@@ -14,7 +14,6 @@ from typing import Final, Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from kvstore.ports import Clock
 from kvstore.units import NS_PER_S
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -387,21 +386,3 @@ class Timings:
     def bytes_per_s(self) -> int:
         """Rate over all durations; 0: nothing was added."""
         return int(self.size_bytes * NS_PER_S / self.total_ns) if self.total_ns else 0
-
-
-class Stopwatch:
-    """Times the consecutive parts of one fetch."""
-
-    def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
-        self._timings, self._clock = timings, clock
-        self._begin_ns = self._lap_ns = clock.now_ns()
-
-    def lap(self, kind: str, size_bytes: int = 0) -> None:
-        """A part of this kind has ended: count its time, and the bytes moved."""
-        now_ns = self._clock.now_ns()
-        self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
-        self._lap_ns = now_ns
-
-    def end(self, kind: str, size_bytes: int) -> None:
-        """The fetch has ended: count its whole time, and the bytes moved."""
-        self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)

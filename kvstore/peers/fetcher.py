@@ -29,7 +29,6 @@ from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
-from kvstore.obs.metrics import Stopwatch, Timings
 from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
@@ -101,12 +100,11 @@ class Fetcher:
     def __init__(self, context: PeerContext, *, jitter: Callable[[], float] = aio.jitter) -> None:
         """`jitter`: returns a random number from 0 to 1."""
         self.counters = FetcherCounters()
-        self.timings = {kind: Timings() for kind in KINDS}
-        """Timings of steps that succeeded."""
         self.index: IndexClient | None = None
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who
         self._transfer_worker, self._clock = context.transfer_worker, context.clock
+        self._since = context.stages.since
         self._jitter = jitter
         self._members = {self._who.node}
         """Names of all nodes that the index listed last, and of this one."""
@@ -270,10 +268,10 @@ class Fetcher:
     async def _fetch_from(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Fetch blocks of `command` (`count` of them) over a session. Raises SessionLost, when no
         transfer is under way."""
-        watch = Stopwatch(self.timings, self._clock)
+        begun_ns = self._clock.now_ns()
         space = command.targets[0].tenant, SpaceId(command.targets[0].space)
         answer = await session.serve(*space, command.keys, timeout_s=ASK_TIMEOUT_S)
-        watch.lap("ask")
+        asked_ns = self._since("ask", begun_ns)
         places = answer.places()
         served = len(places)
         if not served:
@@ -295,7 +293,7 @@ class Fetcher:
         if trouble:
             raise SessionLost(f"reading from node {command.node} failed: {trouble}")
         size_bytes = int(length.sum())
-        watch.lap("move", size_bytes)
+        moved_ns = self._since("move", asked_ns, size_bytes)
         # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
         # looks at the slots any more.
         stayed, sums = await _both(
@@ -303,8 +301,8 @@ class Fetcher:
             _on(self._verifiers, lambda: self._verify(assembly, command, slots, answer)),
         )
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
-        watch.lap("verify", size_bytes)
-        watch.end("fetch", size_bytes)
+        self._since("verify", moved_ns, size_bytes)
+        self._since("fetch", begun_ns, size_bytes)
         self.counters.fetched_bytes += size_bytes
         behind = count - served
         checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)

@@ -43,10 +43,10 @@ from kvstore.net.server import (
 )
 from kvstore.obs.metrics import TRANSFERS, Family, Timings, family, histogram
 from kvstore.peers.feed import Feeder, Slice
-from kvstore.peers.fetcher import Fetcher, transfer_worker_name
+from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
 from kvstore.peers.preparer import Preparer, drain_node
-from kvstore.peers.pushes import SLOW_S, SLOW_TCP_S, Lander, Pusher
+from kvstore.peers.pushes import KINDS as PUSH_KINDS, SLOW_S, SLOW_TCP_S, Lander, Pusher, Stages
 from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock
 from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
@@ -140,7 +140,8 @@ class Peering:
             landing_bytes=peers.landing_bytes,
         )
         self.transfer_worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, clock)
-        self.exchange = Exchange(loop.loop, self._handle)
+        self.exchange, self.transport = Exchange(loop.loop, self._handle), transport.name
+        slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
         self._context = PeerContext(
             self.exchange.post,
             PeerHello(cluster.node, incarnation),
@@ -148,8 +149,8 @@ class Peering:
             arena.array,
             clock,
             cluster.tls.channel_credentials() if cluster.tls else None,
+            Stages((*FETCH_KINDS, *PUSH_KINDS), clock, slow_s=slow_s),
         )
-        self.transport = transport.name
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
             _log.warning(PLAIN, transport.name)
@@ -159,11 +160,10 @@ class Peering:
     async def _listen(self, peers: PeerConfig, tls: Tls | None) -> str:
         context = self._context
         self.fetcher, self.block_server = Fetcher(context), BlockServer(context)
-        slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
         self.pusher = self.block_server.pusher = Pusher(
-            context, self.fetcher.address_of, self.block_server.answer, slow_s=slow_s
+            context, self.fetcher.address_of, self.block_server.answer
         )
-        self.lander = Lander(context, self.fetcher, slow_s=slow_s)
+        self.lander = Lander(context, self.fetcher)
         self.preparer = Preparer(context)
         self.transfer_worker.changed = self._transfer_worker_changed
         self._server = _server()
@@ -225,7 +225,7 @@ class Peering:
 
     @property
     def _timings(self) -> dict[str, Timings]:
-        return self.fetcher.timings | self.lander.stages.timings | self.pusher.stages.timings
+        return self._context.stages.timings | self.pusher.stages.timings
 
     def transfers(self) -> list[TransferReport]:
         """Durations of fetches and pushes, and of their steps, a row for each kind that has
@@ -247,7 +247,7 @@ class Peering:
 
     def with_fetches(self, load: Load) -> Load:
         """The node's load, completed with that of its fetches."""
-        fetches = self.fetcher.timings["fetch"]
+        fetches = self._context.stages.timings["fetch"]
         return msgspec.structs.replace(
             load,
             fetched_bytes=self.fetcher.counters.fetched_bytes,
@@ -277,7 +277,7 @@ class Peering:
     @property
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
-        stages = self.lander.stages.trouble, self.pusher.stages.trouble
+        stages = self._context.stages.trouble, self.pusher.stages.trouble
         return "; ".join(filter(None, (self._note, self.transfer_worker.trouble, *stages)))
 
 

@@ -46,7 +46,7 @@ from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
 
 if TYPE_CHECKING:
-    from kvstore.peers.pushes import Pusher
+    from kvstore.peers.pushes import Pusher, Stages
     from kvstore.peers.transfer_worker import TransferWorker
 
 
@@ -95,6 +95,8 @@ class PeerContext(NamedTuple):
     clock: Clock
     credentials: grpc.ChannelCredentials | None
     """None: nobody shows certificates, in labs."""
+    stages: Stages
+    """Durations of fetches and of pushes from others."""
     dial: Dial = _channel
     """Makes a channel to a peer."""
 

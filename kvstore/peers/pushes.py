@@ -62,7 +62,7 @@ KINDS: Final = (
     *("push_grant", "push_first", "push", "land_copy", "land_verify"),
     *("push_seal", "push_token"),
 )
-"""Stages that `Lander` times."""
+"""Stages of pushes from other nodes."""
 SLOW_S: Final = 0.5
 SLOW_TCP_S: Final = 2.0
 FRESH_NS: Final = 60 * NS_PER_S
@@ -91,10 +91,12 @@ class Stages:
         self._slow = ""
         self._slow_ns = 0
 
-    def since(self, kind: str, begun_ns: int, size_bytes: int = 0, *, node: str = "") -> None:
+    def since(self, kind: str, begun_ns: int, size_bytes: int = 0, *, node: str = "") -> int:
         """Record a stage that began at `begun_ns` and ends now. `node`: the other node, for the
-        warning."""
-        self.took(kind, self._clock.now_ns() - begun_ns, size_bytes, node=node)
+        warning. Returns the time."""
+        now_ns = self._clock.now_ns()
+        self.took(kind, now_ns - begun_ns, size_bytes, node=node)
+        return now_ns
 
     def took(self, kind: str, took_ns: int, size_bytes: int = 0, *, node: str = "") -> None:
         """Record a stage that took `took_ns`, and log a warning if it was slow."""
@@ -133,12 +135,10 @@ class Pusher:
         context: PeerContext,
         address_of: Callable[[str], Awaitable[str]],
         answer: Callable[[int, PushWord], None],
-        *,
-        slow_s: float = SLOW_S,
     ) -> None:
         """`address_of`: peer address of a node, empty if it is no member. `answer`: sends a message
-        to a peer, by its number (`BlockServer`). `slow_s`: see `Stages`."""
-        self.stages = Stages(("write",), context.clock, slow_s=slow_s)
+        to a peer, by its number (`BlockServer`)."""
+        self.stages = Stages(("write",), context.clock, slow_s=context.stages.slow_ns / NS_PER_S)
         self._context, self._post, self._clock = context, context.post, context.clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
@@ -262,10 +262,9 @@ class Lander:
         fetcher: Fetcher,
         *,
         draw_epoch: Callable[[], int] = lambda: secrets.randbelow(2**63 - 1) + 1,
-        slow_s: float = SLOW_S,
     ) -> None:
-        """`draw_epoch`: returns a random number that is not 0. `slow_s`: see `Stages`."""
-        self.stages = Stages(KINDS, context.clock, slow_s=slow_s)
+        """`draw_epoch`: returns a random number that is not 0."""
+        self.stages = context.stages
         self._post, self._transfer_worker = context.post, context.transfer_worker
         self._memory, self._clock = context.memory, context.clock
         self._fetcher, self._draw_epoch = fetcher, draw_epoch

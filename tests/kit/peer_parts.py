@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from kvstore.engine.events import PeerCommand, PeerEvent
-from kvstore.peers.fetcher import Fetcher
+from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher
 from kvstore.peers.member import Peering
 from kvstore.peers.peer_session import BlockServer, PeerContext
-from kvstore.peers.pushes import Lander, Pusher
+from kvstore.peers.pushes import KINDS, SLOW_S, Lander, Pusher, Stages
 from kvstore.ports import Clock
 from kvstore.types import Incarnation
 from kvstore.wire.peers import PeerHello
@@ -43,6 +43,7 @@ class PeerParts:
             np.frombuffer(memory, np.uint8),
             clock,
             None,
+            Stages((*FETCH_KINDS, *KINDS), clock, slow_s=SLOW_S),
             **options,
         )
         self.carry_out: Callable[[PeerCommand], None] = partial(

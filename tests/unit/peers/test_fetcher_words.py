@@ -9,6 +9,7 @@ from kvstore.index.feed import Trust
 from kvstore.node.node import MonotonicClock
 from kvstore.peers.fetcher import MEMBERS_EVERY_S, Fetcher
 from kvstore.peers.peer_session import PeerContext
+from kvstore.peers.pushes import Stages
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.peers import PeerHello
@@ -27,8 +28,9 @@ def test_fetchers_do_not_ask_who_is_there_in_step() -> None:
 
     jitters = iter([0.0, 0.25, 0.75, 0.5])
     nothing: Any = None
+    clock = MonotonicClock()
     who = PeerHello("n1", Incarnation(1))
-    context = PeerContext(nothing, who, nothing, nothing, MonotonicClock(), None)
+    context = PeerContext(nothing, who, nothing, nothing, clock, None, Stages((), clock, slow_s=1))
     fetcher = Fetcher(context, jitter=lambda: next(jitters))
     fetcher.index = cast("Any", Index())
     loop.call_soon(fetcher.start)

@@ -51,7 +51,7 @@ class Door:
     def __init__(self, *, answers: bool = True) -> None:
         self.at_ns, self.asked, self._answers = NS_PER_S, list[PrepareBlocks](), answers
         nothing: Any = None
-        its = nothing, nothing, nothing, self, grpc.ssl_channel_credentials()
+        its = nothing, nothing, nothing, self, grpc.ssl_channel_credentials(), nothing
         self.preparer = Preparer(PeerContext(self._post, *its))
 
     def now_ns(self) -> int:

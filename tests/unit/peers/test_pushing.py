@@ -16,7 +16,7 @@ from kvstore.engine.events import AskPush, Land, PushRevoked, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import peer_session
 from kvstore.peers.peer_session import PeerContext
-from kvstore.peers.pushes import GRANTS_MAX, Pusher, _TakenGrant
+from kvstore.peers.pushes import GRANTS_MAX, Pusher, Stages, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
@@ -206,7 +206,8 @@ async def test_grants_of_one_number_are_those_of_two_peers() -> None:
         answers.append((peer, told.epoch))
 
     nothing: Any = None
-    its = nothing, transfer_worker, nothing, MonotonicClock(), None
+    clock = MonotonicClock()
+    its = nothing, transfer_worker, nothing, clock, None, Stages((), clock, slow_s=1)
     pusher = Pusher(PeerContext(posted.append, *its), address_of, answer)  # type: ignore[arg-type]
     for peer in (1, 2, 3):
         grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
