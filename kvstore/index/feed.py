@@ -356,6 +356,16 @@ class Feed:
 PLACES_MAX: Final = 1024
 """Places of one node, and as many again while a snapshot of it comes."""
 
+
+class Holder(msgspec.Struct, frozen=True):
+    """Holder of blocks: an engine's own memory (tier hbm), or with an empty `engine` the node's
+    tiers."""
+
+    node: str
+    engine: str = ""
+    rank: int = 0
+
+
 Scope = Hashable
 """Name that the keeper of the blocks uses for a (tenant, space)."""
 Place = tuple[str, int, Scope]
@@ -363,12 +373,12 @@ Place = tuple[str, int, Scope]
 
 
 class PlaceSlots(Protocol):
-    """Keeper of the blocks of one node."""
+    """Keeper of blocks."""
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
         """Name that this keeper uses for a (tenant, space)."""
 
-    def open(self, place: Place, *, is_hidden: bool) -> int | None:
+    def open(self, holder: Holder, scope: Scope, *, is_hidden: bool) -> int | None:
         """A new, empty slot; hidden: in no answer until `show`. None: there is no room for one."""
 
     def show(self, slot: int) -> None:
@@ -388,8 +398,8 @@ class PlaceSlots(Protocol):
 class Places:
     """Slots of one node, by place, and of the snapshot under way."""
 
-    def __init__(self, kept: PlaceSlots) -> None:
-        self._kept = kept
+    def __init__(self, node: str, kept: PlaceSlots) -> None:
+        self._node, self._kept = node, kept
         self.slots: dict[Place, int] = {}
         self.coming: dict[Place, int] | None = None
         """Slots of a snapshot that is being received while older ones answer; None: there is
@@ -474,7 +484,8 @@ class Places:
         place = (stored.engine, stored.rank, scope)
         slot = slots.get(place)
         if slot is None and len(slots) < PLACES_MAX:
-            slot = self._kept.open(place, is_hidden=slots is self.coming)
+            holder = Holder(self._node, stored.engine, stored.rank)
+            slot = self._kept.open(holder, scope, is_hidden=slots is self.coming)
         if slot is None:
             self.is_short = True
             return

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.index import loops
+from kvstore.index.feed import Holder, Scope
 from kvstore.installation import is_installed
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 
@@ -104,10 +105,13 @@ class Holdings:
         self.slot_count_max = slot_count_max
         self.free_slots = list(range(slot_count_max, 0, -1))
         self._free_scopes = self.free_slots.copy()
-        self.scopes: dict[tuple[str, SpaceId], int] = {}
-        self.scope_of: dict[int, tuple[str, SpaceId]] = {}
+        self.holders: dict[int, Holder] = {}
+        """Holder of each slot, without void ones."""
+        self.scopes: dict[Scope, int] = {}
+        """Number of each (tenant, space)."""
+        self.scope_of: dict[int, Scope] = {}
         """(tenant, space) of each slot, void ones included."""
-        self._slots_in: dict[tuple[str, SpaceId], int] = {}
+        self._slots_in: dict[Scope, int] = {}
         """How many slots each scope has: without one it is free again."""
         self._void: list[int] = []
         """Slots that became void since the present sweep began."""
@@ -138,48 +142,45 @@ class Holdings:
         """Size of the flat memory; the system gives pages as they are first written."""
         return sum(array.nbytes for array in self.arrays.values())
 
-    def open(self, tenant: str, space: SpaceId, *, is_hidden: bool) -> int | None:
-        """A new, empty slot. `is_hidden`: until `show` it is in no answer. None: all slots are in
-        use, or void and not swept yet."""
+    # As `PlaceSlots`, in whose terms slots are opened and filled.
+
+    def scope(self, tenant: str, space: SpaceId) -> Scope:
+        return (tenant, space)
+
+    def open(self, holder: Holder, scope: Scope, *, is_hidden: bool) -> int | None:
+        """A new, empty slot. None: all slots are in use, or void and not swept yet."""
         if not self.free_slots:
             self.sweep(_SWEPT_TO_OPEN)
         if not self.free_slots:
             return None
-        name = (tenant, space)
-        if name not in self.scopes:
-            self.scopes[name] = self._free_scopes.pop()
-            self._slots_in[name] = 0
-        self._slots_in[name] += 1
+        if scope not in self.scopes:
+            self.scopes[scope] = self._free_scopes.pop()
+            self._slots_in[scope] = 0
+        self._slots_in[scope] += 1
         slot = self.free_slots.pop()
-        self.scope_of[slot] = name
+        self.scope_of[slot], self.holders[slot] = scope, holder
         self._slots[slot * loops.SLOT + loops.STATE] = loops.HIDDEN if is_hidden else loops.SHOWN
         self._slots[slot * loops.SLOT + loops.LOST] = 0
         return slot
 
     def show(self, slot: int) -> None:
-        """Include a hidden slot in answers from now on."""
         self._slots[slot * loops.SLOT + loops.STATE] = loops.SHOWN
 
     def void(self, slot: int) -> None:
-        """Forget all that this slot holds, and the slot."""
+        del self.holders[slot]
         self._slots[slot * loops.SLOT + loops.STATE] = loops.VOID
         if self._slots[slot * loops.SLOT + loops.LOST]:
             scope = self.scopes[self.scope_of[slot]]
             self._slots[scope * loops.SLOT + loops.LOST_IN] -= 1
         self._void.append(slot)
 
-    def stored(self, slot: int, tier: Tier, keys: bytes) -> None:
-        """Record that the slot holds these blocks in this tier. `keys`: 32 bytes each."""
+    def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
         if self._void or self._sweeping:
             self.sweep(_SWEPT_PER_TOLD * len(keys) // KEY_BYTES)
-        scope = self.scopes[self.scope_of[slot]]
-        self._loops.store(*self._memory, self._words(keys), scope, slot, int(tier))
+        self._loops.store(*self._memory, self._words(keys), self.scopes[scope], slot, int(tier))
 
-    def removed(self, slot: int, tier: Tier, keys: bytes) -> None:
-        """Record that the slot does not hold these blocks in this tier any more; no error if it did
-        not."""
-        scope = self.scopes[self.scope_of[slot]]
-        self._loops.remove(*self._memory, self._words(keys), scope, slot, int(tier))
+    def removed(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        self._loops.remove(*self._memory, self._words(keys), self.scopes[scope], slot, int(tier))
 
     def match(self, tenant: str, space: SpaceId, keys: bytes) -> list[tuple[int, ...]]:
         """For each slot that holds the first block: (slot, leading blocks in hbm, in dram or

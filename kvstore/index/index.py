@@ -12,27 +12,18 @@ Pure: time is an argument. Bounded: by its `Holdings`, and `node_count_max` node
 
 from __future__ import annotations
 
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
-from kvstore.index.feed import OUT_MS, Event, Feed, Place, Places, Scope, Trust, Verdict
+from kvstore.index.feed import OUT_MS, Event, Feed, Holder, Places, Trust, Verdict
 from kvstore.index.holdings import Holdings
-from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` sweeps while a slot is void: about a millisecond."""
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """Holder of blocks: an engine's own memory (tier hbm), or with an empty `engine` the node's
-    tiers."""
-
-    node: str
-    engine: str = ""
-    rank: int = 0
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -84,39 +75,12 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """State of a node: its feed, its trust, and its slots in the index (as `PlaceSlots`)."""
+    """A node: its feed, its places in the index, and the trust in it."""
 
-    def __init__(self, name: str, index: Index) -> None:
+    def __init__(self, name: str, holdings: Holdings) -> None:
         self.feed = Feed()
-        self.places = Places(self)
+        self.places = Places(name, holdings)
         self.trust: Trust | None = None
-        self._name = name
-        self._owners = index.owners
-        self._holdings = index.holdings
-
-    def scope(self, tenant: str, space: SpaceId) -> Scope:
-        return (tenant, space)
-
-    def open(self, place: Place, *, is_hidden: bool) -> int | None:
-        engine, rank, scope = place
-        tenant, space = cast("tuple[str, SpaceId]", scope)
-        slot = self._holdings.open(tenant, space, is_hidden=is_hidden)
-        if slot is not None:
-            self._owners[slot] = (Holder(self._name, engine, rank), self)
-        return slot
-
-    def show(self, slot: int) -> None:
-        self._holdings.show(slot)
-
-    def void(self, slot: int) -> None:
-        del self._owners[slot]
-        self._holdings.void(slot)
-
-    def stored(self, slot: int, _scope: Scope, tier: Tier, keys: bytes) -> None:
-        self._holdings.stored(slot, tier, keys)
-
-    def removed(self, slot: int, _scope: Scope, tier: Tier, keys: bytes) -> None:
-        self._holdings.removed(slot, tier, keys)
 
 
 class Index:
@@ -132,8 +96,6 @@ class Index:
         self.holdings = holdings
         self.nodes: dict[str, _Node] = {}
         self._node_count_max = node_count_max
-        self.owners: dict[int, tuple[Holder, _Node]] = {}
-        """Holder and node of each slot."""
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
         """Time until which silence does not change the trust in any node."""
@@ -147,7 +109,7 @@ class Index:
         if node is None:
             if not isinstance(event, Hello) or len(self.nodes) >= self._node_count_max:
                 return Verdict.CLOSE
-            node = self.nodes[event.node] = _Node(event.node, self)
+            node = self.nodes[event.node] = _Node(event.node, self.holdings)
         heard = node.feed.hear(event, now_ms)
         node.places.take(heard, event)
         self._judge(node, now_ms)
@@ -158,8 +120,8 @@ class Index:
         self._review(now_ms)
         matches = []
         for slot, hbm, dram, file, lost in self.holdings.match(tenant, space, keys):
-            holder, node = self.owners[slot]
-            trust = node.trust
+            holder = self.holdings.holders[slot]
+            trust = self.nodes[holder.node].trust
             if trust is not None:
                 if lost and trust is Trust.EXACT:
                     trust = Trust.CATCHING_UP
@@ -191,7 +153,7 @@ class Index:
         return Statistics(
             entry_count=holdings.entry_count,
             block_count=holdings.block_count,
-            slot_count=len(self.owners),
+            slot_count=len(holdings.holders),
             node_count=len(self.nodes),
             memory_bytes=holdings.memory_bytes,
             evicted_count=holdings.evicted_count,

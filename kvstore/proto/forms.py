@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match, Member
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Answer, Match, Member
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES, Incarnation
 from kvstore.wire.feed import KEYS_MAX

@@ -26,8 +26,8 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Trust, trust_after, until_ms
-from kvstore.index.index import Holder, Member, Statistics
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Holder, Trust, trust_after, until_ms
+from kvstore.index.index import Member, Statistics
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
 

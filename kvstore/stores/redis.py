@@ -33,6 +33,7 @@ from kvstore.index.feed import (
     Event,
     Feed,
     FeedClosed,
+    Holder,
     Place,
     Places,
     Scope,
@@ -40,7 +41,7 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.holdings import SLOT_COUNT_MAX
-from kvstore.index.index import Answer, Holder, Match, Member, Statistics
+from kvstore.index.index import Answer, Match, Member, Statistics
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection
@@ -75,18 +76,16 @@ class StoreBatch:
     """Changes of one event of a node (as `PlaceSlots`), collected until they are taken. `ids`:
     unused slot numbers."""
 
-    def __init__(self, node: str, ids: deque[int]) -> None:
-        self._node = node
+    def __init__(self, ids: deque[int]) -> None:
         self._ids = ids
         self._orders: list[tuple[int, Order]] = []
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
         return scope_of(tenant, space)
 
-    def open(self, place: Place, *, is_hidden: bool) -> int:
+    def open(self, holder: Holder, scope: Scope, *, is_hidden: bool) -> int:
         slot = self._ids.popleft()
-        record = encode(Holder(self._node, place[0], place[1]))
-        self._add(0, "open", slot, b"H" if is_hidden else b"S", record)
+        self._add(0, "open", slot, b"H" if is_hidden else b"S", encode(holder))
         return slot
 
     def show(self, slot: int) -> None:
@@ -411,8 +410,8 @@ class RedisStore:
         """State of a node from its record in the store, for this replica to go on with. Raises
         FAILURES, ProtocolError."""
         version, body, kept = await self._connection.record(node)
-        batch = StoreBatch(node, self._ids)
-        heard = _Heard(Feed(), Places(batch), batch, version or b"")
+        batch = StoreBatch(self._ids)
+        heard = _Heard(Feed(), Places(node, batch), batch, version or b"")
         if version is not None and body is not None:
             known = decode(Body, body)
             row = self._view.rows.get(node)

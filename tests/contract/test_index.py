@@ -18,11 +18,12 @@ from kvstore.index.feed import (
     STALE_MS,
     ConnectRefused,
     Event,
+    Holder,
     Trust,
     Verdict,
 )
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Answer, Holder, Index, LocalStore, Match
+from kvstore.index.index import Answer, Index, LocalStore, Match
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.index.feed import Trust
+from kvstore.index.feed import Holder, Trust
 from kvstore.index.loops import (
     BLOCKS,
     CHUNK,
@@ -53,11 +53,9 @@ def check(index: Index) -> None:
                 seen.append(slot)
                 assert _state(holdings, slot) == state, "a slot answers too early or too late"
                 assert holdings.scope_of[slot] == scope, "a slot is of another scope"
-                holder, owner = index.owners[slot]
-                assert (holder.node, holder.engine, holder.rank) == (name, engine, rank)
-                assert owner is node, "a slot answers for another node"
+                assert holdings.holders[slot] == Holder(name, engine, rank)
     assert len(set(seen)) == len(seen), "two places have one slot"
-    assert set(seen) == index.owners.keys(), "a slot answers for nobody"
+    assert set(seen) == holdings.holders.keys(), "a slot answers for nobody"
     doubted = {node for node in index.nodes.values() if node.trust not in (None, Trust.EXACT)}
     assert index.doubted == doubted, "somebody else is doubted"
 

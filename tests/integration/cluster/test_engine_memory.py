@@ -11,8 +11,7 @@ import pytest
 
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Trust
-from kvstore.index.index import Holder
+from kvstore.index.feed import Holder, Trust
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site

@@ -32,8 +32,8 @@ from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Answer, Match
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import MemoryReport, Row
 from kvstore.types import BlockKey

@@ -16,8 +16,8 @@ from kvstore.cli.main import main
 from kvstore.cli.tables import show
 from kvstore.client.index import Members
 from kvstore.engine.why.report import SpaceReport
-from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match, Member
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Answer, Match, Member
 from kvstore.proto.rows import Row
 from kvstore.types import Incarnation
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.index import holdings, loops
+from kvstore.index.feed import Holder
 from kvstore.index.holdings import Holdings
 from kvstore.index.loops import ROW, SCOPE, home_of
 from kvstore.types import Tier
@@ -22,6 +23,7 @@ BYTES_PER_ENTRY_MAX = 120
 NODES_MAX = 4096
 HOLDERS = 9
 """Of a node: its own memory and eight engines."""
+HOLDER, PLACE = Holder("n"), ("t", SPACE)
 
 
 def test_an_entry_costs_no_more_than_its_budget() -> None:
@@ -41,16 +43,16 @@ def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(
 ) -> None:
     monkeypatch.setattr(holdings, "_SWEPT_TO_OPEN", 10)
     flat = Holdings(entry_count_max=100, slot_count_max=2, seed=1, is_native=False)
-    full, other = (flat.open("t", SPACE, is_hidden=False) for _ in range(2))
+    full, other = (flat.open(HOLDER, PLACE, is_hidden=False) for _ in range(2))
     assert full is not None
     assert other is not None
-    flat.stored(full, Tier.DRAM, keys(*range(30)))
-    assert flat.open("t", SPACE, is_hidden=False) is None
+    flat.stored(full, PLACE, Tier.DRAM, keys(*range(30)))
+    assert flat.open(HOLDER, PLACE, is_hidden=False) is None
     flat.void(full)
     for left in (20, 10):
-        assert flat.open("t", SPACE, is_hidden=False) is None
+        assert flat.open(HOLDER, PLACE, is_hidden=False) is None
         assert flat.entry_count == left
-    assert flat.open("t", SPACE, is_hidden=False) == full
+    assert flat.open(HOLDER, PLACE, is_hidden=False) == full
     assert flat.entry_count == 0
     check_holdings(flat)
 
@@ -58,9 +60,9 @@ def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(
 def test_a_prompt_on_many_nodes_costs_little_more_than_on_one() -> None:
     flat = Holdings(entry_count_max=10_000, slot_count_max=64, seed=1, is_native=False)
     for _ in range(64):
-        slot = flat.open("t", SPACE, is_hidden=False)
+        slot = flat.open(HOLDER, PLACE, is_hidden=False)
         assert slot is not None
-        flat.stored(slot, Tier.DRAM, keys(*range(100)))
+        flat.stored(slot, PLACE, Tier.DRAM, keys(*range(100)))
     assert (flat.block_count, flat.entry_count) == (100, 6400)
     assert np.count_nonzero(flat.arrays["set_cells"]) == 1
 
@@ -76,10 +78,10 @@ def test_there_is_a_chunk_for_every_set_that_can_be() -> None:
     wanted += [((a, 0), (b, 0)) for a, b in combinations(range(slots), 2)]
     entries = 7 * slots + 2 * (len(wanted) - 7 * slots)
     flat = Holdings(entry_count_max=entries, slot_count_max=slots, seed=1, is_native=False)
-    names = [flat.open("t", SPACE, is_hidden=False) or 0 for _ in range(slots)]
+    names = [flat.open(HOLDER, PLACE, is_hidden=False) or 0 for _ in range(slots)]
     for block, members in enumerate(wanted):
         for slot, tier in members:
-            flat.stored(names[slot], Tier(tier), keys(block))
+            flat.stored(names[slot], PLACE, Tier(tier), keys(block))
     assert flat.entry_count == entries
     assert flat.evicted_count == 0
     assert np.count_nonzero(flat.arrays["set_cells"]) == len(wanted)
@@ -90,17 +92,17 @@ def test_blocks_with_the_same_holders_are_compared_and_no_others_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flat = Holdings(entry_count_max=1000, slot_count_max=32, seed=1, is_native=False)
-    slots = [flat.open("t", SPACE, is_hidden=False) or 0 for _ in range(30)]
+    slots = [flat.open(HOLDER, PLACE, is_hidden=False) or 0 for _ in range(30)]
     for slot in slots:
-        flat.stored(slot, Tier.DRAM, keys(1, 2, 4))
+        flat.stored(slot, PLACE, Tier.DRAM, keys(1, 2, 4))
         if slot % 2:
-            flat.stored(slot, Tier.DRAM, keys(3))
-    flat.stored(slots[13], Tier.HBM, keys(2))  # another set, of the same holders
+            flat.stored(slot, PLACE, Tier.DRAM, keys(3))
+    flat.stored(slots[13], PLACE, Tier.HBM, keys(2))  # another set, of the same holders
     odd = {slot: (0, 2, 2) for slot in slots if slot % 2}
     told = {s: (h, d, f) for s, h, d, f, _ in flat.match("t", SPACE, keys(3, 4))}
     assert told == odd, "the others that hold the second block are passed over"
     for slot in slots:
-        flat.stored(slot, Tier.FILE if slot == slots[3] else Tier.DRAM, keys(5))
+        flat.stored(slot, PLACE, Tier.FILE if slot == slots[3] else Tier.DRAM, keys(5))
     slower = {s: (d, f) for s, _, d, f, _ in flat.match("t", SPACE, keys(1, 5))}
     assert slower == dict.fromkeys(slots, (2, 2)) | {slots[3]: (1, 2)}
     monkeypatch.setattr(loops, "narrow", None)
@@ -113,7 +115,7 @@ def test_tables_of_a_few_cells_wrap_round() -> None:
         chance, model = random.Random(seed), Model()
         flat = Holdings(entry_count_max=12, slot_count_max=3, seed=seed, is_native=False)
         for _ in range(3):
-            slot = flat.open("t", SPACE, is_hidden=False)
+            slot = flat.open(HOLDER, PLACE, is_hidden=False)
             assert slot is not None
             model.open(slot, "t", SPACE, is_hidden=False)
         for step in range(60):
@@ -122,8 +124,8 @@ def test_tables_of_a_few_cells_wrap_round() -> None:
             stores = chance.random() < 0.6
             if stores and model.entry_count() == 12:
                 continue  # full: it would forget something
-            for held in (flat, model):
-                (held.stored if stores else held.removed)(slot, tier, block)
+            (flat.stored if stores else flat.removed)(slot, PLACE, tier, block)
+            (model.stored if stores else model.removed)(slot, tier, block)
             if step % 6 == 0:
                 check_holdings(flat)
         assert (flat.entry_count, flat.evicted_count) == (model.entry_count(), 0)
@@ -157,9 +159,9 @@ def test_nobody_can_choose_blocks_that_collide(chosen: Callable[[int], bytes]) -
     told = [chosen(n) for n in range(4000)]
     assert len(set(told)) == len(told)
     flat = Holdings(entry_count_max=len(told), slot_count_max=4, seed=1, is_native=False)
-    slot = flat.open("t", SPACE, is_hidden=False)
+    slot = flat.open(HOLDER, PLACE, is_hidden=False)
     assert slot is not None
-    flat.stored(slot, Tier.DRAM, b"".join(told))
+    flat.stored(slot, PLACE, Tier.DRAM, b"".join(told))
     cells, rows, meta = (flat.arrays[name].tolist() for name in ("cells", "rows", "meta"))
     probes = [
         (cell - home_of(meta, rows, row * ROW, rows[row * ROW + SCOPE])) % len(cells)

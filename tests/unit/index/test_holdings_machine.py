@@ -18,6 +18,7 @@ from hypothesis import Phase, strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from kvstore.index import holdings, loops
+from kvstore.index.feed import Holder
 from kvstore.index.holdings import Holdings
 from kvstore.index.loops import LOST, ROW, SCOPE, SLOT, WORDS, Ints
 from kvstore.installation import is_installed
@@ -62,7 +63,7 @@ class Machine(CountedMachine):
     @rule(tenant=tenants, count=st.sampled_from([1, 1, 14]), is_hidden=st.booleans())
     def open(self, tenant: str, count: int, is_hidden: bool) -> None:
         for _ in range(count):
-            slot = self.flat.open(tenant, SPACE, is_hidden=is_hidden)
+            slot = self.flat.open(Holder("n"), (tenant, SPACE), is_hidden=is_hidden)
             assert (slot is None) == (len(self.model.scopes) == SLOTS)
             if slot is not None:
                 self.model.open(slot, tenant, SPACE, is_hidden=is_hidden)
@@ -84,19 +85,19 @@ class Machine(CountedMachine):
     @rule(pick=picks, tier=tiers, chain=chains)
     def stored(self, pick: int, tier: Tier, chain: bytes) -> None:
         if (slot := self.slot(pick)) is not None:
-            self.flat.stored(slot, tier, chain)
+            self.flat.stored(slot, self.model.scopes[slot], tier, chain)
             self.model.stored(slot, tier, chain)
 
     @rule(tier=tiers, chain=chains)
     def stored_by_all(self, tier: Tier, chain: bytes) -> None:
         for slot in list(self.model.scopes):
-            self.flat.stored(slot, tier, chain)
+            self.flat.stored(slot, self.model.scopes[slot], tier, chain)
             self.model.stored(slot, tier, chain)
 
     @rule(pick=picks, tier=tiers, chain=chains)
     def removed(self, pick: int, tier: Tier, chain: bytes) -> None:
         if (slot := self.slot(pick)) is not None:
-            self.flat.removed(slot, tier, chain)
+            self.flat.removed(slot, self.model.scopes[slot], tier, chain)
             self.model.removed(slot, tier, chain)
 
     @rule(tenant=tenants, chain=chains)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Place, Trust, Verdict
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Holder, Place, Trust, Verdict
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Holder, Index, Match, Member
+from kvstore.index.index import Index, Match, Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Left

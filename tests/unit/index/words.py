@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstore.index.feed import FeedClosed
-from kvstore.index.index import Holder, Index
+from kvstore.index.feed import FeedClosed, Holder
+from kvstore.index.index import Index
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.feed import (
     Change,

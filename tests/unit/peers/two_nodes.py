@@ -20,8 +20,8 @@ from kvstore.engine.events import (
     PeerCommand,
     PeerEvent,
 )
-from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match, Member
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Answer, Match, Member
 from kvstore.node.node import MonotonicClock
 from kvstore.peers.member import Exchange
 from kvstore.ports import Pieces

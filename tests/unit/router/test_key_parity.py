@@ -18,8 +18,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Trust
-from kvstore.index.index import Answer, Holder, Match
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Answer, Match
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
 from kvstore.router.front.intake import RequestIntake, RequestJob, Tenants
