@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvstore.client.core.plan import LoadJob, StepPlan
+from kvstore.client.core.request import cut_name
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.connector.copier import SELECT_FD_END
@@ -237,13 +238,13 @@ class SchedulerSide:
             return None
 
     def _leave_out(self, request: Request, reason: str, now_ns: int) -> None:
-        self._core.left_out(
-            request.request_id,
+        story = Story(
+            cut_name(request.request_id),
             prompt_tokens=request.num_prompt_tokens,
-            reason=reason,
-            now_ns=now_ns,
+            outcome=reason,
             traceparent=traceparent_of(request.trace_headers),
         )
+        self._core.tell(story, now_ns)
         self._flush(now_ns)
 
     def _is_left_out(self, request: Request) -> bool:

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from kvstore.client.core.plan import SchedulerConfig, SchedulerStats
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -138,8 +136,8 @@ CREDITS_MAX = 16_384
 """Far more than a node grants one engine; further credits are ignored."""
 
 
-Credit = tuple[tuple[int, ...], tuple[int, ...]]
-"""Slots and generations of one block, one per shard."""
+Credit = tuple[bytes, bytes]
+"""Slots and generations of one block, u32 and u64 for each shard."""
 
 
 class Attachment:
@@ -278,15 +276,14 @@ class Attachment:
         return reason
 
     def _add_credits(self, grant: wire.Grant) -> None:
-        slots, counts = wire.slots_array(grant.slots), self.shard_counts
-        if grant.group >= len(counts) or len(slots) % counts[grant.group]:
+        counts = self.shard_counts
+        if grant.group >= len(counts) or len(grant.slots) % (4 * counts[grant.group]):
             return  # a grant we cannot read is no grant; the node still counts it as ours
         shards, credits = counts[grant.group], self.credits[grant.group]
-        rows = slots.reshape(-1, shards).tolist()
-        generations = wire.generations_array(grant.generations).reshape(-1, shards).tolist()
-        room = max(0, CREDITS_MAX - len(credits))
-        pairs = zip(rows[:room], generations[:room], strict=True)
-        credits.extend((tuple(s), tuple(g)) for s, g in pairs)
+        count = min(len(grant.slots) // (4 * shards), CREDITS_MAX - len(credits))
+        for at in range(0, count * shards, shards):
+            end = at + shards
+            credits.append((grant.slots[4 * at : 4 * end], grant.generations[8 * at : 8 * end]))
 
     def _end_session(self) -> None:
         self.session = 0
@@ -296,10 +293,3 @@ class Attachment:
         if not self._away_noticed:
             self._away_noticed = True
             self.notices.append(f"cache off, requests are computed: {reason}")
-
-
-def credit_arrays(credits: Sequence[Credit]) -> tuple[bytes, bytes]:
-    """[n][S] slots and generations of credits, as they travel."""
-    slots = np.array([slots for slots, _ in credits], dtype="<u4")
-    generations = np.array([generations for _, generations in credits], dtype="<u8")
-    return slots.tobytes(), generations.tobytes()

@@ -209,8 +209,8 @@ class EngineLookups:
         if request.plan is not None and not short:
             return request.plan
         for part in short:
-            end = part.first + part.count
-            request.present.mark_absent(part.group, part.first + part.found_blocks, end)
+            absent = slice(part.first + part.found_blocks, part.first + part.count)
+            request.present.mark(part.group, absent, present=False)
         self._give_back(request, [part for part in request.parts if part.group])
         request.rounds += 1
         if request.rounds > ROUNDS_MAX:
@@ -337,7 +337,8 @@ class EngineLookups:
         self._hits_unchecked += 1
         ranges = needed_blocks(request.plan, self._sizes, request.local_tokens, end_tokens)
         for group, size in enumerate(self._sizes):
-            request.present.mark_present(group, range(ranges[group].start, end_tokens // size))
+            leased = slice(ranges[group].start, end_tokens // size)
+            request.present.mark(group, leased, present=True)
         jobs = [
             request.load_job(group, blocks, keys=self._keys(request, group), table=tables[group])
             for group, blocks in enumerate(ranges)
@@ -361,7 +362,7 @@ class EngineLookups:
                 # Not for a session that ended under its loads.
                 self._count_failure(self._copies, now_ns)
         if result.failed_block_ids:
-            request.present.mark_absent(part.group, part.first)
+            request.present.mark(part.group, slice(part.first, None), present=False)
         request.load_reports += 1
         if request.load_reports < self._config.rank_count * request.load_jobs:
             return False

@@ -487,10 +487,10 @@ class RankCore:
         """Add to the report."""
         self._report = self._report.plus(**more)
 
-    def _serves(self, plan: CopyJob) -> bool:
-        return self._session != 0 and plan.session == self._session
-
     def _column(self, plan: CopyJob) -> RankColumn:
+        """This rank's part in a job. Raises ProtocolError: the job cannot begin."""
+        if not (plan.block_ids and 0 != plan.session == self._session):
+            raise ProtocolError(self._unserved)
         if not 0 <= plan.group < len(self._columns):
             raise ProtocolError(PLAN_MALFORMED)
         return self._columns[plan.group]
@@ -499,8 +499,6 @@ class RankCore:
 
     def _submit_load(self, plan: LoadJob, after: int) -> None:
         try:
-            if not (plan.block_ids and self._serves(plan)):
-                raise ProtocolError(self._unserved)
             self._loads.append(RunningLoad(plan, self._column(plan), after))
         except ProtocolError as error:
             self._count(loads=(plan.result(reason=str(error) if plan.block_ids else ""),))
@@ -531,7 +529,7 @@ class RankCore:
 
     def _submit_store(self, plan: StoreJob, after: int) -> None:
         try:
-            if not (self._attached and self._serves(plan) and plan.block_ids):
+            if not self._attached:
                 raise ProtocolError(SESSION_OVER)
             column = self._column(plan)
             if not (column.writes or plan.compare):

@@ -89,17 +89,11 @@ class Presence:
         sized[: len(mask)] = mask[:count]
         return sized
 
-    def mark_absent(self, group: int, first_block: int, end_block: int | None = None) -> None:
-        """Clear the flags of blocks [first_block, end_block), which turned out to be absent;
-        `end_block` None: to the end."""
+    def mark(self, group: int, blocks: slice, *, present: bool) -> None:
+        """Set the flags of leased blocks, which came after the answer, from a node or disk; or
+        clear those of blocks that turned out to be absent. Both end where the answer does."""
         if group in self._masks:
-            self._masks[group][first_block:end_block] = False
-
-    def mark_present(self, group: int, blocks: range) -> None:
-        """Set the flags of leased blocks, which came after the answer, from another node or from
-        disk. Blocks beyond the end of the answer stay unknown."""
-        if group in self._masks and blocks:
-            self._masks[group][blocks.start : blocks.stop] = True
+            self._masks[group][blocks] = present
 
     def clear(self) -> None:
         """Forget all answers: the node may have lost everything."""

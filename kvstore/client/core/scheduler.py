@@ -30,7 +30,7 @@ from kvstore.client.core.plan import (
     StepPlan,
 )
 from kvstore.client.core.pushes import EnginePushes
-from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, block_keys, cut_name
+from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, block_keys
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, FilledBlocks
 from kvstore.wire import messages as wire
@@ -293,20 +293,6 @@ class SchedulerCore:
             due = min(due, entry.prompt_tokens)
         entry.due_tokens = due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
-    def left_out(
-        self, request: str, *, prompt_tokens: int, reason: str, now_ns: int, traceparent: str = ""
-    ) -> None:
-        """Send the story of a request that bypasses the cache for `reason`; do nothing else."""
-        self._now_ns = now_ns
-        self._tell(
-            wire.Story(
-                cut_name(request),
-                prompt_tokens=prompt_tokens,
-                outcome=reason,
-                traceparent=traceparent,
-            )
-        )
-
     def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> wire.Story | None:
         """The request ended; `why_early` is the reason if it did so early (aborted, failed).
         Returns its story, None if it is unknown. A running load ends by its ranks' reports."""
@@ -325,10 +311,13 @@ class SchedulerCore:
         story = entry.story(self.costs.saved_ns(entry.loaded_tokens), self._now_ns)
         self.stats["saved_prefill_ns"] += story.saved_ns
         self.stats["waited_ns"] += story.lookup_ns + story.promotion_ns + story.load_ns
-        self._tell(story)
+        self.tell(story, self._now_ns)
         return story
 
-    def _tell(self, story: wire.Story) -> None:
+    def tell(self, story: wire.Story, now_ns: int) -> None:
+        """Send the story of a request that has ended, or bypasses the cache, once there is a
+        session."""
+        self._now_ns = now_ns
         if self.attachment.is_open:
             self.attachment.outbox.append(story)
         else:

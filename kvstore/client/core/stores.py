@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
+from kvstore.client.core.attachment import Attachment, Credit
 from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
 from kvstore.client.core.request import LookupPart, Request
 from kvstore.units import NS_PER_MS
@@ -132,7 +132,7 @@ class EngineStores:
         begun = []
         for group, batch in self._batches.items():
             blocks, keys, credits = zip(*batch, strict=True)
-            slots, generations = credit_arrays(credits)
+            slots, generations = map(b"".join, zip(*credits, strict=True))
             job = self._made(blocks, group, keys, slots=slots, generations=generations)
             begun.append(OpenJob(job))
             self._stats["store_blocks_submitted"] += len(batch)

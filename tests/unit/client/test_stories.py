@@ -114,8 +114,9 @@ def test_reasons_of_misses(node: AnsweredCore) -> None:
     node.arrive("short", keys[:1])
     node.match("short", local=1)
     assert finish(node, "short").outcome == "no full block"
-    node.core.left_out("lora", prompt_tokens=9, reason="adapter", now_ns=node.now_ns)
-    assert node.core.take_outbox() == [m.Story(request="lora", prompt_tokens=9, outcome="adapter")]
+    bypassed = m.Story(request="lora", prompt_tokens=9, outcome="adapter")
+    node.core.tell(bypassed, node.now_ns)
+    assert node.core.take_outbox() == [bypassed]
 
 
 def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
