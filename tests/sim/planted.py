@@ -126,7 +126,7 @@ def first_of_several_errors_frees(
     entry = self._by_lease.get(result.lease)
     has_ended = reported(self, result, now_ns)
     if not has_ended and entry is not None and result.failed_block_ids:
-        self.release(entry[0])
+        self.release(entry.request)
         return True
     return has_ended
 
@@ -318,8 +318,9 @@ def lease_released_at_the_first_rank(
     """The other ranks still copy."""
     has_ended = reported(self, result, now_ns)
     entry = self._by_lease.get(result.lease)
-    if not has_ended and entry is not None and entry[0].parts:
-        self._attachment.outbox.append(LeaseRelease(leases=[p.lease for p in entry[0].parts]))
+    if not has_ended and entry is not None:
+        leases = [part.lease for part in entry.request.parts]
+        self._attachment.outbox.append(LeaseRelease(leases=leases))
     return has_ended
 
 

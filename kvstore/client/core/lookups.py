@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import BlockWait, Costs
@@ -43,9 +41,7 @@ from kvstore.client.core.request import (
     LookupPart,
     LookupStage,
     Request,
-    all_sent,
     block_keys,
-    joined_checksums,
     keys_per_ask,
     needed_blocks,
 )
@@ -80,7 +76,7 @@ class EngineLookups:
         """Loads begun since the last one that is verified."""
         self._hits_unchecked = 0
         """Hits since the last one with a shadow check."""
-        self._by_lease: dict[int, tuple[Request, LookupPart]] = {}
+        self._by_lease: dict[int, LookupPart] = {}
 
     @property
     def leases_open(self) -> int:
@@ -166,8 +162,7 @@ class EngineLookups:
     def _held(self, request: Request, tokens_max: int, now_ns: int) -> Outcome:
         """The answer to the engine, once the node has answered; PENDING: the node was asked about
         further KV cache groups."""
-        replies = [part.reply for part in request.parts if part.reply]
-        if request.is_verified and not all_sent(replies):
+        if request.is_verified and not all(part.is_verifiable for part in request.parts):
             self.release(request)
             self._count_failure(self._breaker, now_ns)
             request.failed, request.detail = "load failed", "the node sent no checksums"
@@ -246,17 +241,15 @@ class EngineLookups:
     def replied(self, reply: wire.LeaseReply, now_ns: int) -> None:
         """Take the node's answer to a LeaseAsk; only the first one counts. The lease of a late
         answer is released."""
-        entry = self._by_lease.get(reply.lease)
-        if entry is None:
+        part = self._by_lease.get(reply.lease)
+        if part is None:
             if reply.slots:
                 self._attachment.outbox.append(wire.LeaseRelease(leases=[reply.lease]))
             return
-        request, part = entry
         if part.reply is not None:
             return
-        part.reply = reply
-        part.expect(reply.promoting)
-        part.file_blocks, part.peer_blocks = reply.from_file, reply.from_peer
+        request, part.reply = part.request, reply
+        part.take(reply)
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
         if request.stage is not LookupStage.ASKED or any(p.reply is None for p in request.parts):
@@ -275,22 +268,14 @@ class EngineLookups:
 
     def grew(self, more: wire.LeaseMore, now_ns: int) -> None:
         """Take a LeaseMore: more blocks of a lease have come to dram, or no more will."""
-        entry = self._by_lease.get(more.lease)
-        if entry is None or (reply := entry[1].reply) is None:
+        part = self._by_lease.get(more.lease)
+        if part is None or part.reply is None:
             return
-        request, part = entry
+        request = part.request
         if part.is_closed or request.stage not in (LookupStage.ASKED, LookupStage.PROMOTING):
             part.is_closed, part.promoting = True, 0
             return  # nobody waits for them any more; they are released with the lease
-        part.reply = msgspec.structs.replace(
-            reply,
-            slots=reply.slots + more.slots,
-            generations=reply.generations + more.generations,
-            checksums=joined_checksums([reply, more]),
-        )
-        part.expect(more.promoting)
-        part.file_blocks += more.from_file
-        part.peer_blocks += more.from_peer
+        part.take(more)
         if request.wait is not None:
             self._look(request, request.wait, now_ns)
 
@@ -350,10 +335,10 @@ class EngineLookups:
 
     def reported(self, result: LoadResult, now_ns: int) -> bool:
         """Take one rank's result of a load. Returns whether all ranks have reported now."""
-        entry = self._by_lease.get(result.lease)
-        if entry is None or entry[0].stage is not LookupStage.LOADING:
+        part = self._by_lease.get(result.lease)
+        if part is None or part.request.stage is not LookupStage.LOADING:
             return False
-        request, part = entry
+        request = part.request
         # Blocks that one rank cannot load often fail on others too: one failure, not many.
         if result.failed_block_ids and not request.failed:
             request.failed = request.miss_reason = "load failed"
@@ -394,7 +379,7 @@ class EngineLookups:
     def renew(self, now_ns: int) -> None:
         """Renew leases past a third of their life. Called every step; cheap when none is due."""
         due = []
-        for lease, (_, part) in self._by_lease.items():
+        for lease, part in self._by_lease.items():
             if part.reply is not None and now_ns >= part.renew_at_ns:
                 part.renew_at_ns = now_ns + part.ttl_ns // 3
                 due.append(lease)
@@ -454,10 +439,10 @@ class EngineLookups:
         size = keys_per_ask(shards)
         for begin in blocks[::size]:
             batch = names[begin : min(begin + size, blocks.stop)]
-            part = LookupPart(self._next_lease, group, begin, len(batch), shards)
+            part = LookupPart(request, self._next_lease, group, begin, len(batch), shards)
             self._next_lease += 1
             request.parts.append(part)
-            self._by_lease[part.lease] = (request, part)
+            self._by_lease[part.lease] = part
             self._attachment.outbox.append(
                 wire.LeaseAsk(part.lease, b"".join(batch), request.is_verified, group)
             )

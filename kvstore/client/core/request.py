@@ -5,7 +5,6 @@ State only. Writers: `lookups.py` of lookup and load, `stores.py` of stores, `pu
 transfer, `shadow.py` of shadow checks, `scheduler.py` of the rest. `lookups.py` has the rules and a
 picture of the stages.
 
-Checksums in answers are 16 bytes a slot, zeros where there is nothing to verify, or none at all.
 Does not cover: leases (`lookups.py`), the engine's rules (`plan.HitRules`).
 """
 
@@ -122,6 +121,7 @@ WAITING_STAGES = (LookupStage.ASKED, LookupStage.PROMOTING, LookupStage.HELD)
 class LookupPart:
     """One LeaseAsk of a request: long prompts and KV cache groups need several."""
 
+    request: Request
     lease: int
     group: int
     first: int
@@ -139,6 +139,11 @@ class LookupPart:
     peer_blocks: int = 0
     """Blocks found that came from another node for this request."""
     reply: wire.LeaseReply | None = None
+    slots: bytes = b""
+    generations: bytes = b""
+    checksums: bytes = b""
+    """[n][S] of the leased blocks, of which there may be more than were asked for; checksums are 0
+    where there is nothing to verify."""
     renew_at_ns: int = 0
     ttl_ns: int = 0
     checked: int = 0
@@ -149,18 +154,37 @@ class LookupPart:
     @property
     def found_blocks(self) -> int:
         """Blocks that the answer leases."""
-        assert self.reply is not None
-        return min(len(self.reply.slots) // (4 * self.shards), self.count)
+        return min(len(self.slots) // (4 * self.shards), self.count)
 
     @property
     def is_short(self) -> bool:
         """Whether not all blocks are leased."""
         return self.found_blocks < self.count
 
-    def expect(self, promoting: int) -> None:
-        """Note that `promoting` more blocks are on their way, as the node says. Capped at the
+    @property
+    def is_verifiable(self) -> bool:
+        """Whether every slot has a checksum."""
+        sums = np.frombuffer(self.checksums, np.uint8).reshape(-1, CHECKSUM_BYTES)
+        return bool(sums.any(axis=1).all())
+
+    def take(self, message: wire.LeaseReply | wire.LeaseMore) -> None:
+        """Take the blocks that are leased, and note how many more are on their way. Capped at the
         blocks asked for, so that no wait is longer than their computing."""
-        self.promoting = min(promoting, max(0, self.count - self.found_blocks))
+        self.slots += message.slots
+        self.generations += message.generations
+        self.checksums += message.checksums or bytes(len(message.slots) // 4 * CHECKSUM_BYTES)
+        self.file_blocks += message.from_file
+        self.peer_blocks += message.from_peer
+        self.promoting = min(message.promoting, max(0, self.count - self.found_blocks))
+
+    def places(self, blocks: slice | list[int]) -> dict[str, bytes]:
+        """Arrays of a CopyJob for some of the leased blocks, by their index in the lease."""
+        arrays = {}
+        for name, size in (("slots", 4), ("generations", 8), ("checksums", CHECKSUM_BYTES)):
+            row = self.shards * size
+            held = np.frombuffer(getattr(self, name), np.uint8)[: self.found_blocks * row]
+            arrays[name] = held.reshape(-1, row)[blocks].tobytes()
+        return arrays
 
 
 @dataclass(slots=True, eq=False)
@@ -405,24 +429,22 @@ class Request:
             table: the engine's blocks of it.
         """
         parts = [part for part in self.parts if part.group == group]
-        replies = [part.reply for part in parts if part.reply is not None]
-        begin, end = blocks.start - parts[0].first, blocks.stop - parts[0].first
-        assert 0 <= begin < end <= sum(part.found_blocks for part in parts), (begin, end)
-        shards = parts[0].shards
-
-        def cut(arrays: list[bytes], size: int) -> bytes:
-            return b"".join(arrays)[begin * shards * size : end * shards * size]
-
+        shares = [
+            part.places(slice(*(max(0, end - part.first) for end in (blocks.start, blocks.stop))))
+            for part in parts
+        ]
+        arrays = {name: b"".join(share[name] for share in shares) for name in shares[0]}
+        assert len(arrays["slots"]) == 4 * parts[0].shards * len(blocks) > 0, blocks
+        if not arrays["checksums"].strip(b"\0"):
+            arrays["checksums"] = b""
         return LoadJob(
             request=self.id,
             lease=parts[0].lease,
             session=self.session,
             block_ids=tuple(table[blocks.start : blocks.stop]),
             keys=b"".join(keys[blocks.start : blocks.stop]),
-            slots=cut([r.slots for r in replies], 4),
-            generations=cut([r.generations for r in replies], 8),
-            checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
             group=group,
+            **arrays,
         )
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
@@ -499,21 +521,3 @@ def needed_blocks(
         first = 0 if plan is None else plan.first_blocks[group]
         ranges.append(range(max(local_tokens // size, first), -(-end_tokens // size)))
     return ranges
-
-
-def all_sent(replies: Sequence[wire.LeaseReply]) -> bool:
-    """Whether every slot of these replies has a checksum."""
-    for reply in replies:
-        checksums = np.frombuffer(reply.checksums, np.uint8).reshape(-1, CHECKSUM_BYTES)
-        if 4 * len(checksums) != len(reply.slots) or not checksums.any(axis=1).all():
-            return False
-    return True
-
-
-def joined_checksums(replies: Sequence[wire.LeaseReply | wire.LeaseMore]) -> bytes:
-    """Checksums of all slots, if any reply has some: 0 where there is nothing to verify."""
-    if not any(reply.checksums for reply in replies):
-        return b""
-    return b"".join(
-        reply.checksums or bytes(len(reply.slots) // 4 * CHECKSUM_BYTES) for reply in replies
-    )

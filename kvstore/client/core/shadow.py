@@ -19,7 +19,6 @@ from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.request import LookupPart, LookupStage, Request
 from kvstore.client.core.stores import NULL_BLOCK, Comparison, EngineStores, FilledBlocks, OpenJob
-from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared
 
 BLOCKS_MAX: Final = 64
@@ -54,19 +53,18 @@ class Shadows:
             return
         for part in request.parts:
             if part.group == filled.group:
-                self._compare(request, part, filled)
+                self._compare(part, filled)
         self._end_if_done(request)
 
-    def _whole_blocks(self, request: Request, part: LookupPart) -> int:
+    def _whole_blocks(self, part: LookupPart) -> int:
         """Blocks to compare: without the tail, whose block goes on with this request's answer."""
-        if not request.end_tokens:
+        if not (end_tokens := part.request.end_tokens):
             return part.found_blocks
-        return min(part.found_blocks, request.end_tokens // self._config.block_tokens - part.first)
+        return min(part.found_blocks, end_tokens // self._config.block_tokens - part.first)
 
-    def _compare(self, request: Request, part: LookupPart, filled: FilledBlocks) -> None:
-        group, keys, block_ids, full_blocks = filled
-        assert part.reply is not None
-        first, whole = part.first, self._whole_blocks(request, part)
+    def _compare(self, part: LookupPart, filled: FilledBlocks) -> None:
+        _, keys, block_ids, full_blocks = filled
+        first, whole = part.first, self._whole_blocks(part)
         step = max(1, -(-whole // BLOCKS_MAX))
         end = min(full_blocks - first, whole)
         # The engine does not keep all blocks of a window or of recurrent layers.
@@ -76,21 +74,12 @@ class Shadows:
         if not blocks:
             return
         self._stores.compare(
-            Comparison(request, part, blocks),
+            Comparison(part, blocks),
             [block_ids[first + b] for b in blocks],
             [bytes(keys[first + b]) for b in blocks],
-            slots=self._rows(part.reply.slots, group, blocks, 4),
-            generations=self._rows(part.reply.generations, group, blocks, 8),
-            checksums=self._rows(part.reply.checksums, group, blocks, CHECKSUM_BYTES),
+            **part.places(blocks),
         )
         part.jobs_out += 1
-
-    def _rows(self, array: bytes, group: int, rows: list[int], size: int) -> bytes:
-        """Rows of an array [n][S]; empty if the array is."""
-        if not array:
-            return b""
-        shape = (-1, self._attachment.shard_counts[group] * size)
-        return np.frombuffer(array, np.uint8).reshape(shape)[rows].tobytes()
 
     def finished(self, entry: OpenJob) -> None:
         """All ranks have ended this job: report its result to the node."""
@@ -108,7 +97,7 @@ class Shadows:
             error_ppm = int(min(worst, 1000.0) * PPM)
             told = Compared(session, check.part.lease, compared, blocks, error_ppm)
             self._attachment.outbox.append(told)
-        self._end_if_done(check.request)
+        self._end_if_done(check.part.request)
 
     def ended(self, request: Request) -> None:
         """The request is over: release its leases. Comparisons under way still end, protected by
@@ -118,8 +107,7 @@ class Shadows:
 
     def _end_if_done(self, request: Request) -> None:
         is_done = all(
-            part.checked >= self._whole_blocks(request, part) and not part.jobs_out
-            for part in request.parts
+            part.checked >= self._whole_blocks(part) and not part.jobs_out for part in request.parts
         )
         if is_done:
             self.ended(request)

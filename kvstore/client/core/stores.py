@@ -48,7 +48,6 @@ class FilledBlocks(NamedTuple):
 class Comparison:
     """Some blocks of a hit, to be compared."""
 
-    request: Request
     part: LookupPart
     blocks: list[int]
     """Indices in the lease."""

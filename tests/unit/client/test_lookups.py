@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from kvstore.client.core.request import joined_checksums
+from kvstore.client.core.request import LookupPart
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
 from tests.kit.cores import is_serving
@@ -243,8 +245,12 @@ def test_what_the_node_wants_verified_is_whatever_came_with_it() -> None:
         return m.LeaseMore(lease=1, slots=bytes(4 * count), generations=b"", checksums=checksums)
 
     none, some = reply(2, b""), reply(1, b"x" * 16)
-    assert joined_checksums([none, none]) == b""
-    assert joined_checksums([none, some, none]) == bytes(32) + b"x" * 16 + bytes(32)
+    nobody: Any = None
+    part = LookupPart(nobody, lease=1, group=0, first=0, count=5, shards=1)
+    for message in (none, some, none):
+        part.take(message)
+    assert part.checksums == bytes(32) + b"x" * 16 + bytes(32)
+    assert not part.is_verifiable
 
 
 @pytest.mark.parametrize("lie", [b"", b"\0" * 400])
