@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kvstore.engine.events import Command, Event
 from kvstore.tier_events import (
     FileKnown,
     FileLate,
@@ -52,30 +51,20 @@ def moved(number: int, *, old: int, new: int) -> FileMoved:
 class DiskNode(Node):
     """A node with a file tier that does nothing by itself."""
 
+    kept: ClassVar[dict[type[Any], str]] = {
+        WriteFile: "writes",
+        ReadFile: "reads",
+        VoidFile: "voids",
+        ReclaimFile: "reclaimed",
+    }
+    writes: list[WriteFile]
+    reads: list[ReadFile]
+    voids: list[VoidFile]
+    reclaimed: list[ReclaimFile]
+
     def __init__(self, *, slots: int = 32, **config: Any) -> None:
-        self.writes: list[WriteFile] = []
-        self.reads: list[ReadFile] = []
-        self.voids: list[VoidFile] = []
-        self.reclaimed: list[ReclaimFile] = []
         self._next_place = 1000
         super().__init__(slots=slots, file_bytes=1 << 30, **config)
-
-    def step(self, *events: Event) -> list[Command]:
-        """As `Node.step`; file commands are kept."""
-        commands = super().step(*events)
-        for command in commands:
-            match command:
-                case WriteFile():
-                    self.writes.append(command)
-                case ReadFile():
-                    self.reads.append(command)
-                case VoidFile():
-                    self.voids.append(command)
-                case ReclaimFile():
-                    self.reclaimed.append(command)
-                case _:
-                    pass
-        return commands
 
     def write_all(self) -> None:
         """Every write succeeds."""

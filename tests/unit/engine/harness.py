@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -98,6 +98,11 @@ def keys(*numbers: int) -> bytes:
     return b"".join(key(number) for number in numbers)
 
 
+def number_of(raw: bytes) -> int:
+    """Which `key` this is."""
+    return next(number for number in range(1000) if key(number) == raw)
+
+
 def short(number: int) -> str:
     """The digits of a key that `Node.blocks` shows."""
     return key(number)[:4].hex()
@@ -135,6 +140,9 @@ DEFAULTS = Defaults()
 class Node:
     """An engine and what it said, by connection."""
 
+    kept: ClassVar[dict[type[Any], str]] = {}
+    """Kinds of commands that a test answers → the list that has them."""
+
     def __init__(
         self,
         *,
@@ -158,6 +166,8 @@ class Node:
             generation_bytes=4096 + 8 * slots,
             **fixed,
         )
+        for name in self.kept.values():
+            setattr(self, name, [])
         self.engine = Engine(self.config, self.journal())
         self.now_ns = 10**9
         self.sent: dict[int, list[Message]] = defaultdict(list)
@@ -184,6 +194,8 @@ class Node:
         Returns the commands, but those that only tell of changes."""
         commands = self.engine.step(events, self.now_ns)
         for command in commands:
+            if type(command) in self.kept:
+                getattr(self, self.kept[type(command)]).append(command)
             match command:
                 case Send(connection=connection, message=message):
                     self.sent[connection].append(message)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kvstore.engine.events import (
     AnswerPeer,
     Candidate,
-    Command,
-    Event,
     Fetch,
     Fetched,
     Locate,
@@ -19,32 +17,23 @@ from kvstore.engine.events import (
 )
 from kvstore.wire.peers import GivenBack, ServeAnswer
 from tests.unit.engine.disk import SPACE, DiskNode
-from tests.unit.engine.harness import checksum, key, keys
+from tests.unit.engine.harness import checksum, keys, number_of
 
 
 class PeerNode(DiskNode):
     """A node that may fetch; nobody answers by himself."""
 
-    def __init__(self, *, slots: int = 32, **config: Any) -> None:
-        self.locates: list[Locate] = []
-        self.fetches: list[Fetch] = []
-        self.answers: list[AnswerPeer] = []
-        super().__init__(slots=slots, fetches=True, **config)
+    kept: ClassVar[dict[type[Any], str]] = DiskNode.kept | {
+        Locate: "locates",
+        Fetch: "fetches",
+        AnswerPeer: "answers",
+    }
+    locates: list[Locate]
+    fetches: list[Fetch]
+    answers: list[AnswerPeer]
 
-    def step(self, *events: Event) -> list[Command]:
-        """As `DiskNode.step`; what is about other nodes is kept."""
-        commands = super().step(*events)
-        for command in commands:
-            match command:
-                case Locate():
-                    self.locates.append(command)
-                case Fetch():
-                    self.fetches.append(command)
-                case AnswerPeer():
-                    self.answers.append(command)
-                case _:
-                    pass
-        return commands
+    def __init__(self, *, slots: int = 32, **config: Any) -> None:
+        super().__init__(slots=slots, fetches=True, **config)
 
     @property
     def served(self) -> list[ServeAnswer]:
@@ -81,8 +70,3 @@ class PeerNode(DiskNode):
         """Another node has read them. Returns which stayed."""
         self.step(ServingReturned(peer, serving))
         return [bool(flag) for flag in self.given_back[-1].intact]
-
-
-def number_of(raw: bytes) -> int:
-    """Which `key` this is."""
-    return next(number for number in range(1000) if key(number) == raw)

@@ -36,7 +36,7 @@ from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.peers import Pushed, PushGrant, PushOver
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys
+from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, number_of
 
 SLAB_SLOTS = 4
 LANDING_SLOTS = 8
@@ -179,7 +179,7 @@ class PushPair:
                 epoch, pages, its = self.extents[command.grant]
                 count = len(command.slots) // len(command.block_bytes)
                 at = slice(command.first, command.first + count)
-                numbers = [_number(its[n * 32 : n * 32 + 32]) for n in range(at.start, at.stop)]
+                numbers = [number_of(its[n * 32 : n * 32 + 32]) for n in range(at.start, at.stop)]
                 blocks = [(number, "t") for number in numbers]
                 flight = Flight(command.job, command.grant, epoch, pages[at], blocks)
                 self.flights[command.job] = flight
@@ -232,7 +232,7 @@ class PushPair:
         pages = np.frombuffer(command.extents, "<u4").tolist()
         flags, sums = [], b""
         for at, page in enumerate(pages):
-            number = _number(command.keys[at * 32 : at * 32 + 32])
+            number = number_of(command.keys[at * 32 : at * 32 + 32])
             its = self.landing.get(page) == (number, command.targets[0].tenant)
             flags.append(its if good is None else good)
             sums += b"".join(checksum(number, rank) for rank in range(len(command.targets)))
@@ -293,7 +293,3 @@ def opened(transfer: str = "r", **config: Any) -> PushPair:
 
 def _is_behind(node: PushNode) -> bool:
     return node.engine.is_behind
-
-
-def _number(raw: bytes) -> int:
-    return next(number for number in range(1000) if key(number) == raw)
