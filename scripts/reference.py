@@ -32,8 +32,7 @@ from kvstore.cli.main import cli
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
-from kvstore.engine import Reason
-from kvstore.engine.why.reasons import CLASSES
+from kvstore.engine.why.reasons import CLASSES, Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.obs.reasons import TEXTS, word
 from kvstore.routing.costs import TERM_NAMES

@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple
 
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import SERVED_NAME, VllmServer
-from kvstore.engine import PushReport, RequestReport
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.reasons import PushReport
 from kvstore.proto import inspect_pb2 as pb
 from tests.kit.pd_pair import PdPair
 

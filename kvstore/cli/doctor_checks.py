@@ -39,7 +39,7 @@ from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, KIB, MIB, format_size
 
 if TYPE_CHECKING:
-    from kvstore.engine import TierReport
+    from kvstore.engine.why.report import TierReport
 
 RATE_BYTES: Final = 64 * MIB
 RATE_S: Final = 1.0
@@ -400,7 +400,7 @@ def hits(machine: Machine) -> Diagnosis:
     count = hit + missed
     if not count:
         return _skip("no node answers, or none of its blocks was asked for yet")
-    from kvstore.engine import Reason
+    from kvstore.engine.why.reasons import Reason
     from kvstore.obs import reasons
 
     requests, fine = machine.node["requests"], Reason.OWN_CACHE

@@ -30,7 +30,10 @@ from kvstore.config.defaults import (
     REQUESTS_LISTED,
 )
 from kvstore.config.settings import AskSettings
-from kvstore.engine import CurveReport, HashingReport, RangeReport, RequestReport, SavingsReport
+from kvstore.engine.why.curve import CurveReport
+from kvstore.engine.why.explain import HashingReport, RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.ledger import SavingsReport
 from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.obs import reasons

@@ -20,7 +20,8 @@ import msgspec
 
 from kvstore.cli.ask import NodeClient
 from kvstore.config.defaults import PREFIX_KEYS_MAX
-from kvstore.engine import SPACE_DIGITS, HashingReport, RangeReport
+from kvstore.engine.why.explain import HashingReport
+from kvstore.engine.why.findings import SPACE_DIGITS, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
 from kvstore.proto import inspect_pb2 as pb

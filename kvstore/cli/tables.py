@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, NodeReport, TierReport
+from kvstore.engine.trust import NO_PASS
+from kvstore.engine.why.findings import SPACE_DIGITS
+from kvstore.engine.why.report import NO_BUDGET, NodeReport, TierReport
 from kvstore.proto.rows import Row
 from kvstore.units import US_PER_MS, US_PER_S, format_size, format_us
 from kvstore.wording import printable

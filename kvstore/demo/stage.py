@@ -35,7 +35,7 @@ from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import Completion, CompletionClient, ServerConfig, VllmServer
 from kvstore.demo.models import MEDIUM, build_model, encoder
 from kvstore.demo.workload import ConversationPlan, Conversations
-from kvstore.engine import NodeReport, TierReport
+from kvstore.engine.why.report import NodeReport, TierReport
 from kvstore.routing.receipts import Receipt
 from kvstore.testing.process import Lab, NodeProcess
 

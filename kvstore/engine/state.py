@@ -291,16 +291,9 @@ class State:
                 change.stored or (tenant, space) not in self._published_unknown
             ):
                 continue
-            yield events.Changed(
-                tier=change.tier,
-                stored=change.stored,
-                tenant=tenant,
-                space=space,
-                shard=shard,
-                label=known.label if known else "",
-                block_tokens=known.space.block_tokens if known else 0,
-                keys=change.keys,
-            )
+            label, block_tokens = (known.label, known.space.block_tokens) if known else ("", 0)
+            its = tenant, space, shard, label, block_tokens, change.keys
+            yield events.Changed(change.tier, change.stored, *its)
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """Record the space of a session that opened, in `known` and in the journal. When `known` is

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.client.link import received_descriptors
-from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
+from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.errors import ProtocolError
 from kvstore.net.process import peer_of, process_of, vouches_for, why_no_descriptor
 from kvstore.node.turns import NODE, Party, Read, TurnKind, Turns, TurnSource

@@ -28,8 +28,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kvstore.engine import CLEAR_ROWS_MAX, SPACE_DIGITS, Engine, events as core
+from kvstore.engine import events as core
+from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Command, Event
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.errors import KVStoreError, NodeBusy
 from kvstore.mailbox import Mailbox
 from kvstore.node.attach import Attach, Sent

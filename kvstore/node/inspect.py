@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc
 
 from kvstore.config import defaults
-from kvstore.engine import Engine
+from kvstore.engine.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page

@@ -26,8 +26,9 @@ from kvstore import __version__
 from kvstore.arena import Arena
 from kvstore.config.machine import available_memory, warn_of_too_little_room
 from kvstore.config.node import NodeConfig
-from kvstore.engine import Engine, EngineConfig, hottest_runs
+from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
+from kvstore.engine.why.report import hottest_runs
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread

@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.engine import (
-    BOUNDS_S,
-    NO_BUDGET,
-    SPACE_DIGITS,
-    Ages,
-    Engine,
-    Ledger,
-    RequestReport,
-    TierReport,
-)
+from kvstore.engine.engine import Engine
+from kvstore.engine.why.curve import BOUNDS_S, Ages
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import SPACE_DIGITS
+from kvstore.engine.why.ledger import Ledger
+from kvstore.engine.why.report import NO_BUDGET, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import REQUESTS_SHOWN, make_site, picked

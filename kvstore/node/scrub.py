@@ -17,7 +17,7 @@ import logging
 import threading
 from typing import Final
 
-from kvstore.engine import Sealed
+from kvstore.engine.trust import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, StepFailed
 from kvstore.node.files import PassLog

@@ -20,8 +20,8 @@ from typing import Final
 
 from opentelemetry.sdk.trace import Event, ReadableSpan
 
-from kvstore.engine import RangeReport
 from kvstore.engine.events import StoryTold
+from kvstore.engine.why.findings import RangeReport
 from kvstore.obs.reasons import word
 from kvstore.obs.traces import Attributes, Traces, new_span_id
 from kvstore.units import NS_PER_US

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from kvstore.arena import Arena, JournalMemory, wait_for_holders
 from kvstore.config.node import NodeConfig
-from kvstore.engine import UNREADABLE, Journal, JournalUnusable
 from kvstore.engine.events import Adopt, AdoptedWriter
+from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalUnusable
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.net.process import process_of
 from kvstore.supervisor.handover import Handover

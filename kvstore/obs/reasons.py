@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kvstore.engine import PushReport, RangeReport, Reason, RequestReport
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import PushReport, Reason
 from kvstore.units import NS_PER_US, US_PER_MS, format_us
 from kvstore.wording import printable
 

@@ -34,8 +34,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.config.cluster import ENGINE_COUNT_MAX, check_endpoint
-from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Unfollow
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase
 from kvstore.mailbox import Mailbox

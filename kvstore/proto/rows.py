@@ -7,7 +7,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kvstore import engine
+from kvstore.engine.sessions import owners
+from kvstore.engine.why import curve, explain, findings, ledger, report
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member
@@ -76,23 +77,23 @@ class MemoryReport(msgspec.Struct, frozen=True):
 Row = msgspec.Struct
 """Any of the types of TOPICS."""
 TOPICS: Final[dict[str, type[Row]]] = {
-    "nodes": engine.NodeReport,
-    "unserved": engine.UnservedReport,
+    "nodes": report.NodeReport,
+    "unserved": owners.UnservedReport,
     "members": MemberReport,
     "engines": MemoryReport,
     "transfers": TransferReport,
-    "tiers": engine.TierReport,
-    "quotas": engine.QuotaReport,
-    "savings": engine.SavingsReport,
-    "spaces": engine.SpaceReport,
-    "curve": engine.CurveReport,
-    "blocks": engine.BlockReport,
-    "leases": engine.LeaseReport,
-    "jobs": engine.JobReport,
-    "requests": engine.RequestReport,
-    "ranges": engine.RangeReport,
-    "hashings": engine.HashingReport,
-    "prefix": engine.RangeReport,
+    "tiers": report.TierReport,
+    "quotas": report.QuotaReport,
+    "savings": ledger.SavingsReport,
+    "spaces": report.SpaceReport,
+    "curve": curve.CurveReport,
+    "blocks": report.BlockReport,
+    "leases": report.LeaseReport,
+    "jobs": report.JobReport,
+    "requests": explain.RequestReport,
+    "ranges": findings.RangeReport,
+    "hashings": explain.HashingReport,
+    "prefix": findings.RangeReport,
 }
 """Topic → type of its rows."""
 

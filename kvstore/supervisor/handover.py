@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvstore import __version__
-from kvstore.engine import LAYOUT_VERSION
+from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.installation import DISTRIBUTION
 from kvstore.supervisor import control
 

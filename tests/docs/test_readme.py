@@ -21,7 +21,7 @@ from kvstore.cli.main import cli
 from kvstore.config.cluster import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.demo import flags as demo_flags
-from kvstore.engine import NodeReport
+from kvstore.engine.why.report import NodeReport
 from kvstore.obs.metrics import BY_NAME
 from kvstore.obs.reasons import TEXTS, word
 from kvstore.proto.rows import MemberReport

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.engine import NodeReport
+from kvstore.engine.why.report import NodeReport
 from tests.style.tree import PRODUCT, ROOT, Nodes, asked, files, nodes, product_files
 
 DOCS = Path("kvstore", "docs")

@@ -169,7 +169,7 @@ def measured(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
 def ready(socket: Path, engine: Engine) -> bool:
     """Wait until the engine is attached and all of dram is there; False: not within SETTLE_S."""
     from kvstore.cli.ask import NodeClient
-    from kvstore.engine import NodeReport, TierReport
+    from kvstore.engine.why.report import NodeReport, TierReport
 
     deadline = time.monotonic() + SETTLE_S
     with closing(NodeClient(socket)) as node:
@@ -186,7 +186,7 @@ def ready(socket: Path, engine: Engine) -> bool:
 def settle(socket: Path, engine: Engine) -> int:
     """Wait until the node's blocks no longer grow; returns how many it has."""
     from kvstore.cli.ask import NodeClient
-    from kvstore.engine import TierReport
+    from kvstore.engine.why.report import TierReport
 
     deadline = time.monotonic() + SETTLE_S
     blocks, since = -1, time.monotonic()

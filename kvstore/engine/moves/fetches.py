@@ -162,14 +162,7 @@ class Fetches:
         self._locating[number] = _Locating(asker, keys, search)
         self._expect(number, asker, keys)
         state.counters.locates += 1
-        state.say(
-            Locate(
-                locate=number,
-                tenant=asker.tenant,
-                space=asker.space,
-                keys=keys.tobytes(),
-            )
-        )
+        state.say(Locate(number, asker.tenant, asker.space, keys.tobytes()))
         return Wanted(len(keys), search)
 
     def _exceeds_share(self, engine: str, more: int) -> bool:

@@ -201,13 +201,7 @@ class _Read(Incoming):
 class Files:
     """Decides which blocks to read from disk and which to keep, and records their places."""
 
-    def __init__(
-        self,
-        state: State,
-        intake: Intake,
-        arrivals: Arrivals,
-        writes: Writes,
-    ) -> None:
+    def __init__(self, state: State, intake: Intake, arrivals: Arrivals, writes: Writes) -> None:
         self._state = state
         self._intake = intake
         self._arrivals = arrivals

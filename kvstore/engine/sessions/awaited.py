@@ -272,11 +272,7 @@ class Awaited:
     """Expectations of this node's engines: blocks that prefill nodes are to push to them."""
 
     def __init__(
-        self,
-        state: State,
-        files: Files,
-        arrivals: Arrivals,
-        transfers: Transfers,
+        self, state: State, files: Files, arrivals: Arrivals, transfers: Transfers
     ) -> None:
         self._state, self._files, self._arrivals = state, files, arrivals
         self._transfers = transfers
@@ -311,10 +307,8 @@ class Awaited:
         rows = state.residency.find_all(asker.scopes, keys)
         held = np.logical_and.reduce(self._files.there(rows), axis=0)
         missing = keys[~held].copy()
-        until_ns, has_come = (
-            state.now_ns + message.deadline_ms * NS_PER_MS,
-            np.zeros(len(missing), bool),
-        )
+        until_ns = state.now_ns + message.deadline_ms * NS_PER_MS
+        has_come = np.zeros(len(missing), bool)
         its = (next(state.numbers), connection, process, owner.open_session, message, asker)
         news = PushNews(state.now_ns), PushNews(state.now_ns)
         is_here = message.node == state.config.node

@@ -20,7 +20,9 @@ from typing import Final
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.engine import RangeReport, Reason, RequestReport
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import Reason
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import TransferReport
 from kvstore.testing.process import NodeProcess

@@ -13,7 +13,7 @@ import pytest
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import SERVED_NAME, Completion
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.engine import HashingReport
+from kvstore.engine.why.explain import HashingReport
 from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.testing.process import NodeProcess
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest

@@ -10,7 +10,7 @@ import pytest
 from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.engine import HashingReport
+from kvstore.engine.why.explain import HashingReport
 from kvstore.testing.process import Lab
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT, kvstore, node_for, wait_until

@@ -15,7 +15,7 @@ from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import SERVED_NAME, Completion, CompletionClient
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import Encode, text_tokens
-from kvstore.engine import RequestReport
+from kvstore.engine.why.explain import RequestReport
 from kvstore.proto import inspect_pb2 as pb
 from tests.amounts import IS_NIGHTLY, amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, VERIFIED

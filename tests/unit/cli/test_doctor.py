@@ -23,7 +23,9 @@ from kvstore.config.node import load_config
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
-from kvstore.engine import Reason, SpaceReport, TierReport, UnservedReport
+from kvstore.engine.sessions.owners import UnservedReport
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.report import SpaceReport, TierReport
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, MIB

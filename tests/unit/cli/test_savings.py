@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli import look
-from kvstore.engine import SavingsReport
+from kvstore.engine.why.ledger import SavingsReport
 
 HOUR_MS = 3_600_000
 ROWS = [

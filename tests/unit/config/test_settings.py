@@ -24,7 +24,7 @@ from kvstore.config.settings import (
     in_group,
     table,
 )
-from kvstore.engine import POLICIES
+from kvstore.engine.memory.policies import POLICIES
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.testing.process import Lab

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstore.engine import PushReport, RangeReport, Reason, RequestReport
 from kvstore.engine.events import StoryTold
-from kvstore.engine.why.reasons import Search
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import PushReport, Reason, Search
 from kvstore.node.traces import EVENTS_MAX, NodeTraces
 from kvstore.units import NS_PER_MS, NS_PER_US
 from kvstore.wire.messages import Story
