@@ -357,7 +357,7 @@ class RecycleTransferWorker(msgspec.Struct, frozen=True):
     reason: str
 
 
-class WritePush(msgspec.Struct, frozen=True, kw_only=True):
+class WritePush(msgspec.Struct, frozen=True):
     """Write blocks to the extents of a peer's grant, from number `first` of the grant on. Written
     answers. `slots` u32 [n][S]."""
 

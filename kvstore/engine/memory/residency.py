@@ -296,14 +296,9 @@ class Residency:
             self._changes += self._by_scope(tier, rows, stored=stored)
 
     def _by_scope(self, tier: Tier, rows: Rows, *, stored: bool) -> list[Change]:
-        scopes = self.table.scopes[rows]
+        scopes, keys = self.table.scopes[rows], self.table.keys
         return [
-            Change(
-                tier,
-                stored,
-                self._scope_of[scope],
-                self.table.keys[rows[scopes == scope]].tobytes(),
-            )
+            Change(tier, stored, self._scope_of[scope], keys[rows[scopes == scope]].tobytes())
             for scope, _ in tallied(scopes)
         ]
 

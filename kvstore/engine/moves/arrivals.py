@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -100,7 +100,21 @@ class Arrivals:
         self._generation[words] = self._state.slots.generation[words]
         self._origin[words] = origin
 
-    def take_origins(self, run: Run) -> Origins | None:
+    def leased(
+        self, asker: Asker, run: Run, *, with_checksums: bool
+    ) -> tuple[Origins | None, dict[str, Any]]:
+        """Count the blocks of a run that is leased now. Returns their origins, and the fields about
+        them that LeaseReply and LeaseMore have."""
+        state, words, origins = self._state, run.words(), self._take_origins(run)
+        state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
+        return origins, {
+            "slots": state.slots.slots_of(words).tobytes(),
+            "generations": state.slots.generation[words].tobytes(),
+            "checksums": run.checksums(state.residency, asked=with_checksums),
+            **_counts_of(origins),
+        }
+
+    def _take_origins(self, run: Run) -> Origins | None:
         """Origins of the blocks of a run that is leased now; None: all were in dram."""
         if not run.count or not self._sources:
             return None
@@ -175,28 +189,17 @@ class Arrivals:
             return wait.keys
         run = leading_run(state.residency, scopes, wait.keys)
         run, refused = state.leasable(session, wait.held.account, run)
-        count, words = run.count, run.words()
-        rest = wait.keys[count:]
-        state.leases.extend(session, wait.lease, words)
+        count, rest = run.count, wait.keys[run.count :]
+        state.leases.extend(session, wait.lease, run.words())
         wait.keys = rest
         has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1], name)
         if not refused and not has_failed:
             wait.bring(rest)
         wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest, name)
-        origins = self.take_origins(run)
+        origins, leased = self.leased(wait.asker, run, with_checksums=wait.with_checksums)
         state.trail.grew(session, wait.lease, run, origins, refused)
-        state.counters.leased_bytes += count * sum(wait.asker.slot_sizes)
-        state.send(
-            wait.connection,
-            LeaseMore(
-                lease=wait.lease,
-                slots=state.slots.slots_of(words).tobytes(),
-                generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state.residency, asked=wait.with_checksums),
-                promoting=promoting,
-                **counts_of(origins),
-            ),
-        )
+        more = LeaseMore(lease=wait.lease, promoting=promoting, **leased)
+        state.send(wait.connection, more)
         return rest if promoting else rest[:0]
 
     def on_their_way(
@@ -212,7 +215,7 @@ class Arrivals:
         return count if coming[:, :count].any() else 0
 
 
-def counts_of(origins: Origins | None) -> dict[str, int]:
+def _counts_of(origins: Origins | None) -> dict[str, int]:
     """Numbers of blocks from disk and from other nodes, by the field of an answer."""
     if origins is None:
         return {}

@@ -334,23 +334,12 @@ class Pushes:
                 return
             assert sums is not None
             piece = piece[: count * shards]
-            self._writes[job] = _PushWrite(
-                ask,
-                ask.next,
-                asker,
-                state.leases.add(-ask.peer, LEASE + job, piece, state.now_ns, account, shards),
-                sums[at * shards : (at + count) * shards].astype("<u8").tobytes(),
-            )
-            state.say(
-                events.WritePush(
-                    job=job,
-                    peer=ask.peer,
-                    grant=ask.its.grant,
-                    first=ask.next,
-                    block_bytes=asker.block_bytes,
-                    slots=state.slots.slots_of(piece),
-                )
-            )
+            name = -ask.peer, LEASE + job
+            lease = state.leases.add(*name, piece, state.now_ns, account, shards)
+            checksums = sums[at * shards : (at + count) * shards].astype("<u8").tobytes()
+            self._writes[job] = _PushWrite(ask, ask.next, asker, lease, checksums)
+            blocks = ask.next, asker.block_bytes, state.slots.slots_of(piece)
+            state.say(events.WritePush(job, ask.peer, ask.its.grant, *blocks))
             ask.next += count
             ask.jobs += 1
             at += count

@@ -215,13 +215,9 @@ class Servings:
         self._touch(run)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
-        answer = ServeAnswer(
-            serving,
-            asker.shards,
-            asker.block_bytes,
-            state.slots.slots_of(words).astype("<u4").tobytes(),
-            run.every_checksum(state.residency).astype("<u8").tobytes(),
-        )
+        slots = state.slots.slots_of(words).astype("<u4").tobytes()
+        checksums = run.every_checksum(state.residency).astype("<u8").tobytes()
+        answer = ServeAnswer(serving, asker.shards, asker.block_bytes, slots, checksums)
         state.say(AnswerPeer(peer, answer))
 
     def _say_nothing(self, peer: int, serving: int) -> None:

@@ -213,12 +213,8 @@ class Stores:
         words = np.stack(columns, axis=1).reshape(-1)
         group.granted_slots += len(words)
         self._state.counters.blocks_granted += count
+        slots = self._state.slots.slots_of(words).astype("<u4").tobytes()
+        generations = self._state.slots.generation[words].astype("<u8").tobytes()
         self._state.send(
-            owner.scheduler,
-            Grant(
-                session=owner.open_session,
-                slots=self._state.slots.slots_of(words).astype("<u4").tobytes(),
-                generations=self._state.slots.generation[words].astype("<u8").tobytes(),
-                group=index,
-            ),
+            owner.scheduler, Grant(owner.open_session, slots, generations, group=index)
         )

@@ -26,7 +26,7 @@ from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.policies import prints
 from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, counts_of
+from kvstore.engine.moves.arrivals import Arrivals, Name, Wait
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.moves.hbm import HbmCopies
@@ -116,22 +116,16 @@ class Lookups:
         promoting, estimate, wanted = self._bring(asker, wants, run, name)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
-        origins = self._arrivals.take_origins(run)
-        state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
-        state.send(
-            connection,
-            LeaseReply(
-                lease=ask.lease,
-                ttl_ms=state.config.lease_ttl_ms,
-                slots=state.slots.slots_of(words).tobytes(),
-                generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state.residency, asked=ask.with_checksums),
-                promoting=promoting,
-                promoting_ms=estimate[0],
-                promoting_from=estimate[1],
-                **counts_of(origins),
-            ),
+        origins, leased = self._arrivals.leased(asker, run, with_checksums=ask.with_checksums)
+        reply = LeaseReply(
+            lease=ask.lease,
+            ttl_ms=state.config.lease_ttl_ms,
+            promoting=promoting,
+            promoting_ms=estimate[0],
+            promoting_from=estimate[1],
+            **leased,
         )
+        state.send(connection, reply)
         if self._hbm is not None:
             self._hbm.leased(connection.owner.groups[ask.group], run)
         if not len(keys):

@@ -144,16 +144,8 @@ class Sessions:
             assert isinstance(rank.hello, HelloRank)
             rank.asked_session = owner.forming
             its = [columns[i][group.shard] for i, group in enumerate(rank.hello.groups)]
-            self._state.send(
-                rank,
-                Quiesce(
-                    session=owner.forming,
-                    weights_epoch=weights_epoch,
-                    columns=tuple(
-                        ShardColumn(n, writes=writer == rank.hello.rank) for n, writer in its
-                    ),
-                ),
-            )
+            parts = tuple(ShardColumn(n, writes=writer == rank.hello.rank) for n, writer in its)
+            self._state.send(rank, Quiesce(owner.forming, weights_epoch, columns=parts))
 
     def quiet(self, connection: Connection, session: int) -> str:
         """Free the rank's slots of earlier sessions; open the session when all ranks are quiet.
@@ -194,16 +186,14 @@ class Sessions:
         self._state.counters.sessions_opened += 1
         self._state.credits_due = True
         pace = self._state.paces.of(*first.address)
-        self._state.send(
-            scheduler,
-            SessionOpen(
-                session=owner.open_session,
-                shard_counts=tuple(len(group.writers) for group in owner.groups),
-                compute_ns_per_token=pace.compute_ns_per_token,
-                load_ns_per_token=pace.load_ns_per_token,
-                node=self._state.config.node,
-            ),
+        opened = SessionOpen(
+            session=owner.open_session,
+            shard_counts=tuple(len(group.writers) for group in owner.groups),
+            compute_ns_per_token=pace.compute_ns_per_token,
+            load_ns_per_token=pace.load_ns_per_token,
+            node=self._state.config.node,
         )
+        self._state.send(scheduler, opened)
 
     def _group(self, owner: Owner, hello: HelloScheduler, index: int, space: Space) -> OwnerGroup:
         # The columns that Quiesce told the ranks: an arrival or end since then ended `forming`.
