@@ -138,10 +138,7 @@ class Engine(Snapshots):
             self._arrivals.advance()  # once a step, for all that happened in it
         self._files.advance()
         self._stores.grant_all()
-        state.publish_generations()
-        state.tell_changes()
-        commands, state.commands = state.commands, []
-        return commands
+        return self.salvage()
 
     def _take(self, event: events.Event) -> None:
         state = self._state
@@ -293,8 +290,8 @@ class Engine(Snapshots):
         return len(rows)
 
     def salvage(self) -> list[events.Command]:
-        """Commands that were decided before `step` raised, raised generations included. Without
-        these a slot could be reused unnoticed by its readers."""
+        """Commands that were decided and not returned yet, raised generations included. If `step`
+        raised, a slot could be reused unnoticed by its readers without these."""
         self._state.publish_generations()
         self._state.tell_changes()
         commands, self._state.commands = self._state.commands, []

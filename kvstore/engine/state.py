@@ -432,7 +432,7 @@ def adopt(state: State, event: events.Adopt) -> None:
                 numbers[id] = residency.scope(*found.addresses[id])
             its = np.flatnonzero(scopes == id)
             named[begin + its] = prints(numbers[id], keys[its])
-            rows = residency.insert(numbers[id], keys[its])
+            rows = residency.table.insert(numbers[id], keys[its])
             residency.adopt_dram(rows, words[its], checksums[its])
     for each in found.spaces:
         columns = tuple(residency.scope(*each.address, Shard(*shard)) for shard in each.shards)

@@ -159,7 +159,7 @@ def _check_blocks(state: State) -> None:
     )
     for scope in counted:
         mine = used[table.scopes[used] == scope]
-        found = residency.find(scope, table.keys[mine])
+        found = residency.table.find(scope, table.keys[mine])
         assert bool((found == mine).all()), "the table does not find a row"
 
 

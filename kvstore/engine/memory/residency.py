@@ -84,6 +84,8 @@ class Residency:
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal
         self.table = BlockTable(row_count_max=block_count_max, seed=seed)
+        """Rows of blocks that a tier holds; new ones must be put into a tier before any other
+        call."""
         self._dram = Column(Tier.DRAM, np.zeros(block_count_max + 1, np.int64))
         """Slot word of each row's block in dram, counted from 1."""
         self._file = Column(Tier.FILE, np.zeros(block_count_max + 1, np.uint64))
@@ -165,14 +167,6 @@ class Residency:
         self._forget_from = max(SCOPE_COUNT_MAX, len(self._scopes) * 5 // 4)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
-
-    def find(self, scope: int, keys: Keys) -> Rows:
-        """Rows of keys, -1 where no tier holds the block."""
-        return self.table.find(scope, keys)
-
-    def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
-        """Rows of keys in several scopes; shape [S, n]."""
-        return self.table.find_all(scopes, keys)
 
     def words(self, rows: Rows) -> NDArray[np.int64]:
         """Slot words of rows, -1 where there is none (also for row -1)."""
@@ -270,11 +264,6 @@ class Residency:
         column.count -= len(rows)
         column.places[rows] = 0
 
-    def insert(self, scope: int, keys: Keys) -> Rows:
-        """New rows for absent, distinct keys; each must be put into a tier before any other
-        call."""
-        return self.table.insert(scope, keys)
-
     def _forget_absent(self, rows: Rows, stamp: int) -> None:
         absent = rows
         for column in self._columns.values():
@@ -285,7 +274,7 @@ class Residency:
 
     def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:
         """Mask of keys whose block of this scope a tier holds."""
-        return self._columns[tier].has(self.find(scope, keys))
+        return self._columns[tier].has(self.table.find(scope, keys))
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 
@@ -417,9 +406,9 @@ def leading_run(residency: Residency, scopes: Sequence[int], keys: Keys) -> Run:
     """The longest run of leading keys that is in dram in all of `scopes`."""
     rows_by_shard, words_by_shard, count = [], [], len(keys)
     if len(scopes) > FEW_SCOPES:
-        return run_of(residency, residency.find_all(scopes, keys))
+        return run_of(residency, residency.table.find_all(scopes, keys))
     for scope in scopes:
-        rows = residency.find(scope, keys[:count])
+        rows = residency.table.find(scope, keys[:count])
         words = residency.words(rows)
         if len(words) and words.min() < 0:
             count = int((words < 0).argmax())

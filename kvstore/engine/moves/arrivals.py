@@ -207,7 +207,7 @@ class Arrivals:
     ) -> int:
         """Number of leading keys that are in dram or on their way in every shard, for the watch of
         this name; 0 if none of them is on its way. `by`: only these sources count; None: all."""
-        rows = self._state.residency.find_all(scopes, keys)
+        rows = self._state.residency.table.find_all(scopes, keys)
         coming = np.zeros(rows.shape, dtype=bool)
         for source in self._sources if by is None else by:
             coming |= source.coming(scopes, keys, rows, name)

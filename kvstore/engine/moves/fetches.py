@@ -207,9 +207,7 @@ class Fetches:
                 del its[key]
         if not its:
             self._coming.pop(asker.scopes, None)
-        self._coming_of[asker.engine] -= len(keys)
-        if not self._coming_of[asker.engine]:
-            del self._coming_of[asker.engine]
+        self._coming_of -= Counter({asker.engine: len(keys)})
 
     def estimate(self, asker: Asker, keys: Keys, wanted: Wanted) -> tuple[int, str]:
         """Estimated time in ms until the first `wanted.coming` of these keys have come, earlier
@@ -292,7 +290,7 @@ class Fetches:
     def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
         """Fetch those of the keys that are not here by now, as far as there is room."""
         state = self._state
-        rows = state.residency.find_all(asker.scopes, keys)
+        rows = state.residency.table.find_all(asker.scopes, keys)
         away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
         missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)

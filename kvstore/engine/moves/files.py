@@ -246,7 +246,7 @@ class Files:
         if not self.enabled:
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
-        rows = state.residency.find_all(asker.scopes, keys)
+        rows = state.residency.table.find_all(asker.scopes, keys)
         count = leading(self.there(rows))
         keys, rows = keys[:count], rows[:, :count]
         if has_repeats(np.concatenate([held, rows[0]])):
@@ -313,7 +313,7 @@ class Files:
         """Begin to read the first piece of what is queued, at most `room` blocks, in all shards: a
         block is there with the last one of them. False: dram has no room."""
         keys = queued.keys[:LOOKED_AT]
-        rows = self._state.residency.find_all(queued.asker.scopes, keys)
+        rows = self._state.residency.table.find_all(queued.asker.scopes, keys)
         away = self._is_away(rows)
         if over := leading(~away):  # they came otherwise, or are on disk no more
             self._arrivals.settle_keys(keys[:over])
@@ -373,7 +373,7 @@ class Files:
     def estimate_ms(self, asker: Asker, keys: Keys, name: Name) -> int:
         """Estimated time in ms until those of these keys that are being read, or that the watch of
         this name has queued, have come."""
-        rows = self._state.residency.find_all(asker.scopes, keys)
+        rows = self._state.residency.table.find_all(asker.scopes, keys)
         job, queued_bytes = int(self._reading[rows].max()), self._queue.bytes_until(name)
         return self.pace.estimate_ms(job, self._state.now_ns, queued_bytes=queued_bytes)
 
@@ -397,7 +397,7 @@ class Files:
         """Rows of these blocks, and flags of those whose place on disk is the one in `locations`;
         with empty `locations`, flags of those that have a row."""
         residency = self._state.residency
-        rows = residency.find(self._number_of(scope), keys_array(keys))
+        rows = residency.table.find(self._number_of(scope), keys_array(keys))
         live = rows >= 0
         if locations:
             live[live] = residency.file[rows[live]] == np.frombuffer(locations, dtype="<u8")[live]
@@ -415,12 +415,12 @@ class Files:
         keys = keys_array(event.keys)[first]
         locations = np.frombuffer(event.locations, dtype="<u8")[first]
         checksums = np.frombuffer(event.checksums, dtype="<u8").reshape(-1, 2)[first]
-        rows = state.residency.find(scope, keys)
+        rows = state.residency.table.find(scope, keys)
         absent = np.flatnonzero(rows < 0)
         fits = absent[: max(0, state.residency.spare_rows)]
         self.left_out_count += len(absent) - len(fits)
         state.counters.file_blocks_crowded += len(absent) - len(fits)
-        rows[fits] = state.residency.insert(scope, keys[fits])
+        rows[fits] = state.residency.table.insert(scope, keys[fits])
         state.residency.checksum[rows[fits]] = checksums[fits]
         place = rows >= 0
         place[place] = _is_newer(locations[place], state.residency.file[rows[place]])

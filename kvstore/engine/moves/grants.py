@@ -334,9 +334,7 @@ class Grants:
         """Subtract `count` extents from those that the peer holds; the grant ends with its last
         one."""
         node = granted.node
-        self._pages_of[node] -= count * granted.pages
-        if not self._pages_of[node]:
-            del self._pages_of[node]
+        self._pages_of -= Counter({node: count * granted.pages})
         if granted.has_landed.all() and not granted.copying:
             self._grants.pop(granted.number, None)
             self._revoked.drop(granted.number)

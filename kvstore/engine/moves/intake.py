@@ -242,7 +242,7 @@ class Intake:
 
     def _find(self, copies: Copies) -> tuple[Rows, NDArray[np.bool_]]:
         """Rows of these blocks, and flags of those that are not in dram."""
-        rows = self._state.residency.find(copies.scope, copies.keys)
+        rows = self._state.residency.table.find(copies.scope, copies.keys)
         return rows, self._state.residency.words(rows) < 0
 
     def _put(self, copies: Copies, rows: Rows, wanted: NDArray[np.bool_], *, is_use: bool) -> Rows:
@@ -251,7 +251,7 @@ class Intake:
         state.free(copies.words[~wanted])
         rows, keys, words = rows[wanted], copies.keys[wanted], copies.words[wanted]
         new = np.flatnonzero(rows < 0)
-        rows[new] = residency.insert(copies.scope, keys[new])
+        rows[new] = residency.table.insert(copies.scope, keys[new])
         residency.put_dram(rows, words, copies.checksums[wanted])
         state.slots.seal(words, prints(copies.scope, keys), is_use=is_use)
         state.credits_due = True

@@ -183,7 +183,7 @@ class Servings:
         # Each shard is looked into once, and of many fewer keys than were asked for.
         place = {shard: n for n, shard in enumerate({s: None for cover in found for s in cover})}
         keys = keys[: LOOKED_UP_MAX // max(len(place), 1)]
-        rows = state.residency.find_all([scopes[shard] for shard in place], keys)
+        rows = state.residency.table.find_all([scopes[shard] for shard in place], keys)
         there, in_dram = self._files.there(rows), state.residency.words(rows) >= 0
 
         def length(cover: tuple[Shard, ...]) -> tuple[int, int]:

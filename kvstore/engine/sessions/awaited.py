@@ -304,7 +304,7 @@ class Awaited:
             self._tell(connection, message, refusal, times, (0, 0, 0))
             return ""
         asker = owner.groups[message.group].asker
-        rows = state.residency.find_all(asker.scopes, keys)
+        rows = state.residency.table.find_all(asker.scopes, keys)
         held = np.logical_and.reduce(self._files.there(rows), axis=0)
         missing = keys[~held].copy()
         until_ns = state.now_ns + message.deadline_ms * NS_PER_MS
@@ -381,7 +381,7 @@ class Awaited:
             self.revoke(expect)
             self._arrivals.settle_keys(expect.missing)
             # Some may have been evicted since they came.
-            rows = state.residency.find_all(expect.asker.scopes, keys)
+            rows = state.residency.table.find_all(expect.asker.scopes, keys)
             here = np.logical_and.reduce(self._files.there(rows), axis=0)
             counts = int(here.sum()), len(keys) - len(expect.missing), pushed
             self._tell(expect.connection, message, reason, expect.times, counts)
@@ -488,7 +488,7 @@ class Awaited:
     def _find_here(self, expect: Expectation) -> None:
         left = np.flatnonzero(~expect.has_come)
         self.budget -= len(left)
-        rows = self._state.residency.find_all(expect.asker.scopes, expect.missing[left])
+        rows = self._state.residency.table.find_all(expect.asker.scopes, expect.missing[left])
         here = np.logical_and.reduce(self._state.residency.words(rows) >= 0, axis=0)
         if here.any():
             expect.news.hear(self._state.now_ns)

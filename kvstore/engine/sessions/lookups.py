@@ -198,7 +198,7 @@ class Lookups:
 
     def _hint(self, asker: Asker, keys: Keys) -> NDArray[np.bool_]:
         """Flags of the keys that are known in every shard."""
-        rows = self._state.residency.find_all(asker.scopes, keys)
+        rows = self._state.residency.table.find_all(asker.scopes, keys)
         present: NDArray[np.bool_] = np.logical_and.reduce(rows >= 0, axis=0)
         self._use(asker, keys, self._state.residency.words(rows))
         self._state.curve.see(BlockEvent.NAMED, asker, keys)
@@ -259,7 +259,7 @@ class Lookups:
 
     def _bring_ahead(self, asker: Asker, keys: Keys) -> PrepareReply:
         state = self._state
-        rows = state.residency.find_all(asker.scopes, keys)
+        rows = state.residency.table.find_all(asker.scopes, keys)
         words = state.residency.words(rows)
         dram = leading(words >= 0)
         for size, column in zip(asker.slot_sizes, words, strict=True):

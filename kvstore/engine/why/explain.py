@@ -218,7 +218,7 @@ class Explain:
             return []
         array = keys_array(keys)
         finding = Finding(("", "", ""), (tenant, space), known.scopes, state.now_ns, promoting=None)
-        rows = state.residency.find(known.scopes[0], array)
+        rows = state.residency.table.find(known.scopes[0], array)
         finding.present, finding.in_dram = rows >= 0, state.residency.words(rows) >= 0
         here = (Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK)
         return [

@@ -195,7 +195,7 @@ def examine(state: State, finding: Finding, keys: Keys) -> list[RangeReport]:
     promoting = finding.promoting
     codes = np.where(in_dram, Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK).astype(np.int64)
     stamps = np.zeros(len(keys), dtype=np.uint64)
-    in_others = state.residency.find_all(scopes[1:], keys) >= 0
+    in_others = state.residency.table.find_all(scopes[1:], keys) >= 0
     codes[present & ~np.logical_and.reduce(in_others, axis=0)] = Reason.NOT_ALL_SHARDS
     absent = np.flatnonzero(~present)
     if len(absent):
@@ -247,13 +247,13 @@ def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
         if own is not None and tenant == own[0] and space != own[1]
     ]
     others = others[:OTHER_SCOPES_MAX]
-    there = np.flatnonzero(residency.find_all([n for n, _ in others], keys[:1]) >= 0)
+    there = np.flatnonzero(residency.table.find_all([n for n, _ in others], keys[:1]) >= 0)
     if own is None or not len(there):
         return np.zeros(len(keys), dtype=bool), 0
     number, space = others[int(there[0])]
     why = Reason.RESET if _was_reset(state, own[:2], space) else Reason.OTHER_SPACE
     name = state.names.number(space.hex()[:SPACE_DIGITS])
-    return residency.find(number, keys) >= 0, why | name << NAME_SHIFT
+    return residency.table.find(number, keys) >= 0, why | name << NAME_SHIFT
 
 
 def _was_reset(state: State, own: tuple[str, SpaceId], space: SpaceId) -> bool:

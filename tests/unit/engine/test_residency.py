@@ -31,7 +31,7 @@ def test_rows_are_found_from_anywhere_on(
     for number in range(1, 4):
         assert residency.scope("t", SpaceId(bytes([number]) * 32), WHOLE) == number
     for number, scope in enumerate(scopes):
-        residency.insert(scope, np.full((1, 4), number, dtype=np.uint64))
+        residency.table.insert(scope, np.full((1, 4), number, dtype=np.uint64))
     rows = np.arange(len(scopes))
     residency.put_file(rows, rows.astype(np.uint64) + np.uint64(1))
     residency.drop_file(rows[[row in gone for row in rows]])
@@ -55,7 +55,7 @@ def test_a_clear_finds_what_took_rows_that_it_has_passed(monkeypatch: pytest.Mon
     assert node.step(clear)[-1] == Cleared(4)
     node.step(known(40, 41, at=200))
     residency = node.state.residency
-    rows = residency.find(residency.scope("t", SPACE, WHOLE), keys_array(keys(40, 41)))
+    rows = residency.table.find(residency.scope("t", SPACE, WHOLE), keys_array(keys(40, 41)))
     assert max(rows) < node.engine._clear_from, "they lie where the clear has been"
     assert [node.step(clear)[-1] for _ in range(3)] == [Cleared(4), Cleared(4), Cleared(0)]
     assert node.engine.blocks(space=SPACE.hex()) == []
