@@ -12,7 +12,6 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words
-from kvstore.engine.memory.shares import PROCESS_PART
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
@@ -227,37 +226,18 @@ def _check_pins(state: State) -> None:
                 counts[account.name][held] += 1
     its = {name: [np.flatnonzero(counts[name])] for name in counts}
     for connection in state.connections:
-        for account in pins.account(connection).line():
-            its[account.name].append(slots.of_writer(connection))
-    _check_processes(state)
+        for lowest in (pins.account(connection), pins.process(connection)):
+            for account in lowest.line():
+                its[account.name].append(slots.of_writer(connection))
     for name, account in pins.accounts.items():
         assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
         held = bytes_by_group(slots, np.concatenate(its[name]))
         assert held == account.held, "pins of an account are miscounted"
         limit = np.maximum(quotas.share, quotas.floor)
-        for _ in account.line():
-            limit = limit * account.part[0] // account.part[1]
+        for each in account.line():
+            limit = limit * each.part[0] // each.part[1]
         most = np.maximum(limit, quotas.floor) + pins.block_bytes_max
         assert bool((np.array(account.held) <= most).all()), f"{name} pins more than its part"
-
-
-def _check_processes(state: State) -> None:
-    slots, quotas = state.slots, state.slots.quotas
-    pins, total = slots.pins, [0] * len(quotas.share)
-    connections = list[int]()
-    for number, held in pins.processes._processes.items():
-        its = [each for each, owner in pins.processes._of.items() if owner == number]
-        connections = connections + its
-        found = np.concatenate([slots.of_writer(each) for each in its])
-        assert bytes_by_group(slots, found) == held, "what a process may write is miscounted"
-        total = [a + b for a, b in zip(total, held, strict=True)]
-        most = np.maximum(quotas.share * PROCESS_PART[0] // PROCESS_PART[1], quotas.floor)
-        most += pins.block_bytes_max
-        assert bool((np.array(held) <= most).all()), (
-            f"process {number} may write more than its part"
-        )
-    assert sorted(connections) == sorted(state.connections), "connections without a process"
-    assert total == pins.processes.held, "what processes may write is miscounted"
 
 
 def _check_files(state: State, files: Files) -> None:

@@ -24,7 +24,13 @@ from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pushes import JOBS_MAX, Pushes
 from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.writes import Writes
-from kvstore.engine.sessions.awaited import Awaited, Expectation, Expectations, ExpectedKeys
+from kvstore.engine.sessions.awaited import (
+    Awaited,
+    Expectation,
+    Expectations,
+    ExpectedKeys,
+    ProcessName,
+)
 
 
 def words_of(jobs: Jobs[Any]) -> Words:
@@ -126,7 +132,8 @@ def check_awaited(awaited: Awaited) -> None:
 
 def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -> None:
     """`ended`: not settled."""
-    counts, keys, waiting = Counter[int](), Counter[int](), list(expects)
+    counts, keys = Counter[ProcessName](), Counter[ProcessName]()
+    waiting = list(expects)
     for its in [*waiting, *ended]:
         counts[its.process] += 1
         keys[its.process] += len(its.missing)

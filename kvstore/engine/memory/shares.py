@@ -8,6 +8,7 @@ Does not cover: order of evictions within a group (`policies`), life of a lease 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NewType
 
@@ -91,73 +92,6 @@ class Quotas:
         return may
 
 
-# ── processes ─────────────────────────────────────────────────────────────────────────────────────
-# Limit of writable dram of each process: half of the rest that others leave (ADR 4).
-#
-# A lease runs out; a granted slot comes back only by a message or the end of its writer. And names
-# of engines and tenants come from engines, while the kernel identifies a process: one with many
-# names has one part. Slots count while they are granted or in quarantine.
-#
-# Does not cover: other pins of an account, processes that fork.
-
-Weights = list[tuple[int, int]]
-"""Bytes of some slots by group: [(group, bytes)]."""
-
-PROCESS_PART: Final = (1, 2)
-
-
-class Processes:
-    """Writable bytes of each engine process of a node: of attached ones, and of living ones whose
-    socket ended."""
-
-    def __init__(self, *, groups: int) -> None:
-        self.held = [0] * groups
-        """Writable bytes of all engines, by group."""
-        self._processes: dict[int, list[int]] = {}
-        """Bytes that each process may write to, by group."""
-        self._of: dict[int, int] = {}
-        """Process of each connection."""
-
-    def join(self, connection: int, process: int, weights: Weights) -> None:
-        """Add a connection of a process; `weights`: bytes that it may write to already."""
-        self._of[connection] = process
-        self._processes.setdefault(process, [0] * len(self.held))
-        self.count(connection, weights, 1)
-
-    def of(self, connection: int) -> int:
-        """Number of the process that a connection belongs to."""
-        return self._of[connection]
-
-    def leave(self, connection: int) -> None:
-        """Remove a connection, which holds no writable bytes any more."""
-        process = self._of.pop(connection, None)
-        if process is not None and process not in self._of.values():
-            del self._processes[process]
-
-    def count(self, connection: int, weights: Weights, sign: int) -> None:
-        """Add writable bytes, or remove them with -1."""
-        _add(self._processes[self._of[connection]], weights, sign)
-        _add(self.held, weights, sign)
-
-    def blocks(self, columns: list[tuple[int, int]], group: int, share_bytes: int) -> int:
-        """Number of further blocks that may be granted, by the limit of each process. `columns`:
-        (connection that writes, bytes) of each slot of a block."""
-        sizes: dict[int, int] = {}
-        for connection, size_bytes in columns:
-            process = self._of[connection]
-            sizes[process] = sizes.get(process, 0) + size_bytes
-        return min(
-            self._room(process, group, share_bytes, size_bytes) // size_bytes
-            for process, size_bytes in sizes.items()
-        )
-
-    def _room(self, process: int, group: int, share_bytes: int, block_bytes: int) -> int:
-        held = self._processes[process][group]
-        limit = (share_bytes - (self.held[group] - held)) * PROCESS_PART[0] // PROCESS_PART[1]
-        # What is left of a block is one, and nobody is kept from a first one.
-        return max(0 if held else block_bytes, limit - held + block_bytes - 1, 0)
-
-
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────
 # Protection of slots against eviction, by account, and limits of each account.
 #
@@ -174,8 +108,19 @@ class Processes:
 #    above it: alone it may have most, and some is left for the next one.
 # 3. A pin ends with its block: a freed slot has no leases.
 #
-# Names of accounts come from engines. Their writable slots are bounded by process, as the kernel
-# identifies it (`Processes`).
+# A lease runs out; a granted slot comes back only by a message or the end of its writer. And names
+# of engines and tenants come from engines, while the kernel identifies a process: one with many
+# names has one part. So each process has an account of its writable slots alone, granted or in
+# quarantine, and may have half of the rest that other processes leave (ADR 4):
+#
+#     all processes of engines ─── one process                 PROCESS_PART
+#
+# Does not cover: processes that fork.
+
+Weights = list[tuple[int, int]]
+"""Bytes of some slots by group: [(group, bytes)]."""
+_PROCESSES: Final = ("process",)
+"""Name of the account of all processes."""
 
 ENGINE_PART: Final = (15, 16)
 """Part of the rest that an engine may pin, and a tenant: with both, a single engine gets seven
@@ -183,10 +128,18 @@ eighths of dram."""
 NODE_PART: Final = (1, 2)
 """Part of the rest that another node may pin, and all nodes together: a single one gets a quarter
 of dram. A node of equal size has no more than that in motion."""
+PROCESS_PART: Final = (1, 2)
+_PARTS: Final = {
+    "engine": (ENGINE_PART, ENGINE_PART),
+    "node": (NODE_PART, NODE_PART),
+    "process": ((1, 1), PROCESS_PART),
+}
+"""Part of an account of several, and of one, by the first part of its name."""
 
 
 class Account(msgspec.Struct, eq=False):
-    """An account of pins: one engine or node, or the account of several (a tenant, all nodes)."""
+    """An account of pins: one engine, node or process, or the account of several (a tenant, all
+    nodes, all processes)."""
 
     name: tuple[str, ...]
     part: tuple[int, int]
@@ -206,6 +159,20 @@ class Account(msgspec.Struct, eq=False):
             yield each
             each = each.parent
 
+    def room(self, group: int, share: int, held: int, block_bytes: int) -> int:
+        """Bytes of a group's slots that it may still pin, below 0 if it has too many. `held`: those
+        that all accounts pin of `share`."""
+        for each in reversed(list(self.line())):
+            share = (share - (held - each.held[group])) * each.part[0] // each.part[1]
+            held = each.held[group]
+        # What is left of a block is one: of very few, none would be left to lease.
+        return share - held + block_bytes - 1
+
+    def add(self, weights: Weights, sign: int) -> None:
+        """Add pinned bytes to this account and those above it, or remove them with -1."""
+        for each in self.line():
+            _add(each.held, weights, sign)
+
 
 class Pins:
     """All pins of one node: leases by account, and writable slots by process."""
@@ -213,9 +180,9 @@ class Pins:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.accounts: dict[tuple[str, ...], Account] = {}
-        self._of: dict[int, Account] = {}
-        """Account of each connection; nodes have the negative of their number."""
-        self.processes = Processes(groups=len(slots.quotas.share))
+        self._of: dict[int, tuple[Account, ...]] = {}
+        """Accounts of each connection, of its engine and its process; nodes, with the negative of
+        their number, have one."""
         self.leased = 0
         """Number of leased slots, each counted once."""
         self.is_short = False
@@ -229,31 +196,30 @@ class Pins:
     def join_engine(self, connection: int, owner: tuple[str, str, str], process: int) -> None:
         """Add a connection of an engine (`owner`: tenant, engine id, nonce) with its process; slots
         granted to it before count at once."""
-        self.processes.join(
-            connection, process, self._slots.weigh(self._slots.of_writer(connection))
+        its = self._slots.weigh(self._slots.of_writer(connection))
+        self._of[connection] = (
+            self._join(("engine", owner[0]), ("engine", *owner), its),
+            self._join(_PROCESSES, (*_PROCESSES, str(process)), its),
         )
-        self._join(connection, ("engine", owner[0]), ("engine", *owner), ENGINE_PART)
 
     def join_node(self, peer: int) -> Account:
         """Add another node; returns its account."""
         if -peer not in self._of:
-            self._join(-peer, ("node",), ("node", str(peer)), NODE_PART)
-        return self._of[-peer]
+            self._of[-peer] = (self._join(("node",), ("node", str(peer)), []),)
+        return self._of[-peer][0]
 
-    def _join(
-        self, id: int, upper: tuple[str, ...], name: tuple[str, ...], part: tuple[int, int]
-    ) -> None:
-        account = self._of[id] = self.accounts.get(name) or self._opened(
-            name, part, self.accounts.get(upper) or self._opened(upper, part, None)
+    def _join(self, upper: tuple[str, ...], name: tuple[str, ...], weights: Weights) -> Account:
+        account = self.accounts.get(name) or self._opened(
+            name, self.accounts.get(upper) or self._opened(upper, None)
         )
         account.members += 1
-        for each in account.line() if id > 0 else ():
-            _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
+        account.add(weights, 1)
+        return account
 
-    def _opened(
-        self, name: tuple[str, ...], part: tuple[int, int], parent: Account | None
-    ) -> Account:
-        counts, held = np.zeros(len(self._slots.state), np.int32), [0] * len(self.processes.held)
+    def _opened(self, name: tuple[str, ...], parent: Account | None) -> Account:
+        part = _PARTS[name[0]][parent is not None]
+        counts = np.zeros(len(self._slots.state), np.int32)
+        held = [0] * len(self._slots.quotas.share)
         self.accounts[name] = Account(name, part, parent, counts, held)
         if parent is not None:
             parent.members += 1
@@ -261,17 +227,20 @@ class Pins:
 
     def leave(self, id: int) -> None:
         """Remove a connection or node (negative), and accounts without members."""
-        self.processes.leave(id)
-        account = self._of.pop(id, None)
-        for each in account.line() if account is not None else ():
-            each.members -= 1
-            if each.members:
-                return
-            del self.accounts[each.name]
+        for account in self._of.pop(id, ()):
+            for each in account.line():
+                each.members -= 1
+                if each.members:
+                    break
+                del self.accounts[each.name]
 
     def account(self, connection: int) -> Account:
         """Account of the engine that a connection belongs to."""
-        return self._of[connection]
+        return self._of[connection][0]
+
+    def process(self, connection: int) -> Account:
+        """Account of the process that a connection belongs to."""
+        return self._of[connection][1]
 
     # ── how much ─────────────────────────────────────────────────────────────────────────────────
 
@@ -283,18 +252,21 @@ class Pins:
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
         room = share - pinned
         if account is not None:
-            limit, held = share, pinned
-            for each in reversed(list(account.line())):
-                limit = (limit - (held - each.held[group])) * each.part[0] // each.part[1]
-                held = each.held[group]
-            # What is left of a block is one: of very few, none would be left to lease.
-            room = min(room, limit - held + block_bytes - 1)
+            room = min(room, account.room(group, share, pinned, block_bytes))
         return max(room, 0) if pinned else max(room, block_bytes)
 
     def writable(self, columns: list[tuple[int, int]], group: int) -> int:
         """Number of blocks of a group that may be granted; `columns`: (connection, bytes) of each
         slot of a block."""
-        return self.processes.blocks(columns, group, int(self._slots.quotas.share[group]))
+        share, held = int(self._slots.quotas.share[group]), self.accounts[_PROCESSES].held[group]
+        sizes = Counter[Account]()
+        for connection, size_bytes in columns:
+            sizes[self.process(connection)] += size_bytes
+        # Nobody is kept from a first block.
+        return min(
+            max(0 if its.held[group] else size, its.room(group, share, held, size), 0) // size
+            for its, size in sizes.items()
+        )
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
         """Number of leading blocks that an account may pin. `words` are sealed slots,
@@ -376,10 +348,8 @@ class Pins:
             weights = slots.weigh(its)
             _add(slots.quotas.pinned, weights, sign)
             # Below 0 are writers of the node itself, and nodes that fetch.
-            if writer > 0 and writer in self._of:
-                self.processes.count(writer, weights, sign)
-                for each in self._of[writer].line():
-                    _add(each.held, weights, sign)
+            for account in self._of.get(writer, ()) if writer > 0 else ():
+                account.add(weights, sign)
 
 
 def _add(held: list[int], weights: Weights, sign: int) -> None:

@@ -55,7 +55,8 @@ and could not receive news: gaps are counted anew."""
 
 
 GroupName = tuple[int | str, ...]
-Lane = tuple[int, str, int]
+ProcessName = tuple[str, ...]
+Lane = tuple[ProcessName, str, int]
 """(process, prefill node, size of an extent in pages): expectations of one lane get room in
 order."""
 
@@ -88,7 +89,7 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
 
     number: int
     connection: Connection
-    process: int
+    process: ProcessName
     session: int
     message: PushExpect
     asker: Asker
@@ -173,11 +174,11 @@ class Expectations:
         self.agenda = Agenda[Expectation]()
         self.queue = Groups[Lane, Expectation]()
         """Expectations that wait for room, by lane."""
-        self._counts: Counter[int] = Counter()
+        self._counts: Counter[ProcessName] = Counter()
         """Number of expectations by process; ended ones count until `settle`."""
-        self._keys: Counter[int] = Counter()
+        self._keys: Counter[ProcessName] = Counter()
 
-    def too_many(self, process: int, count: int) -> str:
+    def too_many(self, process: ProcessName, count: int) -> str:
         """Why this process may not expect `count` more keys; empty: it may."""
         if self._counts[process] >= EXPECTS_MAX or self._counts.total() >= ALL_EXPECTS_MAX:
             return "too many transfers are expected"
@@ -299,7 +300,7 @@ class Awaited:
         keys = keys_array(message.keys)
         if len(set(each(keys))) != len(keys):
             return "a PushExpect that names a key twice"
-        process, times = state.slots.pins.processes.of(connection.id), PushTimes(state.now_ns)
+        process, times = state.slots.pins.process(connection.id).name, PushTimes(state.now_ns)
         if refusal := self._refusal(connection, process, len(keys)):
             self._tell(connection, message, refusal, times, (0, 0, 0))
             return ""
@@ -327,7 +328,7 @@ class Awaited:
             self._look_later(expect)
         return ""
 
-    def _refusal(self, connection: Connection, process: int, count: int) -> str:
+    def _refusal(self, connection: Connection, process: ProcessName, count: int) -> str:
         state, owner = self._state, connection.owner
         if not owner.open_session:
             return "the engine has no session"

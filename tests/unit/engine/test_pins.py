@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import PeerGone
-from kvstore.engine.memory.shares import Pins, Processes
+from kvstore.engine.memory.shares import Pins
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
@@ -97,17 +97,23 @@ def test_a_process_that_comes_under_many_names_has_one_part(hangs_up: bool) -> N
 
 
 def test_a_process_may_write_half_of_what_others_leave_and_one_block_at_least() -> None:
-    processes = Processes(groups=1)
+    node = Node(slots=4)
+    pins, share = node.state.slots.pins, node.state.slots.quotas.share
     for connection, process in ((1, -7), (2, -8), (3, -9)):
-        processes.join(connection, process, [])
-    assert processes.blocks([(1, 10)], 0, 160) == 8
-    processes.count(1, [(0, 80)], 1)
-    assert processes.blocks([(1, 10)], 0, 160) == 0
-    assert processes.blocks([(2, 10)], 0, 160) == processes.blocks([(1, 10), (2, 10)], 0, 240) == 4
-    processes.count(2, [(0, 75)], 1)
-    assert processes.blocks([(3, 10)], 0, 160) == 1
-    processes.count(1, [(0, 80)], -1)
-    assert processes.blocks([(1, 10)], 0, 160) == 5, "what is left of a block is one"
+        pins.join_engine(connection, ("t", str(connection), ""), process)
+
+    def blocks(share_bytes: int, *connections: int) -> int:
+        share[0] = share_bytes
+        return pins.writable([(connection, 10) for connection in connections], 0)
+
+    assert blocks(160, 1) == 8
+    pins.process(1).add([(0, 80)], 1)
+    assert blocks(160, 1) == 0
+    assert blocks(160, 2) == blocks(240, 1, 2) == 4
+    pins.process(2).add([(0, 75)], 1)
+    assert blocks(160, 3) == 1
+    pins.process(1).add([(0, 80)], -1)
+    assert blocks(160, 1) == 5, "what is left of a block is one"
 
 
 def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:
@@ -205,7 +211,7 @@ def test_accounts_end_with_those_who_pin(kind: str) -> None:
         node.serve(1, 1)
         node.step(PeerGone(1))
     pins: Pins = node.state.slots.pins
-    assert {name[0] for name in pins.accounts} == {"engine"}
+    assert {name[0] for name in pins.accounts} == {"engine", "process"}
     node.end(peer.scheduler)
     node.end(*peer.ranks)
-    assert len(pins.accounts) == 2, "its credits are in quarantine"
+    assert len(pins.accounts) == 4, "its credits are in quarantine"
