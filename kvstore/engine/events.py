@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from kvstore.engine.memory.journal import JournalContents
+from kvstore.engine.memory.residency import Change
 from kvstore.engine.why.reasons import Staged as Staged, StoryTold as StoryTold
 from kvstore.tier_events import FileCommand, FileEvent, MemoryCommand, MoveEnded, Promoted
-from kvstore.types import ConnectionId, EngineSource, Shard, SpaceId, Tier
+from kvstore.types import ConnectionId, EngineSource, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 from kvstore.wire.peers import Answer, PrepareReply, PrepareRequest, Pushed, PushGrant, PushOver
@@ -255,20 +256,14 @@ class SwitchedOff(msgspec.Struct, frozen=True):
     error_ppm: int
 
 
-class Changed(msgspec.Struct, frozen=True, gc=False):
+class Changed(Change, frozen=True, gc=False):
     """A tier holds these blocks from now on (`stored`), or does not hold them any more. Only if
     EngineConfig.tell_changes."""
 
-    tier: Tier
-    stored: bool
-    tenant: str
-    space: SpaceId
-    shard: Shard
     label: str
     """Label of the model, from an engine of this space; empty before there was one."""
     block_tokens: int
     """Tokens of a block; 0 before there was an engine of this space."""
-    keys: bytes
 
 
 class OffersUntold(msgspec.Struct, frozen=True):

@@ -283,7 +283,7 @@ class State:
         take any block for a part of a prefix, so blocks of windows and recurrent layers are left
         out."""
         for change in changes:
-            tenant, space, shard = change.scope
+            tenant, space, _ = change.scope
             known = self.known.get((tenant, space))
             if known is None:
                 self._published_unknown.add((tenant, space))
@@ -292,8 +292,8 @@ class State:
             ):
                 continue
             label, block_tokens = (known.label, known.space.block_tokens) if known else ("", 0)
-            its = tenant, space, shard, label, block_tokens, change.keys
-            yield events.Changed(change.tier, change.stored, *its)
+            its = change.tier, change.stored, change.scope, change.keys
+            yield events.Changed(*its, label, block_tokens)
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """Record the space of a session that opened, in `known` and in the journal. When `known` is

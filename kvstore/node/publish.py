@@ -244,12 +244,13 @@ class Publisher:
             yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
 
     def _event(self, change: Changed) -> wire.KVEvent:
+        tenant, space, shard = change.scope
         origin = wire.EventOrigin(
             node=self._who.node,
             incarnation=self._who.incarnation,
-            tenant=change.tenant,
-            space=change.space,
-            shard=change.shard,
+            tenant=tenant,
+            space=space,
+            shard=shard,
             label=change.label,
             block_tokens=change.block_tokens,
             keys=change.keys,

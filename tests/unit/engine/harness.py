@@ -260,7 +260,7 @@ class Node:
         }
 
     def _hear_change(self, change: Changed) -> None:
-        scope = change.tier, change.tenant, change.space, change.shard
+        scope = change.tier, *change.scope
         keys = {(*scope, change.keys[at : at + 32]) for at in range(0, len(change.keys), 32)}
         assert len(keys) * 32 == len(change.keys) > 0, "a change that tells nothing, or a key twice"
         if change.stored:

@@ -38,7 +38,7 @@ def all_held(node: Node) -> list[Changed]:
 
 def as_set(changes: list[Changed]) -> set[tuple[object, ...]]:
     return {
-        (c.tier, c.tenant, c.space, c.shard, c.keys[at : at + 32])
+        (c.tier, *c.scope, c.keys[at : at + 32])
         for c in changes
         for at in range(0, len(c.keys), 32)
     }
@@ -60,7 +60,7 @@ def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
     (early,) = all_held(node)
     assert early.stored
     assert (early.tier, early.label, early.block_tokens) == (Tier.FILE, "", 0)
-    assert (early.tenant, early.space, early.shard) == ("t", SPACE, WHOLE)
+    assert early.scope == ("t", SPACE, WHOLE)
     assert early.keys == keys(5)
     Peer(node, "llama")
     Peer(node, "its latest name")

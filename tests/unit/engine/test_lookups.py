@@ -73,7 +73,9 @@ def remaining(node: Node, writer: Peer, chain: range) -> list[bool]:
     scope = next(iter(state.scopes().values()))
     words = np.frombuffer(keys(*chain), dtype="<u8").reshape(-1, 4)
     number = 10_000
-    while (left := [bool(row >= 0) for row in state.table.find(scope, words)]) == [True] * len(chain):
+    while (left := [bool(row >= 0) for row in state.table.find(scope, words)]) == [True] * len(
+        chain
+    ):
         writer.seal(number)
         number += 1
     return left

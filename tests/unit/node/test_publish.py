@@ -30,9 +30,7 @@ def change(*keys: bytes, stored: bool = True, label: str = "m", tier: Tier = Tie
     return Changed(
         tier=tier,
         stored=stored,
-        tenant="t",
-        space=SpaceId(bytes(32)),
-        shard=Shard(0, 1, 0, 1),
+        scope=("t", SpaceId(bytes(32)), Shard(0, 1, 0, 1)),
         label=label,
         block_tokens=16,
         keys=b"".join(keys),
