@@ -460,7 +460,7 @@ class Files:
             hot = hot[self._asked_for[rows[hot]]][:room]
             if state.is_off(part.scope.tenant, SpaceId(part.scope.space), Tier.FILE):
                 hot = hot[:0]  # moved, they would be newer than what makes them void
-            hot = hot[: self.writes.allow(len(hot), block_bytes=part.scope.block_bytes)]
+            hot = hot[: self.writes.allow(len(hot), part.scope)]
             room -= len(hot)
             kept.append(np.frombuffer(part.locations, dtype="<u8")[hot])
             live[hot] = False

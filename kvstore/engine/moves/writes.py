@@ -28,7 +28,7 @@ from kvstore.engine.state import State
 from kvstore.tier_events import FileWritten, WriteFile
 from kvstore.types import PAGE_BYTES, AdmissionMode, Tier
 from kvstore.units import NS_PER_DAY
-from kvstore.wire.record import Scope, payload_pages
+from kvstore.wire.record import Scope, record_pages
 
 # ── admission ─────────────────────────────────────────────────────────────────────────────────────
 # Choice of blocks: requested twice, and within the endurance of the disk.
@@ -190,25 +190,25 @@ class Writes:
         room = min(len(rows), self._jobs.room(size))
         room = min(room, state.slots.pins.fitting(None, words, 1))
         state.counters.file_writes_dropped += len(rows) - room
-        allowed = self.allow(room, block_bytes=block_bytes)
+        its = Scope(*state.residency.address(scope), block_bytes)
+        allowed = self.allow(room, its)
         state.slots.pins.pin(words[:allowed])
         for piece in pieces(allowed, JOB_BYTES_MAX // size):
-            self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
+            self._write(its, rows[piece], words[piece], size)
 
-    def allow(self, count: int, *, block_bytes: int) -> int:
-        """How many of the blocks the budget allows now; these count as written."""
-        allowed = self._admission.allow(count, _record_bytes(block_bytes), self._state.now_ns)
+    def allow(self, count: int, scope: Scope) -> int:
+        """How many blocks of a scope the budget allows now; these count as written."""
+        allowed = self._admission.allow(count, _record_bytes(scope), self._state.now_ns)
         self._state.counters.file_blocks_over_budget += count - allowed
         return allowed
 
-    def _write(self, scope: int, rows: Rows, words: Words, *, size: int, block_bytes: int) -> None:
+    def _write(self, scope: Scope, rows: Rows, words: Words, size: int) -> None:
         state = self._state
         generations = state.slots.generation[words]
-        write = _Write(words, generations, len(words) * size, _record_bytes(block_bytes))
+        write = _Write(words, generations, len(words) * size, _record_bytes(scope))
         job = self._jobs.begin(write)
         self._job_of_word[words] = job
-        named = state.named(rows, words)
-        state.say(WriteFile(job, Scope(*state.residency.address(scope), block_bytes), *named))
+        state.say(WriteFile(job, scope, *state.named(rows, words)))
 
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
         """A write ended, well or not: unpin its slots. Returns the rows of the written blocks and
@@ -240,6 +240,6 @@ class Writes:
         return 0 if left is None else max(0, self._state.config.file_day_bytes - left)
 
 
-def _record_bytes(block_bytes: int) -> int:
+def _record_bytes(scope: Scope) -> int:
     """Size of a block on disk: its header's page and its payload."""
-    return PAGE_BYTES * (1 + payload_pages(block_bytes))
+    return PAGE_BYTES * record_pages(scope)
