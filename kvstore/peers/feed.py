@@ -98,7 +98,7 @@ class Twin:
 
 
 class FeedSource:
-    """What a node publishes to every replica."""
+    """Content of all feeds of a node."""
 
     def __init__(self, hello: wire.Hello, credentials: grpc.ChannelCredentials | None) -> None:
         """`hello`: that of the first stream, before any delta."""

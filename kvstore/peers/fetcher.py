@@ -66,17 +66,6 @@ U = TypeVar("U")
 _log = logging.getLogger(__name__)
 
 
-class FetcherCounters:
-    """Counts since the start."""
-
-    def __init__(self) -> None:
-        self.damaged = 0
-        """Blocks that the peer kept until they were read, and whose checksum differs."""
-        self.not_kept = 0
-        """Blocks that did not stay until they were read."""
-        self.fetched_bytes = 0
-
-
 class _Turns:
     """Limit of the fetches from one peer at a time."""
 
@@ -99,7 +88,12 @@ class Fetcher:
 
     def __init__(self, context: PeerContext, *, jitter: Callable[[], float] = aio.jitter) -> None:
         """`jitter`: returns a random number from 0 to 1."""
-        self.counters = FetcherCounters()
+        self.damaged = 0
+        """Blocks that the peer kept until they were read, and whose checksum differs; from there on
+        counted since the start."""
+        self.not_kept = 0
+        """Blocks that did not stay until they were read."""
+        self.fetched_bytes = 0
         self.index: IndexClient | None = None
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who
@@ -303,7 +297,7 @@ class Fetcher:
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         self._since("verify", moved_ns, size_bytes)
         self._since("fetch", begun_ns, size_bytes)
-        self.counters.fetched_bytes += size_bytes
+        self.fetched_bytes += size_bytes
         behind = count - served
         checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
         kept = int(stayed.sum())
@@ -340,11 +334,11 @@ class Fetcher:
     ) -> tuple[bytes, bytes]:
         """(one bool per block: is it good, checksums of our shards). A block that did not stay on
         the peer does not count as damaged."""
-        self.counters.not_kept += int((~stayed).sum())
+        self.not_kept += int((~stayed).sum())
         good, made = bytearray(len(stayed)), bytearray()
         for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
             if kept and its is None:
-                self.counters.damaged += 1
+                self.damaged += 1
                 text = "a block that it served is not what was stored; see its scrub"
                 self._note(_title(command.node), text)
             good[number] = kept and its is not None

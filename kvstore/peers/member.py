@@ -250,18 +250,18 @@ class Peering:
         fetches = self._context.stages.timings["fetch"]
         return msgspec.structs.replace(
             load,
-            fetched_bytes=self.fetcher.counters.fetched_bytes,
+            fetched_bytes=self.fetcher.fetched_bytes,
             fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
             fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
         )
 
     def families(self) -> list[Family]:
         """Metrics of fetches, pushes and the transfer worker."""
-        counters, timings = self.fetcher.counters, self._timings
+        fetcher, timings = self.fetcher, self._timings
         return [
-            family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
-            family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
-            family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
+            family("kvstore_fetch_damaged_total", [((), fetcher.damaged)]),
+            family("kvstore_fetch_not_kept_total", [((), fetcher.not_kept)]),
+            family("kvstore_fetched_bytes_total", [((), fetcher.fetched_bytes)]),
             family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
             family("kvstore_transfer_worker_restarts_total", [((), self.transfer_worker.restarts)]),
             family("kvstore_transfer_worker_refused_total", [((), self.transfer_worker.refused)]),

@@ -83,7 +83,7 @@ def _channel(
 
 
 class PeerContext(NamedTuple):
-    """What all parts of a node's exchange with peers share."""
+    """Common parts of a node's exchange with peers."""
 
     post: Callable[[PeerEvent], None]
     """Passes an event to the engine."""

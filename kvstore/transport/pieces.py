@@ -9,6 +9,7 @@ length  4   4   4       4
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -105,7 +106,7 @@ _P = TypeVar("_P", bound=ConnectedPeer)
 
 
 class BackEnd(Transport, Generic[_P]):
-    """What back ends have in common: peers by name, checked transfers, outcomes until `poll`."""
+    """Base of back ends: peers by name, checked transfers, outcomes until `poll`."""
 
     refused_count = 0
 
@@ -156,14 +157,14 @@ class BackEnd(Transport, Generic[_P]):
             self.forget(peer)
         self._outcomes.clear()
 
+    @abstractmethod
     def _connected(self, found: Descriptor) -> _P:
         """The peer of this descriptor. Raises TransportError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self, number: int, to: _P, pieces: Pieces, direction: Direction) -> None:
         """Begin a transfer that has been checked. Raises TransportError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _go_on(self) -> None:
         """Do the work that is due, and add outcomes."""
-        raise NotImplementedError

@@ -36,6 +36,7 @@ import ssl
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final
@@ -214,8 +215,8 @@ class _Places:
         return moved
 
 
-class _TcpEnd:
-    """Either end: what it has to send, and the places of what it receives next."""
+class _TcpEnd(ABC):
+    """Either end: bytes to send, and places of the bytes that come next."""
 
     stream: Stream | None = None
 
@@ -231,11 +232,11 @@ class _TcpEnd:
     def wants_to_write(self) -> bool:
         return bool(self._out)
 
+    @abstractmethod
     def _messages(self) -> Iterator[_Places]:
         """Places for the parts of messages that come, one after the other: each is full when the
         next is asked for. Raises ConnectionClosed.
         """
-        raise NotImplementedError
 
 
 class TcpReader(_TcpEnd):

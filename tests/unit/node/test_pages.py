@@ -18,7 +18,7 @@ from kvstore.node.driver import DriverCounters
 from kvstore.node.pages import NodeCollector, make_pages
 from kvstore.obs.metrics import INDEX_METRICS, Timings, family
 from kvstore.peers.changes import EventCounters, FeedCounters
-from kvstore.peers.fetcher import KINDS as FETCH_KINDS, FetcherCounters
+from kvstore.peers.fetcher import KINDS as FETCH_KINDS
 from kvstore.peers.member import ClusterMember, Peering
 from kvstore.peers.pushes import KINDS as PUSH_KINDS
 from kvstore.types import Incarnation, SpaceId, Tier
@@ -127,7 +127,7 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     attach = SimpleNamespace(counters=AttachCounters(), socket_count=3)
     timings = {kind: Timings() for kind in (*FETCH_KINDS, *PUSH_KINDS, "write")}
     peering = SimpleNamespace(
-        fetcher=SimpleNamespace(counters=FetcherCounters()),
+        fetcher=SimpleNamespace(damaged=0, not_kept=0, fetched_bytes=0),
         preparer=SimpleNamespace(refused_count=0),
         transfer_worker=SimpleNamespace(restarts=0, refused=0),
         transport="nixl",

@@ -61,7 +61,7 @@ async def test_a_flipped_bit_on_the_way_is_a_miss(two: Two) -> None:
     engine = Stored(two.a, "ea")
     more = await two.lease(engine, 1, 1, 2)
     assert len(pairs(more)) == 1
-    assert two.a.fetcher.counters.damaged == 1
+    assert two.a.fetcher.damaged == 1
     assert two.a.engine.counters.fetch_blocks_lost == 1
 
 
@@ -80,7 +80,7 @@ async def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_d
     two.a.transfer_worker.before = clear
     more = await two.lease(Stored(two.a, "ea"), 1, 1)
     assert more.slots == b""
-    assert (two.a.fetcher.counters.not_kept, two.a.fetcher.counters.damaged) == (1, 0)
+    assert (two.a.fetcher.not_kept, two.a.fetcher.damaged) == (1, 0)
     assert two.a.blocks() == {}
 
 
@@ -509,4 +509,4 @@ async def test_a_restarted_peer_voids_what_it_had_served(two: Two) -> None:
     two.a.transfer_worker.before = lambda: two.b.step(PeerGone(1))
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).slots == b""
-    assert two.a.fetcher.counters.not_kept == 1
+    assert two.a.fetcher.not_kept == 1
