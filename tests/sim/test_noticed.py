@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.rank import Copy, RankCore, RunningStore
+from kvstore.client.core.rank import Copy, RankCore
 from kvstore.client.core.request import LookupStage
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Tick
 from kvstore.engine.memory.slots import SlotState
-from kvstore.ports import CopyEnd
+from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.messages import NodeMessage, Quiesce
 from tests.kit.planted import Patch, instead_of
 from tests.sim.test_planted import notices
@@ -88,12 +88,11 @@ def quarantine_ends_by_a_timer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_take", changed)
 
 
-@instead_of(RankCore, "_store_finished")
-def failed_copies_are_sealed(
-    finished: Any, self: RankCore, job: RunningStore, index: int, end: CopyEnd
-) -> None:
+@instead_of(RankCore, "finished")
+def failed_copies_are_sealed(finished: Any, self: RankCore, copy: Copy, end: CopyEnd) -> None:
     """A block of which a part was written is published."""
-    finished(self, job, index, CopyEnd(0, bytes(16)) if end.reason else end)
+    is_bad = bool(end.reason) and copy.way is CopyWay.STORE
+    finished(self, copy, CopyEnd(0, bytes(16)) if is_bad else end)
 
 
 @instead_of(RankCore, "finished")

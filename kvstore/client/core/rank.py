@@ -103,6 +103,8 @@ class Job:
         self.next = 0
         self.in_flight: set[int] = set()
         """Indexes of blocks whose copy has not ended."""
+        self.ends: dict[int, CopyEnd] = {}
+        """Ends of copies that count, by the index of the block."""
         self.prefix = its.prefix
         self.abandoned = ""
         """Why the job ends with its copies in flight; empty while it goes on."""
@@ -154,22 +156,17 @@ class RunningLoad(Job):
     way = CopyWay.LOAD
     plan: LoadJob
 
-    def __init__(self, plan: LoadJob, its: RankColumn, after: int) -> None:
-        super().__init__(plan, its, after)
-        self.copied: set[int] = set()
-        self.duration_ns = 0
-
     @property
     def loaded_blocks(self) -> int:
         """Leading blocks that hold what was stored."""
         count = 0
-        while count in self.copied:
+        while count in self.ends:
             count += 1
         return count
 
     def verified(self) -> Iterator[wire.Verified]:
         """Messages that report the blocks whose bytes are those that were stored."""
-        indexes = sorted(self.copied) if self.checksums else []
+        indexes = sorted(self.ends) if self.checksums else []
         for batch in _batches([i for i in indexes if self.checksums[i] is not None]):
             yield wire.Verified(*self.places(batch))
 
@@ -180,16 +177,11 @@ class RunningStore(Job):
     way = CopyWay.STORE
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
-        super().__init__(plan, its, after)
-        self.sealed: dict[int, bytes] = {}
-        """Checksum by index of the blocks that were copied."""
-
     def forget(self, blocks: frozenset[int]) -> None:
-        """Drop the checksums of copies from these engine blocks, so that they are not sealed: the
-        bytes may have been another request's."""
-        for index in [i for i in self.sealed if self.plan.block_ids[i] in blocks]:
-            del self.sealed[index]
+        """Drop the ends of copies from these engine blocks, so that they are not sealed: the bytes
+        may have been another request's."""
+        for index in [i for i in self.ends if self.plan.block_ids[i] in blocks]:
+            del self.ends[index]
 
     def seals(self, indexes: list[int]) -> Iterator[wire.Seal]:
         """Messages that seal these blocks, which are complete."""
@@ -200,7 +192,7 @@ class RunningStore(Job):
                 keys=b"".join(self.key(i) for i in batch),
                 slots=slots,
                 generations=generations,
-                checksums=b"".join(self.sealed[i] for i in batch),
+                checksums=b"".join(self.ends[i].checksum for i in batch),
                 group=self.plan.group,
             )
 
@@ -216,28 +208,16 @@ class RunningCheck(Job):
     way = CopyWay.COMPARE
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
-        super().__init__(plan, its, after)
-        self.compared = 0
-        self.diverged: list[int] = []
-        self.worst = 0.0
-
     def forget(self, blocks: frozenset[int]) -> None:
-        """Reset the result if the job reads one of these engine blocks: the values may have been
+        """Drop all ends if the job reads one of these engine blocks: the values may have been
         another request's."""
         if not blocks.isdisjoint(self.plan.block_ids):
-            self.compared, self.diverged, self.worst = 0, [], 0.0
-
-    def take(self, index: int, end: CopyEnd) -> None:
-        """Take the comparison of a block."""
-        self.compared += 1
-        self.worst = max(self.worst, end.error)
-        if end.diverged:
-            self.diverged.append(index)
+            self.ends.clear()
 
     def result(self) -> CompareResult:
-        blocks = tuple(sorted(self.diverged))
-        return CompareResult(self.plan.job, self.compared, blocks, self.worst)
+        diverged = tuple(sorted(i for i, end in self.ends.items() if end.diverged))
+        worst = max((end.error for end in self.ends.values()), default=0.0)
+        return CompareResult(self.plan.job, len(self.ends), diverged, worst)
 
 
 def _batches(indexes: list[int]) -> Iterator[list[int]]:
@@ -420,9 +400,17 @@ class RankCore:
             if self._attached:
                 self._outbox.append(wire.Distrust(*job.places([index])))
         if isinstance(job, RunningLoad):
-            self._load_finished(job, index, end)
+            job.abandoned = job.abandoned or end.reason
         else:
-            self._store_finished(job, index, end)
+            self._unread([copy.block_id])
+        if not end.reason:
+            job.ends[index] = end
+            if isinstance(job, RunningStore):
+                assert len(end.checksum) == CHECKSUM_BYTES
+                size = self._hello.groups[copy.group].block_bytes
+                self._count(store_bytes=size, store_ns=end.duration_ns)
+        if job.is_over:
+            self._close(job)
         self._answer_quiesce()
 
     @property
@@ -503,16 +491,7 @@ class RankCore:
         except ProtocolError as error:
             self._count(loads=(plan.result(reason=str(error) if plan.block_ids else ""),))
 
-    def _load_finished(self, job: RunningLoad, index: int, end: CopyEnd) -> None:
-        if end.reason:
-            job.abandoned = job.abandoned or end.reason
-        else:
-            job.copied.add(index)
-            job.duration_ns += end.duration_ns
-        if job.is_over:
-            self._close_load(job, job.abandoned)
-
-    def _close_load(self, job: RunningLoad, reason: str) -> None:
+    def _close_load(self, job: RunningLoad) -> None:
         self._loads.remove(job)
         if self._attached:
             self._outbox += job.verified()
@@ -520,8 +499,8 @@ class RankCore:
         result = plan.result(
             loaded=loaded,
             bytes_moved=loaded and loaded * self._hello.groups[plan.group].block_bytes,
-            duration_ns=job.duration_ns,
-            reason=reason if loaded < len(plan.block_ids) else "",
+            duration_ns=sum(end.duration_ns for end in job.ends.values()),
+            reason=job.abandoned if loaded < len(plan.block_ids) else "",
         )
         self._count(loads=(result,))
 
@@ -544,19 +523,6 @@ class RankCore:
             self._stores.append(job)
             self.reading.update(plan.block_ids)
 
-    def _store_finished(self, job: RunningStore | RunningCheck, index: int, end: CopyEnd) -> None:
-        if isinstance(job, RunningCheck):
-            if not end.reason:
-                job.take(index, end)
-        elif not end.reason:
-            assert len(end.checksum) == CHECKSUM_BYTES
-            job.sealed[index] = end.checksum
-            size = self._hello.groups[job.plan.group].block_bytes
-            self._count(store_bytes=size, store_ns=end.duration_ns)
-        self._unread([job.plan.block_ids[index]])
-        if job.is_over:
-            self._close_store(job)
-
     def _close_store(self, job: RunningStore | RunningCheck) -> None:
         self._stores.remove(job)
         self._unread(job.remaining)
@@ -572,12 +538,12 @@ class RankCore:
             self._count(compared=(job.result(),))
             return
         indexes = range(len(job.plan.block_ids))
-        sealed = [i for i in indexes if i in job.sealed]
+        sealed = [i for i in indexes if i in job.ends]
         if not self._attached or job.plan.session != self._session:
             sealed = []
         else:
             self._outbox += job.seals(sealed)
-            self._outbox += job.drops([i for i in indexes if i not in job.sealed])
+            self._outbox += job.drops([i for i in indexes if i not in job.ends])
         self._count(blocks_sealed=len(sealed), blocks_dropped=len(indexes) - len(sealed))
 
     def _unread(self, block_ids: Iterable[int]) -> None:
@@ -602,10 +568,13 @@ class RankCore:
             self._end_store(store)
 
     def _abandon(self, job: RunningJob, reason: str) -> None:
-        if job.in_flight:
-            job.abandoned = reason  # closed by `finished`, rule 3
-        elif isinstance(job, RunningLoad):
-            self._close_load(job, reason)
+        job.abandoned = reason
+        if job.is_over:  # otherwise closed by `finished`, rule 3
+            self._close(job)
+
+    def _close(self, job: RunningJob) -> None:
+        if isinstance(job, RunningLoad):
+            self._close_load(job)
         else:
             self._close_store(job)
 
