@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -183,11 +184,7 @@ def test_a_load_that_breaks_off_leaves_nothing_in_its_block(
 ) -> None:
     party = HostParty((96, 40), block_major=False, values="")
     party.write(3, noise(party.block_bytes, 1))
-
-    def breaks_off(*_: object) -> bytes:
-        raise MemoryError
-
-    monkeypatch.setattr(PagedCache, "load_checked", breaks_off)
+    monkeypatch.setattr(PagedCache, "load_checked", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         party.order(CopyWay.LOAD, 3)
     assert party.read(3) == bytes(party.block_bytes)
@@ -405,12 +402,8 @@ def test_a_copy_that_fails_for_want_of_an_event_writes_nothing_later(
     party.do(CopyWay.STORE, 0, 1)
     staging = cast("Any", party.copies)._own.staging
     before = party.slots.tobytes() + b"".join(each.data.tobytes() for each in staging)
-
-    def none() -> int:
-        raise DeviceError("out of memory")
-
     cast("Any", party.copies)._events.clear()
-    monkeypatch.setattr(party.device, "event", none)
+    monkeypatch.setattr(party.device, "event", mock.Mock(side_effect=DeviceError("out of memory")))
     failed = party.order(way, 0, 2)
     assert "out of memory" in party.ended(1)[failed].reason
     monkeypatch.undo()

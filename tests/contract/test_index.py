@@ -352,11 +352,7 @@ def test_a_restart_at_the_same_address_voids_the_past(told: Callable[..., Asked]
     assert asked.hear(hello(incarnation=1, stream=5, sequence=1)) is Verdict.CLOSE
     assert asked.hear(delta(8, stored(2), incarnation=2)) is Verdict.GO_ON
     assert asked.match(2) == Answer(Trust.CATCHING_UP, [Match(A, 0, 1, 1, Trust.CATCHING_UP)])
-
-    def is_swept() -> bool:
-        return asked.entry_count() == 1
-
-    assert eventually(is_swept, timeout_s=PATIENCE_S)
+    assert eventually(lambda: asked.entry_count() == 1, timeout_s=PATIENCE_S)
 
 
 def test_a_snapshot_replaces_all_at_its_end(told: Callable[..., Asked]) -> None:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -489,12 +490,8 @@ def test_a_disk_is_measured_and_nothing_stays(
     assert is_direct
     assert min(rates) > 0
     assert _machine(tmp_path / "root", {}).disk(file)[2] is None
-
-    def interrupt(_fd: int) -> None:
-        raise KeyboardInterrupt
-
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(doctor_checks, "disk_rates", interrupt)
+    monkeypatch.setattr(doctor_checks, "disk_rates", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         _measured(tmp_path, file)
     assert os.listdir("/proc/self/fd") == before
@@ -504,11 +501,8 @@ def test_a_disk_is_measured_and_nothing_stays(
 def test_a_file_system_without_unnamed_files_or_direct_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(22, "Invalid argument")
-
     file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
-    monkeypatch.setattr("fcntl.fcntl", refuse)
+    monkeypatch.setattr("fcntl.fcntl", mock.Mock(side_effect=OSError(22, "Invalid argument")))
     assert _measured(tmp_path, file)[1:] == (False, None)
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # a directory cannot be opened to write
     assert _measured(tmp_path, file)[1:] == (None, None)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import pytest
@@ -151,10 +152,7 @@ def test_a_text_becomes_what_its_tokenizer_makes_of_it(monkeypatch: pytest.Monke
 def test_why_a_tokenizer_does_not_come_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
-    def refuse(_: str) -> None:
-        raise error or RuntimeError
-
-    hub = SimpleNamespace(from_pretrained=refuse)
+    hub = SimpleNamespace(from_pretrained=mock.Mock(side_effect=error or RuntimeError))
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=hub))
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(ConfigError, match=f"^no tokenizer at 'model': .*{said}$"):

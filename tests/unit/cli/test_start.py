@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -179,10 +180,7 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> 
 
 @pytest.mark.parametrize("at", ["kvstore.__main__.is_installed", "kvstore.cli.main.main"])
 def test_ctrl_c_is_no_traceback_however_early(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(at, interrupt)
+    monkeypatch.setattr(at, mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="1"):
         program.main()
 

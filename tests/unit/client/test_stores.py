@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -133,11 +134,7 @@ def test_loads_outlast_a_plan_that_fails(
     node.look_up("r", node.holding(2))
     node.match("r")
     node.allocate("r", [8, 3, 4], 2)
-
-    def fail(*_: object) -> None:
-        raise ValueError("bug")
-
-    monkeypatch.setattr(node.core._stores, "take_jobs", fail)
+    monkeypatch.setattr(node.core._stores, "take_jobs", mock.Mock(side_effect=ValueError("bug")))
     with pytest.raises(ValueError, match="bug"):
         node.core.plan((), node.now_ns)
     assert [load.request for load in node.core.rescue_plan().loads] == ["r"]

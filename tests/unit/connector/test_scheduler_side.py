@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -254,11 +255,7 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     side.on_new_request(one)
     side.on_new_request(stored)
     store(side, stored, [7, 8])
-
-    def fail(*_: object, **__: object) -> None:
-        raise KeyError("bug")
-
-    monkeypatch.setattr(side._core, "allocated", fail)
+    monkeypatch.setattr(side._core, "allocated", mock.Mock(side_effect=KeyError("bug")))
     side.get_num_new_matched_tokens(one, BLOCK_TOKENS)  # the first block is its own, and valid
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
     with pytest.raises(KeyError):

@@ -4,6 +4,7 @@ evicted blocks, beside those of a list of all uses."""
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -100,11 +101,7 @@ def test_an_error_in_it_hurts_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None
     node = Node(slots=32)
     peer = Peer(node, "a")
     peer.seal(1, 2)
-
-    def broken(*_: object) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(Curve, "_see", broken)
+    monkeypatch.setattr(Curve, "_see", mock.Mock(side_effect=ValueError("broken")))
     assert len(pairs(peer.lease(1, 1, 2))) == 2
     rows = node.engine.curve()
     assert {(row.hit_ratio, row.trouble) for row in rows} == {(None, "ValueError: broken")}

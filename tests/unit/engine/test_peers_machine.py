@@ -6,9 +6,7 @@ another node said to be damaged is garbage; nobody may be served it, neither an 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -28,6 +26,7 @@ from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.servings import Servings
 from kvstore.wire.peers import GivenBack, ServeAnswer
 from tests.amounts import amount
+from tests.kit.planted import Patch, instead_of
 from tests.steps import verify_machine
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, keys
@@ -157,35 +156,22 @@ def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
     verify_machine(PeersMachine, examples=amount(60, nightly=500))
 
 
-def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
-    def fetched(self: Fetches, event: Fetched) -> None:
-        original(self, Fetched(event.job, b"\x01" * len(event.good), event.checksums))
-
-    return fetched
+@instead_of(Fetches, "fetched")
+def every_fetch_is_trusted(fetched: Any, self: Fetches, event: Fetched) -> None:
+    fetched(self, Fetched(event.job, b"\x01" * len(event.good), event.checksums))
 
 
-def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
-    def returned(self: Servings, event: ServingReturned) -> None:
-        original(self, event)
-        answer = GivenBack(event.serving, b"\x01" * 8)
-        self._state.commands[-1] = AnswerPeer(event.peer, answer)
-
-    return returned
+@instead_of(Servings, "returned")
+def all_stayed(returned: Any, self: Servings, event: ServingReturned) -> None:
+    returned(self, event)
+    answer = GivenBack(event.serving, b"\x01" * 8)
+    self._state.commands[-1] = AnswerPeer(event.peer, answer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "breaks", "seed"),
-    [
-        (Fetches, "fetched", _trust_every_fetch, 14),
-        (Servings, "returned", _always_intact, 0),
-    ],
-)
+@pytest.mark.parametrize(("broken", "seed"), [(every_fetch_is_trusted, 14), (all_stayed, 0)])
 def test_a_broken_side_of_peers_is_noticed(
-    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]], seed: int
+    broken: Patch, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = breaks(getattr(kind, method))
-    with (
-        mock.patch.object(kind, method, broken),
-        pytest.raises((AssertionError, ValueError)),
-    ):
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
         verify_machine(PeersMachine, examples=3000, broken_seed=seed)

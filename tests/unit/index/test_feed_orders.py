@@ -16,7 +16,6 @@ import pytest
 from kvstore.index.feed import Event, Feed, Heard, Places, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
-from kvstore.wire.feed import Stored
 from tests.kit.index_check import check
 from tests.kit.planted import Patch, instead_of
 from tests.unit.index.words import (
@@ -146,11 +145,7 @@ def _restart_keeps(patch: pytest.MonkeyPatch) -> None:
 
 def _snapshot_adds(patch: pytest.MonkeyPatch) -> None:
     store = Places._store
-
-    def broken(self: Places, what: Stored, slots: object) -> None:
-        store(self, what, self.slots)
-
-    patch.setattr(Places, "_store", broken)
+    patch.setattr(Places, "_store", lambda self, what, slots: store(self, what, self.slots))
     patch.setattr(Places, "_complete", lambda self: setattr(self, "coming", None))
 
 

@@ -13,7 +13,6 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from kvstore.kernels.device import DeviceCopies, kind_of
 from kvstore.kernels.moves import BlockMoves
-from kvstore.kernels.port import Bytes
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.space import Slab
 from tests.amounts import amount
@@ -96,11 +95,7 @@ class CopyMachine(CountedMachine):
         if block in self.blocks_of(CopyWay.LOAD, CopyWay.CLEAR):
             return
         due, seen, party = self.blocks[block], self.seen, self.party
-
-        def read(memory: Bytes) -> None:
-            seen.append((party.block_of(memory, block), due))
-
-        party.device.launch(read)
+        party.device.launch(lambda memory: seen.append((party.block_of(memory, block), due)))
         self.mark = 0
 
     @rule(block=BLOCK)
@@ -305,9 +300,6 @@ def only_the_first_mark_of_a_batch_is_waited_for(patch: pytest.MonkeyPatch) -> N
     begin = DeviceCopies._begin
     waiting: list[Any] = []
 
-    def begins(copies: DeviceCopies, flights: list[Any]) -> None:
-        waiting.extend(flights)
-
     def gives(copies: DeviceCopies) -> None:
         give(copies)
         for _, alike in groupby(waiting, key=lambda flight: kind_of(flight)[:-1]):
@@ -315,7 +307,7 @@ def only_the_first_mark_of_a_batch_is_waited_for(patch: pytest.MonkeyPatch) -> N
         waiting.clear()
 
     give = DeviceCopies._give
-    patch.setattr(DeviceCopies, "_begin", begins)
+    patch.setattr(DeviceCopies, "_begin", lambda copies, flights: waiting.extend(flights))
     patch.setattr(DeviceCopies, "_give", gives)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -374,11 +375,8 @@ def test_copies_pause_between_two_looks(gpu: Gpu, monkeypatch: pytest.MonkeyPatc
 def test_copies_that_fail_beside_products_are_recorded(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, works: bool
 ) -> None:
-    def fails(*_: Any, **__: Any) -> float:
-        raise RuntimeError("no copies")
-
     if not works:
-        monkeypatch.setattr(Rank, "rate", fails)
+        monkeypatch.setattr(Rank, "rate", mock.Mock(side_effect=RuntimeError("no copies")))
     monkeypatch.setattr(beside, "milliseconds", lambda *_: 1.0)
     torch: Any = SimpleNamespace(bfloat16=None)
     for name in ("randn", "randn_like", "empty_like"):

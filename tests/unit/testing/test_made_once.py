@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -57,10 +58,6 @@ def test_what_could_not_be_made_is_tried_again(
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     factory: Any = Factory(tmp_path / "gw0")
-
-    def fail(path: Path) -> None:
-        raise OSError("no room")
-
     with pytest.raises(OSError, match="no room"):
-        made_once(factory, "thing", fail)
+        made_once(factory, "thing", mock.Mock(side_effect=OSError("no room")))
     assert made_once(factory, "thing", Path.touch).exists()

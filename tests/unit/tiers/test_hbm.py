@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,10 +211,7 @@ def test_memory_that_is_not_there_is_refused_with_the_way_to_mend_it(
 def test_each_cause_has_its_own_way_to_mend_it(
     dram: MemoryTier, monkeypatch: pytest.MonkeyPatch, error: str, advice: str
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise DeviceError(error)
-
-    monkeypatch.setattr("kvstore.tiers.hbm.CudaDevice", fails)
+    monkeypatch.setattr("kvstore.tiers.hbm.CudaDevice", mock.Mock(side_effect=DeviceError(error)))
     with pytest.raises(ConfigError, match=rf"GPU 1:.*{re.escape(advice)}") as raised:
         open_hbm(1, dram, SLOT_BYTES_MIN, Incarnation(9))
     assert "smaller --hbm" not in str(raised.value) or error is NO_ROOM
@@ -256,10 +254,7 @@ def test_memory_that_engines_still_hold_is_waited_for(
 def test_a_start_that_fails_gives_everything_back(
     verb: str, device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
-        raise DeviceError("an error")
-
-    monkeypatch.setattr(device, verb, fails)
+    monkeypatch.setattr(device, verb, mock.Mock(side_effect=DeviceError("an error")))
     with pytest.raises(DeviceError, match="an error"):
         HbmTier(device, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
     assert (device.allocation_count, device.pinned_bytes, device.is_closed) == (1, 0, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -60,13 +61,10 @@ def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
 
 
 def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(fd: int) -> int:
-        raise InterruptedError
-
     events = [FileWritten(job, b"") for job in range(2)]
     outbox.put(events)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "eventfd_read", interrupted)
+        patch.setattr(os, "eventfd_read", mock.Mock(side_effect=InterruptedError))
         taken = outbox.take()
         assert next(taken) == events[0]
         with pytest.raises(InterruptedError):
