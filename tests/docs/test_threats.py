@@ -17,7 +17,8 @@ THREATS = {f"T{number}" for number in (*range(1, 8), *range(10, 14))}
 @pytest.mark.parametrize(("path", "name"), NAMED)
 def test_a_named_test_exists(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text())
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     assert name in names
 
 
