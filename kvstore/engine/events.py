@@ -370,5 +370,5 @@ PeerCommand = Locate | Fetch | AnswerPeer | LandCommand | WritePush | BlocksPrep
 ConnectionCommand = Send | Admit | Hangup | Release | Follow | Unfollow
 """Commands about processes of engines."""
 Report = Cleared | SwitchedOff | Changed | BlocksChanged | OffersUntold | StoryTold
-"""What the engine tells others."""
+"""Commands that report to publishers, feeds, traces and logs."""
 Command = ConnectionCommand | Report | MemoryCommand | FileCommand | PeerCommand

@@ -180,8 +180,7 @@ class State:
     def __init__(self, config: EngineConfig, journal: Journal | None) -> None:
         """`journal`: None makes one that does not outlive this process."""
         self.config = config
-        self.journal = journal or _fresh_journal(config)
-        self.counters = Counters()
+        self.journal, self.counters = journal or _fresh_journal(config), Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
         self.slots = Slots(

@@ -82,8 +82,8 @@ class _Fetching(Incoming):
 
 
 class _Backoff(msgspec.Struct):
-    """Failures in a row of another node or of the index, from the `first` of which on it is left
-    alone."""
+    """Failures in a row of another node or of the index. The back-off begins with number
+    `first`."""
 
     first: int = 1
     failures: int = 0
@@ -91,15 +91,15 @@ class _Backoff(msgspec.Struct):
     """End of the back-off: nothing is asked of it before."""
 
     def failed(self, now_ns: int) -> None:
-        """It failed. What was under way when it was left alone says nothing new: a session that
-        ends takes many fetches with it."""
+        """Count a failure. Failures during the back-off are ignored: a session that ends takes many
+        fetches with it."""
         if now_ns >= self.until_ns:
             self.failures += 1
             if (more := self.failures - self.first) >= 0:
                 self.until_ns = now_ns + min(AVOID_FIRST_NS << min(more, 10), AVOID_MOST_NS)
 
     def answered(self) -> None:
-        """It did not fail."""
+        """End the row of failures."""
         self.failures = self.until_ns = 0
 
 
