@@ -15,6 +15,7 @@ from bench.routing.drive import CoreChooser, figures, run
 from bench.routing.engine import EngineModel
 from bench.routing.traces import low_sharing
 from kvstore.routing.policy import PolicyCosts, RoutingPolicy
+from tests.kit.routing_check import check
 
 ENGINES: Final = 4
 TTFT_S, ITL_S, SHARE = 2.0, 0.010, 0.9
@@ -30,7 +31,7 @@ def attained(
     policy = RoutingPolicy(policy="cost", costs=costs)
     chooser = CoreChooser(policy, model, ENGINES, seed=1, prefillers=prefillers)
     jobs = run(its, chooser, model, workers=ENGINES)
-    chooser.core.check()
+    check(chooser.core)
     share: float = figures(jobs, ttft_s=TTFT_S, itl_s=ITL_S)["goodput"]
     return share
 

@@ -12,6 +12,7 @@ from bench.routing.drive import CoreChooser, run
 from bench.routing.engine import EngineModel, Job
 from bench.routing.traces import RouterTrace, low_sharing
 from kvstore.routing.policy import PolicyCosts, RoutingPolicy, ServiceClass
+from tests.kit.routing_check import check
 
 WORKERS: Final = 4
 SHARES: Final = {"inline": 0.25, "interactive": 0.25, "tolerant": 0.25, "batch": 0.25}
@@ -64,7 +65,7 @@ def overload(model: EngineModel, costs: PolicyCosts, *, requests: int = 2000) ->
     for name, policy in policies.items():
         chooser = CoreChooser(policy, model, WORKERS, seed=1)
         jobs = run(its, chooser, model, workers=WORKERS)
-        chooser.core.check()
+        check(chooser.core)
         result[name] = {service: within(jobs, service) for service in SHARES}
         result[name]["rejected"] = sum(job.status != 200 for job in jobs)
         print("overload", name, result[name], flush=True)

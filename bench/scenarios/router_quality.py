@@ -41,6 +41,7 @@ from bench.routing.overload import overload
 from bench.routing.shell import run_shell
 from bench.routing.traces import SHAPES, RouterTrace, named, samples
 from kvstore.routing.policy import PolicyCosts, RoutingPolicy
+from tests.kit.routing_check import check
 
 SEED: Final = 1
 WORKERS: Final = 8
@@ -71,7 +72,7 @@ def measure(trace: RouterTrace, policy: RoutingPolicy, *, warm_up: int = 0) -> d
     """One run; the first `warm_up` requests are in no figure."""
     chooser = CoreChooser(policy, MODEL, WORKERS, seed=SEED)
     row = figures(run(trace, chooser, MODEL, workers=WORKERS)[warm_up:])
-    chooser.core.check()
+    check(chooser.core)
     return row
 
 

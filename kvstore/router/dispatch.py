@@ -31,7 +31,6 @@ from kvstore.routing.events import (
     LegFailed,
     Raced,
     Rejected,
-    RejectReason,
     RequestEnded,
     RouteCommand,
     Routed,
@@ -143,12 +142,13 @@ class RoutedLife(msgspec.Struct):
 
     async def enter(self, asked: Arrived) -> Routed | Rejected:
         """The request arrives. Returns the decision of the core."""
-        decision = await self.dispatcher.ask(asked)
-        reason = decision.reason if isinstance(decision, Rejected) else None
-        if reason is RejectReason.MODEL_UNKNOWN and not self.dispatcher.core.policy.models:
-            await self.workers.read_again()  # an adapter may have been loaded just now
-            decision = await self.dispatcher.ask(asked)
-        return self._decided(decision)
+        core, model = self.dispatcher.core, asked.request.model
+        models = core.arrivals.models
+        if not core.policy.models and models.is_new(model):
+            # An adapter may have been loaded just now. An engine that takes any name would answer
+            # in its place, with another model.
+            await self.workers.read_again(model, is_taken=models.takes_any)
+        return self._decided(await self.dispatcher.ask(asked))
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
         """A leg of the request failed. Returns the next decision."""

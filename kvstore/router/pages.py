@@ -25,7 +25,7 @@ from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
 from kvstore.obs.metrics import TTFTS, Family, family, histogram
 from kvstore.router.engines.workers import Worker
-from kvstore.router.front.proxy import ALIVE
+from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.receipts import ReceiptDraft

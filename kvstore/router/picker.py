@@ -32,7 +32,8 @@ from kvstore.router.engines.connections import TAIL_BYTES
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
 from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
-from kvstore.router.front.proxy import PROBED, STORED, cached_tokens_of, new_id, output_tokens_of
+from kvstore.router.front.paths import PROBED, STORED
+from kvstore.router.front.proxy import new_id, tokens_of
 from kvstore.routing.events import Ending, Rejected
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -80,17 +81,13 @@ class Picker:
         """
         able = [
             worker
-            for worker in self.workers
-            if worker.serves_requests
-            and (subset is None or {worker.name, worker.url.authority} & set(subset))
+            for worker in self.workers.by_load(self.dispatcher.core.fleet.in_flight)
+            if subset is None or {worker.name, worker.url.authority} & set(subset)
         ]
         stored = STORED.fullmatch(path)
         if stored and (keeper := worker_of(stored[1], able)):
             return keeper
-        in_flight = self.dispatcher.core.fleet.in_flight
-        return min(
-            able, key=lambda each: (not each.is_answering, in_flight(each.name)), default=None
-        )
+        return next(iter(able), None)
 
     def worker_at(self, authority: str) -> str:
         """Name of the worker at HOST:PORT; empty: none."""
@@ -168,10 +165,7 @@ class _Stream:
             await context.write(response)
 
     async def _decision(self, body: bytes) -> Iterable[pb.ProcessingResponse]:
-        picker = self._picker
-        assert self._headers is not None
-        given = CIMultiDictProxy(self._headers)
-        path = given.get(":path", "").partition("?")[0]
+        picker, (given, path) = self._picker, self._head
         try:
             tenant = picker.intake.tenant(given)
             job = await picker.intake.job(
@@ -194,10 +188,15 @@ class _Stream:
         first = chosen(",".join(addresses), None if sent is body else len(sent))
         return [first, *pieces(sent)]
 
-    def _without_body(self) -> pb.ProcessingResponse:
+    @property
+    def _head(self) -> tuple[CIMultiDictProxy[str], str]:
+        """(headers, path) of the request."""
         assert self._headers is not None
         given = CIMultiDictProxy(self._headers)
-        path = given.get(":path", "").partition("?")[0]
+        return given, given.get(":path", "").partition("?")[0]
+
+    def _without_body(self) -> pb.ProcessingResponse:
+        given, path = self._head
         if path not in PROBED and given.get(":method") != "OPTIONS":  # browsers ask without key
             try:
                 tenant = self._picker.intake.tenant(given)
@@ -253,12 +252,9 @@ class _Stream:
         why = f"status {self._status} behind Envoy"
         if is_elsewhere:
             why = f"Envoy was served by {self._served}"
+        cached, _, made = tokens_of(self._tail)
         self._life.end(
-            ending,
-            cached_tokens=cached_tokens_of(self._tail),
-            output_tokens=output_tokens_of(self._tail),
-            served_by=self._served_by,
-            why=why,
+            ending, cached_tokens=cached, output_tokens=made, served_by=self._served_by, why=why
         )
 
 
@@ -332,24 +328,22 @@ def passed_back(body: pb.HttpBody) -> pb.ProcessingResponse:
 
 def _rejected(rejected: Rejected) -> pb.ProcessingResponse:
     answer = rejection(rejected)
-    pairs = [("content-type", "application/json"), (DROPPED, rejected.reason)]
+    more = [("content-type", "application/json")]
     if "Retry-After" in answer.headers:
-        pairs.append(("retry-after", answer.headers["Retry-After"]))
+        more.append(("retry-after", answer.headers["Retry-After"]))
     body = answer.body
     assert isinstance(body, bytes)
-    return _immediate(rejected.status, pairs, body, rejected.reason)
+    return refusal(rejected.status, body, rejected.reason, more)
 
 
-def refusal(status: int, text: str, reason: str) -> pb.ProcessingResponse:
-    """Response that answers the client at once."""
-    return _immediate(status, [(DROPPED, reason)], text.encode(), reason)
-
-
-def _immediate(
-    status: int, pairs: list[tuple[str, str]], body: bytes, reason: str
+def refusal(
+    status: int, text: str | bytes, reason: str, more: Iterable[tuple[str, str]] = ()
 ) -> pb.ProcessingResponse:
+    """Response that answers the client at once. `more`: further headers."""
+    headers = _set([(DROPPED, reason), *more])
+    body = text.encode() if isinstance(text, str) else text
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
-            status=pb.HttpStatus(code=status), headers=_set(pairs), body=body, details=reason
+            status=pb.HttpStatus(code=status), headers=headers, body=body, details=reason
         )
     )

@@ -162,7 +162,9 @@ class Router:
             self.dispatcher, self.workers, by_keys, suspected=self.probes.look_now
         )
         self.door = FrontDoor(
-            self.proxy.answer, connections_max=connections_max(config.connections)
+            self.proxy.answer,
+            connections_max=connections_max(config.connections),
+            memory=self.bodies,
         )
 
     def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:

@@ -104,10 +104,6 @@ class Stays:
         """The client says that its session is over: forget the stay."""
         self._stays.pop(session_name(request), None)
 
-    def check(self) -> None:
-        """Raises AssertionError if a bound is broken."""
-        assert len(self._stays) <= STAYS_MAX
-
 
 def session_name(request: RouteRequest) -> bytes:
     """Name of a request's session among those of all tenants and models; empty: it has none."""
@@ -212,12 +208,6 @@ class PromptPins:
         pin = self._pins.get((request.tenant, session_name(request)))
         if pin is not None:
             self.drop(pin)
-
-    def check(self) -> None:
-        """Raises AssertionError if a bound is broken."""
-        assert len(self._pins) <= PINS_MAX
-        assert self._of_tenant == Counter(tenant for tenant, _ in self._pins)
-        assert all(len(pin.keys) <= KEYS_MAX * KEY_BYTES for pin in self._pins.values())
 
 
 # ── preparations ──────────────────────────────────────────────────────────────────────────────────
@@ -444,13 +434,6 @@ class Ahead:
         lasts_s = max(COPY_S_MIN, size / costs.network_bytes_per_s)
         self._copies.append(now_ns + int(lasts_s * NS_PER_S))
         return True
-
-    def check(self) -> None:
-        """Raises AssertionError if a bound is broken."""
-        assert len(self._heat) <= HEAT_MAX
-        assert len(self._open) <= self._fleet.policy.ahead.open_max
-        assert len(self._copies) <= self._fleet.policy.ahead.copies_max
-        self.pins.check()
 
 
 def _longest(match: PrefixMatch) -> int:

@@ -527,22 +527,6 @@ class RouterCore:
         held = sum(entry.pool == pool for entry in self.room.entries.values())
         return self.gauges.desired_replicas(pool, role, held, now_ns)
 
-    def check(self) -> None:
-        """Invariants between two steps. Raises AssertionError if one is broken."""
-        self.fleet.check()
-        self.tree.check()
-        self.room.check()
-        self.placer.weights.check()
-        self.ahead.check()
-        self.stays.check()
-        for name, opened in self.open.items():
-            assert opened.is_held == (name in self.room.entries)
-            assert not (opened.is_held and self.legs.has_flights(opened))
-        assert self.room.entries.keys() <= self.open.keys()
-        for lanes in self.placer.lanes.values():
-            lanes.check()
-        self.legs.check(self.open)
-
 
 def _nobody(opened: OpenRequest) -> RejectReason:
     """Reason of a rejection because no worker may take the request, now or later: ATTEMPTS if one

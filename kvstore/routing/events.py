@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvstore.routing.receipts import Receipt, ReceiptDraft
+from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     LoadSample,
@@ -300,11 +300,6 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     draft: ReceiptDraft
     hints: HintAnswer | None = None
     """Answer to the client's hints; None: it gave none."""
-
-    @property
-    def receipt(self) -> Receipt:
-        """The receipt of the decision, made anew from the draft for each reader."""
-        return self.draft.receipt()
 
 
 class Raced(msgspec.Struct, frozen=True, tag=True):

@@ -425,18 +425,3 @@ class Fleet:
         mean = fresh.mean(axis=1, keepdims=True) if fresh.size else np.zeros((3, 1))
         share = np.where(stamps < 0, 0.0, 0.5 ** (np.maximum(0.0, age_s - STALE_S) / STALE_S))
         return np.asarray(values * share + mean * (1 - share))
-
-    def check(self) -> None:
-        """Counts equal the flights. Raises AssertionError if not."""
-        assert self.row_of == {w.spec.worker: row for row, w in enumerate(self.workers)}
-        for row, state in enumerate(self.workers):
-            name, column = state.spec.worker, self.columns[:, row]
-            here = {k: f for k, f in self.flights.items() if f.worker == name}
-            queued = {k: f for k, f in here.items() if not f.has_begun}
-            assert state.queue == queued
-            assert column[FleetColumn.QUEUED] == len(queued)
-            assert column[FleetColumn.STREAMS] == len(here) - len(queued)
-            late = [f.tokens for f in here.values() if f.sent_ns >= state.reported_ns]
-            assert column[FleetColumn.NEED_TOKENS] == sum(late)
-            assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued.values())) < 1e-6
-        assert all(flight.worker in self.row_of for flight in self.flights.values())

@@ -91,12 +91,6 @@ class TermWeights:
             self._all = np.delete(self._all, column, axis=1)
             self._place = {n: at - (at > column) for n, at in self._place.items()}
 
-    def check(self) -> None:
-        """Raises AssertionError if a weight is out of bounds."""
-        assert sorted(self._place.values()) == list(range(self._all.shape[1]))
-        assert (self._all >= LEAST).all()
-        assert (self._all <= MOST).all()
-
 
 class OutputLengths:
     """Tokens of answers, by model: what a request will probably need, whatever its limit."""

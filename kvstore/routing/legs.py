@@ -9,7 +9,6 @@ Does not cover: whether and where (`placing`), roles of workers (`role_planner`)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -126,23 +125,10 @@ class Legs:
             self._placer.withdraw(opened.request, opened.race)
             opened.race = None
 
-    def has_flights(self, opened: OpenRequest) -> bool:
-        """Whether a leg of the request is at a worker."""
-        return not self._fleet.flights.keys().isdisjoint(self._flights(opened))
-
     @staticmethod
     def _flights(opened: OpenRequest) -> tuple[str, ...]:
         name = opened.request_id
         return (name, name + _PREFILL, name + _RACE)
-
-    def check(self, requests: Mapping[str, OpenRequest]) -> None:
-        """Raises AssertionError if a flight belongs to no request."""
-        flights = {name.partition("\0")[0] for name in self._fleet.flights}
-        assert flights <= requests.keys()
-        for opened in requests.values():
-            flight = opened.request_id + _RACE
-            is_racing = opened.race is not None or opened.flight == flight
-            assert is_racing or flight not in self._fleet.flights
 
 
 def _decode_leg(opened: OpenRequest, placed: Placement, now_ns: int) -> Flight:

@@ -83,6 +83,15 @@ class ModelMap:
         """
 
     @property
+    def takes_any(self) -> bool:
+        """Whether some workers take names of models that nobody lists."""
+        return bool(self._any)
+
+    def is_new(self, name: str) -> bool:
+        """Whether nobody lists the name, though other names are listed."""
+        return bool(name and self._rules) and name not in self._rules
+
+    @property
     def known(self) -> tuple[str, ...]:
         """All names, sorted."""
         return tuple(sorted(self._rules))

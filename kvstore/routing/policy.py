@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from kvstore.wording import why_not
 
 PolicyName = Literal["cost", "least-load", "round-robin", "session"]
-POLICY_NAMES: Final = get_args(PolicyName)
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]

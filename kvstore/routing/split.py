@@ -176,8 +176,3 @@ class PrefillLanes:
             return room
         has_long = {n for n, (_, longest) in busy.items() if self.bucket(longest) >= _LONG_BUCKET}
         return room & has_long if len(busy) - len(has_long) <= 1 else room
-
-    def check(self) -> None:
-        """Raises AssertionError if an invariant is broken."""
-        queued = {entry.request_id for heap in self._lanes for *_, entry in heap}
-        assert self._waiting.keys() <= queued

@@ -165,16 +165,6 @@ class ApproximateTree:
             self._last = keys, step, picked
         return picked
 
-    def check(self) -> None:
-        """Raises AssertionError if an invariant is broken."""
-        assert len(self._blocks) <= self.blocks_max
-        assert self._bit_of == {worker: bit for bit, worker in self._worker_of.items()}
-        known = sum(1 << bit for bit in self._worker_of)
-        for entry in self._blocks.values():
-            self._clean(entry)
-            assert not entry[_ALL] & ~known
-            assert not entry[_YOUNG] & ~entry[_ALL]
-
 
 @functools.lru_cache(maxsize=1024)
 def _places(count: int, step: int) -> tuple[npt.NDArray[np.intp], list[int]]:

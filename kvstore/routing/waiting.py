@@ -193,15 +193,3 @@ class WaitingRoom:
         if tenant not in active:
             least = min((self._served.get(name, 0.0) for name in active), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
-
-    def check(self) -> None:
-        """Raises AssertionError if an invariant is broken."""
-        assert len(self.entries) <= self.policy.limits.held_max
-        queued = [name for heap in self._lanes.values() for _, _, name in heap]
-        assert set(queued) >= self.entries.keys() - self._elsewhere
-        assert all(self._is_queued(heap[0][2]) for heap in self._lanes.values())
-        assert self._elsewhere <= self.entries.keys()
-        assert len(self._served) <= TENANTS_MAX
-        assert len(self._expiry) <= 2 * self.policy.limits.held_max + _SLACK + 1
-        assert +self._by_class == Counter(e.service for e in self.entries.values())
-        assert +self._by_pool == Counter(e.pool for e in self.entries.values())

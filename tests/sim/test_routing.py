@@ -16,6 +16,7 @@ from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.overload import SHARES, WORKERS, trace as overload_trace, within
 from bench.routing.traces import RouterTrace, low_sharing, shared_prefix, shifting_mix, tool_agents
 from kvstore.routing.policy import PolicyCosts, PolicyPlanner, PolicySplit, RoutingPolicy
+from tests.kit.routing_check import check
 
 MODEL = EngineModel()
 COSTS = PolicyCosts(
@@ -30,7 +31,7 @@ def measured(its: RouterTrace, name: Any, *, model: EngineModel = MODEL, workers
     policy = PLAIN if name == "prefix-load" else RoutingPolicy(policy=name, costs=COSTS)
     chooser = CoreChooser(policy, model, workers, seed=1)
     jobs = run(its, chooser, model, workers=workers)
-    chooser.core.check()
+    check(chooser.core)
     assert not chooser.core.open
     return figures(jobs)
 
@@ -112,7 +113,7 @@ def test_at_one_and_a_half_times_capacity_inline_keeps_its_objective() -> None:
     policy = RoutingPolicy(costs=COSTS, classes={**classes, "inline": inline})
     chooser = CoreChooser(policy, MODEL, WORKERS, seed=1)
     jobs = run(its, chooser, MODEL, workers=WORKERS)
-    chooser.core.check()
+    check(chooser.core)
     shares = {service: within(jobs, service) for service in SHARES}
     assert shares["inline"] >= 0.95
     assert shares["inline"] > shares["batch"]
@@ -162,7 +163,7 @@ def test_roles_that_follow_the_mix_beat_either_fixed_split() -> None:
     for prefillers in (1, 3, None):
         chooser = CoreChooser(policy, MODEL, 4, seed=1, prefillers=prefillers)
         jobs = run(its, chooser, MODEL, workers=4)
-        chooser.core.check()
+        check(chooser.core)
         assert all(each.status == 200 for each in jobs), "no request fails"
         goodput[prefillers] = figures(jobs, ttft_s=ttft_s, itl_s=itl_s)["goodput"]
         changes = sum(chooser.core.planner.changes.values())

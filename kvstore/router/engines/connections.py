@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Final, Protocol, cast
+from typing import Final, NoReturn, Protocol, cast
 
 import httptools
 import msgspec
@@ -40,7 +40,6 @@ from kvstore.router.engines.failures import (
     NO_ENTRY,
     READ,
     Beaten,
-    ClientStalled,
     Fault,
     LegFailure,
     NoConnection,
@@ -485,6 +484,15 @@ def _comes_back(name: bytes) -> bool:
     return not (low in HOP_BY_HOP or low == "server" or low.startswith(_OWN))
 
 
+def cut(request: web.BaseRequest, why: str) -> NoReturn:
+    """Close the client's connection, so that it does not take half an answer for a whole one.
+    Raises ConnectionResetError.
+    """
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError(why)
+
+
 # ── attempts ──────────────────────────────────────────────────────────────────────────────────────
 # One attempt: a request at one worker, its answer streamed to the client.
 #
@@ -572,7 +580,7 @@ class Attempt(msgspec.Struct, eq=False):
         Raises:
             LegFailure: the engine failed.
             Beaten: `on_first` raised it.
-            ClientStalled, ConnectionError: the client does not read, or has left.
+            ConnectionError: the client does not read, or has left.
         """
         self._on_first, self._has_client_key = on_first, has_client_key
         target, place = self.request.rel_url.raw_path_qs, self.engines.place(self.worker.url)
@@ -784,9 +792,9 @@ class Attempt(msgspec.Struct, eq=False):
             self._woken.set()
 
     async def _drained(self) -> None:
-        """Wait until the client has read. Raises ClientStalled after STALL_S."""
+        """Wait until the client has read. Cuts its connection after STALL_S."""
         try:
             async with asyncio.timeout(STALL_S):
                 await self.request.writer.drain()
         except TimeoutError:
-            raise ClientStalled from None
+            cut(self.request, "the client did not read")

@@ -1,7 +1,7 @@
 """Failures at engines: no connection, no answer, an error answer, and what each says of whom.
 
     connection, answer ─▶ NoConnection, NoAnswer      error answer ─▶ `fault_of` ─▶ Fault
-    an attempt for a client ─▶ LegFailure: another engine is asked; Beaten, ClientStalled: none is
+    an attempt for a client ─▶ LegFailure: another engine is asked; Beaten: none is
 
 Does not cover: what follows for the worker (`kvstore.routing.legs`).
 """
@@ -81,10 +81,6 @@ class LegFailure(Exception):
         self.leg, self.lack, self.is_gone = leg, lack, is_gone
         self.worker = ""
         """Name of the worker that it was sent to; empty: none."""
-
-
-class ClientStalled(Exception):
-    """The client did not read for STALL_S."""
 
 
 class Beaten(Exception):

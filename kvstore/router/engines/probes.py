@@ -241,6 +241,7 @@ unwell.
 ROUND_S: Final = 1.0
 """Time between two rounds of reading all models, and the most that a request waits for one."""
 PAGE_BYTES_MAX: Final = 4 << 20
+SOUGHT_MAX: Final = 1024
 MODELS_MAX: Final = 1 << 14
 CONTEXT_MAX: Final = 1 << 32
 """Longer contexts are ignored: no model has one."""
@@ -297,6 +298,8 @@ class Probes:
         """When `once` ran last, and when it last ran after a stall of this process."""
         self._round: asyncio.Task[None] | None = None
         self._round_due_s = 0.0
+        self._sought: dict[str, float] = {}
+        """Names of models that nobody listed → when they were looked for; the oldest first."""
         workers.read_again = self.read_again
 
     async def once(self) -> None:
@@ -446,10 +449,18 @@ class Probes:
             worker.models_due_s = loop.time() + pause_s
             self._readings[worker] = loop.create_task(self._read_models(worker))
 
-    async def read_again(self) -> None:
+    async def read_again(self, name: str, *, is_taken: bool) -> None:
         """Read the models of all engines now, because a request names an unknown one; joins a round
-        that is under way. Ends after ROUND_S, read or not.
+        that is under way. Ends after ROUND_S, read or not. `is_taken`: an engine takes any name, so
+        one is looked for once in MODELS_S only, and its further requests do not wait.
         """
+        now_s = asyncio.get_running_loop().time()
+        if is_taken and now_s < self._sought.get(name, -math.inf) + MODELS_S:
+            return
+        self._sought.pop(name, None)
+        self._sought[name] = now_s
+        if len(self._sought) > SOUGHT_MAX:
+            del self._sought[next(iter(self._sought))]
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._read_all())
         await asyncio.wait([self._round])

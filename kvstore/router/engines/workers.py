@@ -13,6 +13,7 @@ themselves (`probes`), where workers come from (`discovery`).
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
@@ -193,8 +194,8 @@ class Workers:
         """Counts changes of workers, descriptions, parity and states."""
         self.serve_a_model = True
         """Whether the workers serve a model of the policy (`PoolWatch`)."""
-        self.read_again: Callable[[], Awaitable[None]] = _not_read
-        """Function that reads the models of all engines now (`probes`)."""
+        self.read_again: Callable[..., Awaitable[None]] = _not_read
+        """Function that reads the models of all engines now (`Probes.read_again`)."""
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
@@ -212,6 +213,16 @@ class Workers:
         """
         is_fit = any(each.serves_requests and each.takes_requests for each in self)
         return is_fit and self.serve_a_model
+
+    def by_load(self, in_flight: Callable[[str], int]) -> list[Worker]:
+        """Workers for a request without a prompt: those that get requests first, then those that
+        answer, each with the least busy ones first. `in_flight`: requests under way, by name.
+        """
+        able = [each for each in self if each.serves_requests]
+        random.shuffle(able)
+        return sorted(
+            able, key=lambda w: (not w.takes_requests, not w.is_answering, in_flight(w.name))
+        )
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """Adopt the workers that discovery has now. Returns those that are new. An address that
@@ -284,7 +295,7 @@ class Workers:
             give_up()
 
 
-async def _not_read() -> None:
+async def _not_read(*_: object, **__: object) -> None:
     return
 
 

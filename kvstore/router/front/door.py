@@ -18,7 +18,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from itertools import chain, islice
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -27,9 +27,14 @@ from aiohttp.web_protocol import RequestHandler
 from kvstore.client.tls import Tls
 from kvstore.router.engines.connections import CONNECTION, CONTENT_LENGTH, answer_head
 from kvstore.router.front.answers import error_response
+from kvstore.router.front.intake import NO_MEMORY, Bodies
 
-HEAD_BYTES_MAX: Final = 32 << 10
-HEADERS_MAX: Final = 100
+HEAD_BYTES_MAX: Final = 4 << 20
+"""Longest head: vLLM's bound where it parses them with h11. With httptools it has none."""
+FREE_BYTES: Final = 32 << 10
+"""Bytes of a head that cost nothing; further ones count against the memory for bodies."""
+HEADERS_MAX: Final = 1 << 14
+"""uvicorn has no such bound; more would hold the loop for too long."""
 IDLE_S: Final = 75.0
 GIVES_WAY_S: Final = 2.0
 """Time without a request after which a connection gives way to a new one, whose request is on its
@@ -62,19 +67,37 @@ _http_log.addFilter(_is_bug)
 class _Connection(RequestHandler):
     """One client's connection. Errors of the parser are answered in OpenAI's form, too."""
 
-    __slots__ = ("_head_bytes",)
+    __slots__ = ("_head_bytes", "_memory")
+
+    def __init__(self, door: FrontDoor, **settings: Any) -> None:
+        super().__init__(door, **settings)
+        self._memory, self._head_bytes = door.memory, 0
 
     def data_received(self, data: bytes) -> None:
         count, was_in_head = self._request_count, self._is_in_head
         super().data_received(data)
         if self._request_count != count or not (was_in_head and self._is_in_head):
-            self._head_bytes = 0
+            self._count(0)
             return
-        self._head_bytes = getattr(self, "_head_bytes", 0) + len(data)
-        if self._head_bytes > HEAD_BYTES_MAX and self.transport is not None:
+        is_room = self._count(self._head_bytes + len(data))
+        is_long = self._head_bytes > HEAD_BYTES_MAX
+        if (is_long or not is_room) and self.transport is not None:
             if self._current_request is None:  # else its answer may be half sent
-                self.transport.write(_refusal(LONG_HEAD))
+                refusal = _refusal(LONG_HEAD) if is_long else _refusal(NO_MEMORY, 503)
+                self.transport.write(refusal)
             self.transport.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._count(0)
+        super().connection_lost(exc)
+
+    def _count(self, size: int) -> bool:
+        """Set the length of the head that is coming, and its share of the memory. Returns whether
+        there is room.
+        """
+        before, self._head_bytes = self._head_bytes, size
+        more = max(size, FREE_BYTES) - max(before, FREE_BYTES)
+        return not more or self._memory.take(more)
 
     @property
     def _is_in_head(self) -> bool:
@@ -104,13 +127,13 @@ class _Connection(RequestHandler):
         return answer
 
 
-def _refusal(sentence: str) -> bytes:
-    """A whole 400 response, as bytes, for input that is read no further."""
-    body = error_response(400, sentence, "bad_request").body
+def _refusal(sentence: str, status: int = 400) -> bytes:
+    """A whole response, as bytes, for input that is read no further."""
+    body = error_response(status, sentence, "bad_request").body
     assert isinstance(body, bytes)
     own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
     more: dict[str, str] = {CONTENT_LENGTH: str(len(body)), CONNECTION: "close"}
-    return answer_head(400, own, more) + body
+    return answer_head(status, own, more) + body
 
 
 class Relayed(web.StreamResponse):
@@ -134,7 +157,7 @@ class Relayed(web.StreamResponse):
 class FrontDoor(web.Server):
     """Serves connections with `answer`, at most `connections_max` of them. Use `open_door`."""
 
-    def __init__(self, answer: Answer, *, connections_max: int) -> None:
+    def __init__(self, answer: Answer, *, connections_max: int, memory: Bodies) -> None:
         super().__init__(
             self._one,
             handler_cancellation=True,
@@ -147,7 +170,7 @@ class FrontDoor(web.Server):
             lingering_time=1.0,
             logger=_http_log,
         )
-        self._answer, self.connections_max = answer, connections_max
+        self._answer, self.connections_max, self.memory = answer, connections_max, memory
         self._idle: dict[RequestHandler, tuple[asyncio.Transport, float]] = {}
         """Connections without a request → (transport, since when); the longest idle first."""
         self.connection_count = 0
@@ -196,9 +219,11 @@ class FrontDoor(web.Server):
     async def _one(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = request.protocol
         transport, _ = self._idle.pop(handler, (None, 0.0))
+        size = sum(map(len, chain([request.raw_path], *request.raw_headers)))
+        taken = max(0, size - FREE_BYTES)
         try:
-            if sum(map(len, chain.from_iterable(request.raw_headers))) > HEAD_BYTES_MAX:
-                answer = error_response(400, LONG_HEAD, "bad_request")
+            if taken and not self.memory.take(taken):
+                answer = error_response(503, NO_MEMORY, "bad_request")
                 answer.force_close()
                 return answer
             content, whole = request.content, None
@@ -209,6 +234,7 @@ class FrontDoor(web.Server):
             # The answer broke off: cuts the connection. aiohttp would log the error as a bug.
             raise asyncio.CancelledError from None
         finally:
+            self.memory.left += taken
             if transport is not None and not transport.is_closing():
                 self._idle[handler] = transport, self._loop.time()
 
@@ -292,7 +318,7 @@ class OpenDoor:
             self._loop.remove_reader(accepted)
         is_http = accepted.recv(1, socket.MSG_PEEK).isalpha()
         if is_http:
-            accepted.recv(HEAD_BYTES_MAX)
+            accepted.recv(FREE_BYTES)
         return is_http
 
     def _pause(self, why: str) -> None:

@@ -10,6 +10,7 @@ connections (`door`), headers that go on (`proxy`), tokens (`keys`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -55,15 +56,8 @@ AUTHORIZATION: Final = istr("Authorization")
 _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 
 
-class Tenants:
-    """Tenants by the SHA-256 of their API keys."""
-
-    def __init__(self, by_hash: dict[bytes, str]) -> None:
-        self._by_hash = by_hash
-
-    def of(self, key: str) -> str | None:
-        """Tenant of an API key; None: the key is unknown."""
-        return self._by_hash.get(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest())
+Tenants = Mapping[bytes, str]
+"""Tenants by the SHA-256 of their API keys."""
 
 
 def salt(tenant: str, given: str) -> str:
@@ -92,7 +86,7 @@ def load_tenants(path: Path) -> Tenants:
                 )
             if found.setdefault(digest, name) != name:
                 raise ConfigError(f"--api-keys {path}: {found[digest]!r} and {name!r} share a key")
-    return Tenants(found)
+    return found
 
 
 def _digest(key: object) -> bytes | None:
@@ -131,7 +125,6 @@ WHOLE_S: Final = 120.0
 this in all.
 """
 STEP_BYTES: Final = 16 << 10
-_CONTINUE: Final = "100-continue"
 _COMPRESSION: Final = re.compile(r"zip|deflate|compress|br|zst|dc[bz]|exi", re.IGNORECASE)
 """In a Content-Encoding; clients also name `identity` there, or a character set."""
 NO_MEMORY: Final = "the bodies under way use up their memory"
@@ -197,7 +190,8 @@ class Bodies:
         else:
             self.take(taken)
         is_modern, transport = request.version >= HttpVersion11, request.transport
-        if EXPECT in request.headers and is_modern and transport is not None:
+        expects = request.headers.get(EXPECT, "").lower() == "100-continue"  # others: as uvicorn
+        if expects and is_modern and transport is not None:
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         pieces: list[bytes] = []
         coming = _Coming(asyncio.timeout(BODY_STALL_S), taken, self._clock())
@@ -270,9 +264,6 @@ def _refuse_framing(request: web.BaseRequest) -> None:
     lengths = headers.getall(CONTENT_LENGTH, ())
     if len(codings) + len(lengths) > 1 or (codings and codings[0].strip().lower() != "chunked"):
         raise BodyRefused(400, "give one Content-Length, or one Transfer-Encoding: chunked")
-    expected = headers.get(EXPECT, _CONTINUE)
-    if expected.lower() != _CONTINUE:
-        raise BodyRefused(417, f"only {_CONTINUE} can be expected")
     if _COMPRESSION.search(",".join(headers.getall(CONTENT_ENCODING, ()))):
         raise BodyRefused(415, "compressed bodies are refused: send it without Content-Encoding")
 
@@ -312,6 +303,8 @@ ODD_BYTES_MAX: Final = 4 << 20
 """Larger bodies are read as JSON of the standard only."""
 PARTS_MAX: Final = 1000
 """Most parts of a form in which fields are looked for."""
+_MAY_STEER: Final = (*(name.encode() for name in sorted(STRIPPED)), b"\\u", b"\0")
+"""Names that steer engines, escapes, and zeros of UTF-16: without them no field does."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -490,6 +483,27 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     return read
 
 
+def peek_unknown(body: bytes, content_type: str) -> Peek:
+    """Fields that routing reads from a body of which nothing is known, and that is sent on as it
+    came; none if it is no JSON. Raises BadBody if a field in it, however deep, would steer its
+    engine.
+    """
+    if content_type.lower().startswith(FORM):
+        return peek_form(body, content_type)
+    if any(mark in body for mark in _MAY_STEER):
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON, for engines neither
+            json.loads(body, object_pairs_hook=_refuse_steering)
+    try:
+        return peek(body)
+    except BadBody:
+        return Peek()
+
+
+def _refuse_steering(pairs: list[tuple[str, object]]) -> None:
+    if steering := STRIPPED.intersection(name for name, _ in pairs):
+        raise BadBody(f"the body has a field that no client may set: {min(steering)}")
+
+
 def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """Fields of a body that is known to be an object; values stay raw."""
     return _fields.decode(body)
@@ -625,7 +639,8 @@ class RequestIntake:
         """
         if self.tenants is None:
             return ""
-        found = self.tenants.of(bearer(headers))
+        key = bearer(headers).encode("utf-8", "surrogateescape")
+        found = self.tenants.get(hashlib.sha256(key).digest())
         if found is None:
             raise Unauthorized("the API key is missing or unknown")
         return found

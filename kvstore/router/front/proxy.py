@@ -33,7 +33,7 @@ from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
@@ -49,21 +49,24 @@ from kvstore.router.engines.connections import (
     SERVER,
     WORKER,
     Attempt,
+    cut,
 )
-from kvstore.router.engines.failures import Beaten, ClientStalled, LegFailure
+from kvstore.router.engines.failures import Beaten, LegFailure
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front import answers
+from kvstore.router.front import answers, paths
 from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
 from kvstore.router.front.door import Relayed
 from kvstore.router.front.intake import (
     AUTHORIZATION,
+    CONTENT_TYPE,
     BadBody,
     Bodies,
     BodyRefused,
     RequestIntake,
     RequestJob,
     Unauthorized,
+    peek_unknown,
 )
 from kvstore.router.front.legs import (
     PARAMETERS,
@@ -95,39 +98,17 @@ from kvstore.routing.values import ProbeResult
 if TYPE_CHECKING:
     from kvstore.router.traces import RouteTraces
 
+PASSED_MAX: Final = 3
+"""Most workers that get a request of a path without a rule, until one serves it."""
 USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
 )
 
-# ── paths ─────────────────────────────────────────────────────────────────────────────────────────
-# Paths of the API that reach an engine, and what the router does with each.
-#
-#     POST of PROMPTS           routed by prefix and load; kv_transfer_params, salts, media
-#     POST of a form            the same, by load: the form goes on as it came
-#     /v1/responses/{id}…       to the worker that stored the response
-#
-# Administration of engines (sleep, weights, adapters, caches) is not here: it is not for clients.
-
-PROMPTS: Final = frozenset(
-    {
-        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
-        *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling"),
-        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        *("/generative_scoring", "/tokenize", "/detokenize"),
-    }
-)
-AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
-STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
-"""Path of a stored response; group 1 is its id."""
-ALIVE: Final = "/livez"
-PROBED: Final = frozenset({ALIVE, "/health"})
-"""Paths that need no API key: Kubernetes and load balancers have none."""
-
 
 def takes_prompts(path: str) -> bool:
     """Whether requests of a path are routed to workers by prefix or load."""
-    return path in PROMPTS or AUDIO.fullmatch(path) is not None
+    return path in paths.PROMPTS or paths.AUDIO.fullmatch(path) is not None
 
 
 # ── headers for engines ───────────────────────────────────────────────────────────────────────────
@@ -244,7 +225,7 @@ class Origins:
         if not (more := self.allowed(headers)):
             return {}
         return more | {
-            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Methods": ", ".join(paths.PASSED_METHODS),
             "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
             "Access-Control-Max-Age": "600",
         }
@@ -252,31 +233,16 @@ class Origins:
 
 # ── tokens that engines report ────────────────────────────────────────────────────────────────────
 
-_CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
-_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})\b')
-_MADE: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
+_TOKENS: Final = re.compile(rb'"(cached|prompt|input|completion|output)_tokens"\s*:\s*(\d{1,9})\b')
+_NAMES: Final = {b"input": b"prompt", b"output": b"completion"}
 
 
-def cached_tokens_of(tail: bytes) -> int | None:
-    """Cached prompt tokens, as the engine reports them at the end of its answer; None: it reports
-    none, or an impossible number.
+def tokens_of(tail: bytes) -> tuple[int | None, int, int]:
+    """(cached, prompt, output) tokens, as the engine reports them at the end of its answer; cached
+    None, others 0: it reports none, or an impossible number.
     """
-    return _last(_CACHED, tail)
-
-
-def prompt_tokens_of(tail: bytes) -> int:
-    """Prompt tokens, as the engine reports them at the end of its answer; 0: it reports none."""
-    return _last(_PROMPT, tail) or 0
-
-
-def output_tokens_of(tail: bytes) -> int:
-    """Output tokens, as the engine reports them at the end of its answer; 0: it reports none."""
-    return _last(_MADE, tail) or 0
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
+    found = {_NAMES.get(name, name): int(number) for name, number in _TOKENS.findall(tail)}
+    return found.get(b"cached"), found.get(b"prompt", 0), found.get(b"completion", 0)
 
 
 # ── proxy ─────────────────────────────────────────────────────────────────────────────────────────
@@ -348,8 +314,8 @@ class Proxy:
         if way(request.headers, self.name) is None:  # probes, too: such an engine is down
             text = "the request came back to a router: an engine's address is that of a router"
             return error_response(508, text, "loop")
-        if path in PROBED:
-            is_fine = path == ALIVE or self.is_ready
+        if path in paths.PROBED:
+            is_fine = path == paths.ALIVE or self.is_ready
             why = "it drains, to end" if self.is_draining else "no worker takes requests"
             return web.Response(text="ok" if is_fine else why, status=200 if is_fine else 503)
         try:
@@ -359,7 +325,7 @@ class Proxy:
             return error_response(401, str(error), "invalid_api_key")
         if (moved := _without_slash(request)) is not None:
             return moved
-        stored = STORED.fullmatch(path)
+        stored = paths.STORED.fullmatch(path)
         kept = stored[1] if stored else None
         if (path == MODELS or path.startswith(MODELS + "/")) and request.method == "GET":
             policy = self._dispatcher.core.policy
@@ -369,19 +335,19 @@ class Proxy:
         is_dry = path.startswith("/kvstore/explain/")
         if is_dry:
             path = path.removeprefix("/kvstore/explain")
-        if not (takes_prompts(path) or kept is not None) or (is_dry and not _is_here(request)):
+        methods = self._methods(request, path, is_dry=is_dry, is_kept=kept is not None)
+        if not methods:
             return error_response(404, f"there is no {path} here", "not_found")
-        methods = ("GET", "POST", "DELETE") if kept is not None else ("POST",)
         if request.method not in methods:
             why = f"{path} takes {', '.join(methods)}"
             return error_response(405, why, "method_not_allowed")
         self.in_flight += 1
         taken = 0
         try:
-            if kept is not None:
+            if methods != paths.PROMPT_METHODS:
                 body = await self._bodies.read(request, whole)
                 taken = len(body)
-                return await self._at_keeper(request, kept, request_id, body, tenant)
+                return await self._passed(request, kept or "", request_id, body, tenant)
             job = await self._intake.take(request, whole, self._bodies, path, tenant, request_id)
             taken = job.size
             return self._dry(job) if is_dry else await self._serve(request, job)
@@ -401,6 +367,18 @@ class Proxy:
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._is_idle.set()
+
+    def _methods(
+        self, request: web.BaseRequest, path: str, *, is_dry: bool, is_kept: bool
+    ) -> tuple[str, ...]:
+        """Methods that a path takes; empty: this client gets nothing there."""
+        if is_kept:
+            return paths.KEPT_METHODS
+        if takes_prompts(path):
+            return paths.PROMPT_METHODS if not is_dry or _is_here(request) else ()
+        has_tenants = self._intake.tenants is not None
+        is_there = paths.is_passed_on(path, request.method, has_tenants=has_tenants)
+        return paths.PASSED_METHODS if is_there and not is_dry else ()
 
     @property
     def is_ready(self) -> bool:
@@ -428,39 +406,62 @@ class Proxy:
             return error_response(503, why, "no_worker")
         return web.Response(body=msgspec.json.encode(receipt), content_type="application/json")
 
-    async def _at_keeper(
+    async def _passed(
         self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes, tenant: str
     ) -> web.StreamResponse:
-        """Pass a request about a stored response to the worker in its id, else to all,
-        one by one.
+        """Pass a request on as it came: about a stored response to the worker in its id, else to
+        all, one by one; any other (`response_id` empty) to the least busy ones of those that serve
+        its model. Raises BadBody.
         """
         keeper = answers.worker_of(response_id, self._workers)
-        answering = [worker for worker in self._workers if worker.is_answering]
-        missing = f"there is no response {response_id}" if response_id else "no worker has a model"
+        able = self._workers.by_load(self._dispatcher.core.fleet.in_flight)
+        missing = f"there is no response {response_id}" if response_id else "no worker answers"
         answer = error_response(404, missing, "not_found")
         if not answers.is_of(response_id, tenant, self._workers):
             return answer
-        for worker in [keeper] if keeper is not None else answering or self._workers:
+        if not response_id:
+            if body:
+                kind = request.headers.get(CONTENT_TYPE, "")
+                model = (await asyncio.to_thread(peek_unknown, body, kind)).model
+                able = [each for each in able if not model or each.serves(model)] or able
+            able = able[:PASSED_MAX]
+        answering = [worker for worker in able if worker.is_answering]
+        for worker in [keeper] if keeper is not None else answering or able:
             attempt = Attempt(self._engines, worker, request)
-            more: dict[str, str] = {REQUEST_ID: request_id, WORKER: worker.name}
-            more |= self._origins.allowed(request.headers)
             try:
-                is_kept = await attempt.run(
-                    self._onward(request, request_id),
-                    body,
-                    on_first=lambda: None,
-                    more=more,
-                    has_client_key=self._authorization is None,
-                )
-                return _relayed(attempt, is_kept=is_kept)
+                return await self._sent(attempt, body, request_id)
             except LegFailure as error:
                 if error.has_streamed:
-                    _cut(request, "the engine's answer broke off")
+                    cut(request, "the engine's answer broke off")
                 gone = error_response(502, f"its worker failed: {error}", "server_error")
                 answer = error.answer or gone
-            except ClientStalled:
-                _cut(request, "the client did not read")
         return answer
+
+    async def _sent(
+        self,
+        attempt: Attempt,
+        body: bytes,
+        request_id: str,
+        *,
+        on_first: Callable[[], None] = lambda: None,
+        more: dict[str, str] | None = None,
+    ) -> Relayed:
+        """Run an attempt: the answer, wholly sent. `more`: further headers for the client. Raises
+        as `Attempt.run`.
+        """
+        client = attempt.request
+        headers: dict[str, str] = {REQUEST_ID: request_id, WORKER: attempt.worker.name}
+        headers |= (more or {}) | self._origins.allowed(client.headers)
+        is_kept = await attempt.run(
+            self._onward(client, request_id),
+            body,
+            on_first=on_first,
+            more=headers,
+            has_client_key=self._authorization is None,
+        )
+        sent = Relayed(status=attempt.status)
+        sent.is_kept = is_kept
+        return sent
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
@@ -521,9 +522,7 @@ class Proxy:
             if not (first if race is None else race.attempt).has_ended:
                 ending = Ending.FAILED
                 raise
-            _cut(client, "the engine closed after its last word")
-        except ClientStalled:
-            _cut(client, "the client did not read")
+            cut(client, "the engine closed after its last word")
         finally:
             attempt = first if race is None else race.attempt
             if attempt.is_whole or attempt.has_ended:
@@ -570,11 +569,9 @@ class Proxy:
         """Answer the client by the decode leg. `parameters`: of a remote prefill; `claim`: raises
         Beaten if another attempt answers.
         """
-        worker, client = attempt.worker, attempt.request
-        more: dict[str, str] = {REQUEST_ID: job.request_id, WORKER: worker.name}
+        worker, more = attempt.worker, hints(routed.hints)
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
-        more |= hints(routed.hints) | self._origins.allowed(client.headers)
         is_streamed = job.asked.request.is_streamed
 
         def first() -> None:
@@ -590,17 +587,16 @@ class Proxy:
             put[PARAMETERS] = parameters
         is_as_it_came = not put and routed.model == job.read.model
         try:
-            is_kept = await attempt.run(
-                self._onward(client, job.request_id),
+            return await self._sent(
+                attempt,
                 job.body if is_as_it_came else job.body_for(routed.model, put),
+                job.request_id,
                 on_first=life.first if is_streamed and claim is None else first,
                 more=more,
-                has_client_key=self._authorization is None,
             )
         except LegFailure as error:
             self._lost(worker, error)
             raise
-        return _relayed(attempt, is_kept=is_kept)
 
     def _lost(self, worker: Worker, error: LegFailure) -> None:
         """A request failed at a worker: probe it at once, and read its models again if it lacked
@@ -694,10 +690,10 @@ class Proxy:
 
     def _ended(self, attempt: Attempt, job: RequestJob, life: RoutedLife, ending: Ending) -> None:
         self.counts[ending.value] += 1
-        cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
+        cached, prompt, made = tokens_of(attempt.tail)
         try:
             if ending is Ending.DONE:
-                self._learn(attempt.worker, job, prompt_tokens_of(attempt.tail), cached)
+                self._learn(attempt.worker, job, prompt, cached)
         finally:
             life.end(ending, cached_tokens=cached, output_tokens=made)
 
@@ -729,21 +725,6 @@ def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
 def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
     error = leg.exception() if leg.done() else None
     return error if isinstance(error, LegFailure) else None
-
-
-def _relayed(attempt: Attempt, *, is_kept: bool) -> Relayed:
-    sent = Relayed(status=attempt.status)
-    sent.is_kept = is_kept
-    return sent
-
-
-def _cut(request: web.BaseRequest, why: str) -> NoReturn:
-    """Close the client's connection, so that it does not take half an answer for a whole one.
-    Raises ConnectionResetError.
-    """
-    if request.transport is not None:
-        request.transport.abort()
-    raise ConnectionResetError(why)
 
 
 def _without_slash(request: web.BaseRequest) -> web.Response | None:

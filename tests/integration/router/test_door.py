@@ -26,8 +26,9 @@ BODY = b'{"model":"m","prompt":"x"}'
 def say(port: int, text: bytes, *, then: bytes = b"") -> bytes:
     """Everything that comes back until the connection is closed, or 2 s of silence."""
     with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
-        client.sendall(text + then)
         heard = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            client.sendall(text + then)
         with contextlib.suppress(TimeoutError, ConnectionError):
             while piece := client.recv(65536):
                 heard += piece
@@ -111,14 +112,15 @@ def test_bodies_and_heads_have_bounds(worker: ScriptedWorker) -> None:
         assert left == (64 << 10) * BODIES_SHARE, "what was read is released"
 
 
-FIELDS = b"".join(b"X-%d: %b\r\n" % (n, b"x" * 8000) for n in range(5))
+FIELDS = b"".join(b"X-%d: %b\r\n" % (n, b"x" * 950_000) for n in range(5))
 REST = LENGTH + b"\r\n" + BODY
+LONG = "longer than 4194304 bytes"
 WRONG_HEADS = [
-    (HEAD + b"X: " + b"x" * 33_000 + b"\r\n" + REST, "longer than 32768 bytes"),
-    (HEAD + FIELDS + REST, "longer than 32768 bytes"),
-    (HEAD + FIELDS, "longer than 32768 bytes"),  # and goes on
-    (b"GET /" + b"x" * 33_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", "longer than 32768 bytes"),
-    (HEAD + b"".join(b"X-%d: x\r\n" % n for n in range(101)) + REST, "more than 100 headers"),
+    (HEAD + b"X: " + b"x" * 4_200_000 + b"\r\n" + REST, LONG),
+    (HEAD + FIELDS + REST, LONG),
+    (HEAD + FIELDS, LONG),  # and goes on
+    (b"GET /" + b"x" * 4_200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", LONG),
+    (HEAD + b"".join(b"X-%d: x\r\n" % n for n in range(16_400)) + REST, "more than 16384 headers"),
     (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "badly framed"),
     (b"GET / HTTP/1.1\r\nHost x\r\n\r\n", "badly framed"),
     (b"GET / HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n", "badly framed"),
@@ -157,7 +159,7 @@ def test_a_head_behind_a_request_under_way_has_the_same_bound(worker: ScriptedWo
         client.sendall(HEAD + REST)
         until(lambda: router.router.proxy.in_flight == 1)
         with contextlib.suppress(OSError):
-            client.sendall(HEAD + b"".join(b"X: %b\r\n" % (b"x" * 8000) for _ in range(99)))
+            client.sendall(HEAD + FIELDS)
         until(lambda: router.router.proxy.in_flight == 0)
         until(lambda: router.router.door.connection_count == 0)
     until(lambda: worker.seen()["aborted"] > before)
@@ -202,7 +204,6 @@ def test_a_client_that_waits_for_100_continue_gets_it(worker: ScriptedWorker) ->
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        (KEY + LENGTH + b"Expect: 200-ok\r\n", b"417"),
         (KEY + b"Content-Length: 99999999\r\nExpect: 100-continue\r\n", b"413"),
         (KEY + LENGTH + LENGTH + b"Expect: 100-continue\r\n", b"400"),
         (LENGTH + b"Expect: 100-continue\r\n", b"401"),

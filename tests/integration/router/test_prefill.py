@@ -31,6 +31,7 @@ from kvstore.routing.rows import FAULTS_MAX
 from tests.amounts import amount, covered
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.routing_check import check
 from tests.kit.scripted_worker import ScriptedWorker
 
 REQUESTS = amount(24, nightly=1000)
@@ -73,7 +74,7 @@ def routed(
             router.on_loop(lambda: workers.replace(known))
         yield router
         until(lambda: not core.open)
-        router.on_loop(core.check)
+        router.on_loop(lambda: check(core))
         assert not core.fleet.flights
         assert not any(worker.attempts for worker in router.router.workers)
 

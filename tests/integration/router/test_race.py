@@ -15,6 +15,7 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import PolicyChoice, PolicyLearning, PolicyRaces, RoutingPolicy
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.routing_check import check
 from tests.kit.scripted_worker import ScriptedWorker
 
 AFTER_S = 0.2
@@ -41,7 +42,7 @@ def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]
     with RouterThread([e.flag for e in engines.values()], core=cast("Any", core)) as router:
         yield router
         until(lambda: not core.open)
-        router.on_loop(core.check)
+        router.on_loop(lambda: check(core))
         assert not core.fleet.flights
         assert not any(worker.attempts for worker in router.router.workers)
     until(lambda: not any(each.seen()["running"] for each in engines.values()))

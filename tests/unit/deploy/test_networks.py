@@ -13,7 +13,7 @@ import helm_python
 import pytest
 
 from kvstore.obs.metrics import BY_NAME
-from kvstore.router.front import proxy
+from kvstore.router.front import paths as router_paths
 from scripts import chart
 from tests.unit.deploy.manifests import (
     ALL,
@@ -145,14 +145,20 @@ def test_a_gateway_routes_the_paths_of_the_router_and_no_others(name: str) -> No
             for each in paths
         )
 
-    mine = [*proxy.PROMPTS, "/health", "/v1/models", "/v1/models/llama", "/v1/responses/resp_1"]
+    mine = [
+        *router_paths.PROMPTS,
+        "/health",
+        "/v1/models",
+        "/v1/models/llama",
+        "/v1/responses/resp_1",
+    ]
     mine += ["/v1/responses/resp_1/cancel", "/v1/audio/transcriptions"]
     assert [path for path in mine if not is_routed(path)] == []
     others = ["/", "/metrics", "/invocations", "/inference/v1/generate", "/v1/load_lora_adapter"]
     others += ["/sleep", "/pause", "/v1", "/v1/chat/completions/render", "/server_info", "/docs"]
     assert [path for path in others if is_routed(path)] == []
     exact = {each["value"] for each in paths if each["type"] == "Exact"}
-    assert exact - {"/health"} <= proxy.PROMPTS, "a path that the router no longer takes"
+    assert exact - {"/health"} <= router_paths.PROMPTS, "a path that the router no longer takes"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.connections import Attempt, EngineConnection
 from kvstore.router.engines.failures import Fault, LegFailure, NoConnection, fault_of
 from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.front.proxy import cached_tokens_of, output_tokens_of, prompt_tokens_of
+from kvstore.router.front.proxy import tokens_of
 from kvstore.routing.events import Failure, Lack
 from tests.kit.coroutines import on_loop
 
@@ -420,8 +420,7 @@ async def test_a_stream_that_was_read_to_its_last_word_has_ended(
 def test_numbers_of_usage_are_those_of_a_request_or_none(
     tail: bytes, numbers: tuple[int | None, int, int]
 ) -> None:
-    found = cached_tokens_of(tail), prompt_tokens_of(tail), output_tokens_of(tail)
-    assert found == numbers
+    assert tokens_of(tail) == numbers
 
 
 @on_loop

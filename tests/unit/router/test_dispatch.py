@@ -13,6 +13,7 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, Rejected, RequestEnded, Routed
 from kvstore.routing.policy import parse
 from tests.kit.coroutines import driven
+from tests.kit.routing_check import check
 from tests.kit.virtual_loop import VirtualLoop
 from tests.unit.routing.fleets import core_of, request, spec
 
@@ -37,7 +38,7 @@ class Site:
         return asking
 
     def check_empty(self) -> None:
-        self.core.check()
+        check(self.core)
         assert self.dispatcher.held_count == 0
         assert not self.core.open
         assert not self.core.fleet.flights

@@ -147,7 +147,7 @@ def test_no_answer_lets_a_page_send_cookies() -> None:
     asked = of(("Origin", PAGE), ("Access-Control-Request-Method", "PUT"))
     for origins in (["*"], [PAGE]):
         found = proxy.Origins(origins).preflight(asked) or {}
-        assert found["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
+        assert found["Access-Control-Allow-Methods"] == "GET, POST, PUT, PATCH, DELETE"
         assert "Access-Control-Allow-Credentials" not in found
 
 

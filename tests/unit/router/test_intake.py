@@ -66,7 +66,7 @@ def test_bodies_headers_and_callers_of_the_route_service_have_these_bounds() -> 
 
 
 KEY = "key-of-sixteen-characters"
-TENANTS = Tenants({hashlib.sha256(KEY.encode()).digest(): "team-a"})
+TENANTS = {hashlib.sha256(KEY.encode()).digest(): "team-a"}
 
 
 class Site:

@@ -22,7 +22,7 @@ from kvstore.index.feed import Holder, Trust
 from kvstore.index.index import Answer, Match
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
-from kvstore.router.front.intake import RequestIntake, RequestJob, Tenants
+from kvstore.router.front.intake import RequestIntake, RequestJob
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.index_calls import IndexCalls, Spaces
@@ -37,7 +37,7 @@ from tests.kit.coroutines import on_loop
 
 BLOCK, SEED, SPACE = 4, "s", bytes(range(32))
 KEYS = {"team-a": "key-a-of-sixteen-characters", "team-b": "key-b-of-sixteen-characters"}
-TENANTS = Tenants({hashlib.sha256(key.encode()).digest(): name for name, key in KEYS.items()})
+TENANTS = {hashlib.sha256(key.encode()).digest(): name for name, key in KEYS.items()}
 TEXT = "a prompt of some blocks"
 PROMPTS: tuple[Any, ...] = (TEXT, list(range(50, 70)), [TEXT, "another prompt of some blocks"])
 

@@ -19,6 +19,7 @@ from kvstore.router.engines.workers import STRICT_KINDS
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import LoadSample, WorkerSpec
+from tests.kit.routing_check import check_fleet
 
 FOLDER = Path(__file__).parents[2] / "data" / "engine_pages"
 PAGES = {path.stem: path.read_bytes() for path in sorted(FOLDER.glob("*.txt"))}
@@ -161,7 +162,7 @@ def test_capacities_are_numbers_that_the_core_can_hold(
     assert (found.block_tokens, found.memory_tokens) == capacity
     fleet, memory_tokens = Fleet(RoutingPolicy()), found.memory_tokens
     fleet.join(WorkerSpec(worker="a", address="h", pool="p", memory_tokens=memory_tokens))
-    fleet.check()
+    check_fleet(fleet)
 
 
 def test_two_models_of_one_engine_are_added_up_and_their_shares_averaged() -> None:

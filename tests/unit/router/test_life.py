@@ -20,14 +20,15 @@ NAMED = {"models": {"m": {"pools": [{"pool": ""}]}}}
 class Site:
     """A worker whose engine has loaded an adapter that nobody has read of so far."""
 
-    def __init__(self, loop: VirtualLoop, policy: RoutingPolicy) -> None:
+    def __init__(self, loop: VirtualLoop, policy: RoutingPolicy, *more: WorkerAddress) -> None:
         self.dispatcher = Dispatcher(RouterCore(policy, seed=1), clock=loop.clock_ns)
         self.workers = Workers(self.dispatcher.note)
-        self.workers.replace([WorkerAddress(name="a", url="http://a:1", models=("m",))])
+        self.workers.replace([WorkerAddress(name="a", url="http://a:1", models=("m",)), *more])
         self.workers.read_again = self._read
         self.reads = 0
 
-    async def _read(self) -> None:
+    async def _read(self, name: str, *, is_taken: bool) -> None:
+        assert is_taken is ("b" in {worker.name for worker in self.workers})
         self.reads += 1
         worker = self.workers["a"]
         worker.adapters = {"fresh": WorkerAdapter("m", "path")}
@@ -56,6 +57,25 @@ def test_models_are_read_again_where_one_is_missing_that_engines_name(
         site = Site(loop, parse(policy))
         _, found = await site.enter(model)
         assert (site.reads, isinstance(found, Routed)) == (reads, is_routed)
+
+    loop.run(running())
+
+
+@pytest.mark.parametrize(
+    ("model", "reads", "worker"),
+    [("fresh", 1, "a"), ("other", 1, "b"), ("m", 0, "a"), ("", 0, "a")],
+)
+def test_an_engine_that_takes_any_name_gets_none_before_it_is_looked_for(
+    model: str, reads: int, worker: str
+) -> None:
+    loop = VirtualLoop()
+
+    async def running() -> None:
+        takes_any = WorkerAddress(name="b", url="http://b:1", kind="openai")
+        site = Site(loop, parse({}), takes_any)
+        _, found = await site.enter(model)
+        assert isinstance(found, Routed)
+        assert (site.reads, found.worker) == (reads, worker if model else found.worker)
 
     loop.run(running())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.router.front.proxy import STORED, takes_prompts
+from kvstore.router.front.paths import STORED, is_passed_on
+from kvstore.router.front.proxy import takes_prompts
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_the_api_of_clients_is_routed(path: str) -> None:
 )
 def test_administration_and_odd_spellings_are_not(path: str) -> None:
     assert not takes_prompts(path)
+    assert not is_passed_on(path, "GET", has_tenants=True)
     assert STORED.fullmatch(path) is None
 
 
@@ -51,3 +53,42 @@ def test_a_stored_response_is_known_by_its_id(rest: str) -> None:
 )
 def test_other_paths_below_responses_are_none(rest: str) -> None:
     assert STORED.fullmatch(f"/v1/responses/{rest}") is None
+
+
+MANAGEMENT = [
+    *("/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/reset_prefix_cache", "/pause"),
+    *("/reset_mm_cache", "/update_weights", "/update_weight_version", "/get_world_size", "/resume"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile"),
+    *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/abort_requests"),
+    *("/inference/v1/abort_requests", "/server_info", "/release_kv_cache_memory", "/is_paused"),
+    *("/flush_cache", "/release_memory_occupation", "/set_internal_state", "/open_session"),
+    *("/freeze_gc", "/pause_generation", "/continue_generation", "/slots/1", "/props", "/api/pull"),
+    *("/models/load", "/lora-adapters", "/v2/repository/models/m/load", "/v2/trace/setting"),
+    *("/SLEEP", "//sleep", "/x/../sleep", "/sleep/", "/a%2Fsleep"),
+    *("/metrics", "/metrics/", "/kvstore/", "/kvstore/explain", "/kvstore/a\nb"),
+    *("/v1/responses/", "/v1/responses/a/b", "/v1/responses/.."),
+]
+
+
+@pytest.mark.parametrize("path", MANAGEMENT)
+def test_management_of_engines_is_for_nobody(path: str) -> None:
+    assert not is_passed_on(path, "POST", has_tenants=False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "/version", "/load", "/tokenizer_info", "/invocations", "/docs", "/v1/systemone"),
+        *("/cohere/v2/chat", "/inference/v1/generate", "/v1/completions/render", "/generate"),
+        *("/v1/files", "/v1/images/generations", "/v1/realtime/sessions", "/v1/datasets/a"),
+        *(
+            "/v2/models/m/infer",
+            "/api/generate",
+            "/api/chat",
+            "/v1/threads/a/runs",
+            "/get_model_info",
+        ),
+    ],
+)
+def test_all_other_paths_are_for_clients(path: str) -> None:
+    assert is_passed_on(path, "POST", has_tenants=False)

@@ -28,6 +28,7 @@ from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
 from tests.kit.coroutines import driven
+from tests.kit.routing_check import check
 
 BODY_BYTES_MAX = 10_000
 ROOM = BODY_BYTES_MAX * BODIES_SHARE
@@ -123,7 +124,7 @@ class Site:
         assert not self.dispatcher.held_count
         assert self.left == ROOM
         assert [self.core.fleet.in_flight(worker.name) for worker in self.workers] == [0, 0]
-        self.core.check()
+        check(self.core)
 
     @property
     def left(self) -> int:
@@ -320,7 +321,7 @@ async def test_a_refusal_is_an_immediate_response(
     assert reasons == [refused[1].encode()]
 
 
-@driven(run, tenants=Tenants({hashlib.sha256(b"key-of-a").digest(): "a"}))
+@driven(run, tenants={hashlib.sha256(b"key-of-a").digest(): "a"})
 async def test_a_tenant_needs_its_key(site: Site) -> None:
     assert (await site.play(head(), body())).refused == [(401, "rejected-unauthorized")]
     key: dict[str, Any] = {"x-api-key": "key-of-a"}

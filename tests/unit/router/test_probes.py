@@ -29,6 +29,7 @@ from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
 from tests.kit.coroutines import driven
+from tests.kit.routing_check import check_fleet
 from tests.kit.virtual_fleet import fleet
 from tests.kit.virtual_loop import VirtualLoop
 
@@ -405,7 +406,7 @@ async def test_lists_of_models_are_bounded_whatever_they_hold(
     worker = site.workers["w0"]
     assert worker.word is WorkerWord.UP
     assert (set(worker.models), worker.contexts) == (set(models), contexts)
-    site.core.fleet.check()
+    check_fleet(site.core.fleet)
 
 
 @driven(run)

@@ -19,7 +19,7 @@ from kvstore.router.front.answers import (
     worker_of,
 )
 from kvstore.router.front.intake import peek
-from kvstore.router.front.proxy import STORED
+from kvstore.router.front.paths import STORED
 
 PLACES = [("http://10.0.0.1:8000", 0), ("http://10.0.0.2:8000", 0), ("http://10.0.0.2:8000", 1)]
 

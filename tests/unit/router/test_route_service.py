@@ -38,6 +38,7 @@ from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import FAULTS_MAX, StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
 from tests.kit.coroutines import driven
+from tests.kit.routing_check import check
 from tests.kit.virtual_loop import VirtualLoop
 
 KEY = bytes(KEY_BYTES)
@@ -139,7 +140,7 @@ def run(
     async def running() -> None:
         site = Site(loop, count, prefixes)
         await test(site)
-        site.core.check()
+        check(site.core)
 
     loop.run(running())
 

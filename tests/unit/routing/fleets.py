@@ -32,6 +32,7 @@ from kvstore.routing.values import (
     WorkerRole,
     WorkerSpec,
 )
+from tests.kit.routing_check import check
 
 MS = 1_000_000
 S = 1000 * MS
@@ -90,7 +91,7 @@ def hbm(number: int, blocks: int, trust: PrefixTrust = PrefixTrust.EXACT) -> Pre
 def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:
     """The commands of a step, those about workers left out; the core is whole after it."""
     commands = core.step(event, now_ns)
-    core.check()
+    check(core)
     return [each for each in commands if not isinstance(each, StateChange | AbandonWorker)]
 
 

@@ -45,6 +45,7 @@ from kvstore.routing.legs import REFUSALS_MAX, SUSPECTS_MAX
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerRole, WorkerSpec, WorkerWord
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import S
 
 QUEUE_MAX: Final = 3
@@ -137,7 +138,7 @@ class Oracle:
                     assert name in self.requests, "a command after the final word, or for nobody"
                     self._word(name, command)
         self.waiting = self.requests.keys() - self.sent.keys()
-        self.core.check()
+        check(self.core)
         self._bounds()
         self._words()
 
@@ -253,7 +254,7 @@ class Oracle:
         self._is_explained(command)
         self.waiting.discard(name)
         self.sent[name] = command
-        receipt = command.receipt
+        receipt = command.draft.receipt()
         tried.due_ns = self.now_ns + (receipt.predicted_s - receipt.held_s) * S
         tried.sent_ns, tried.may_begin = self.now_ns, False
 
@@ -266,7 +267,7 @@ class Oracle:
             self.seen["back to a silent one"] += 1
 
     def _in_order(self, command: Routed) -> None:
-        its, service = self.requests[command.request_id], command.receipt.service
+        its, service = self.requests[command.request_id], command.draft.plain.service
         classes = self.policy.classes
         rank = classes[service].rank
         is_urgent = rank < classes[self.policy.default_class].rank
@@ -281,7 +282,7 @@ class Oracle:
             assert its_rank >= rank or not is_plain, "routed past a more urgent one"
 
     def _is_explained(self, command: Routed) -> None:
-        receipt = command.receipt
+        receipt = command.draft.receipt()
         if (
             len(receipt.workers) < len(self.specs)
             or self._role(command.worker) is WorkerRole.PREFILL

@@ -37,6 +37,7 @@ from kvstore.routing.values import (
 )
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.peers import PrepareReply
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     S,
     answer,
@@ -166,7 +167,7 @@ def copies(
         name = f"{prefix} {now_ns} {number}"
         its = request(name, prefix=prefix, pin_s=0)
         commands = core.step(Arrived(its, answer(dram(0, blocks))), now_ns)
-        core.check()
+        check(core)
         found += [each for each in commands if isinstance(each, Prepare)]
         core.step(RequestEnded(name, Ending.ABORTED), now_ns)
     return found
@@ -249,7 +250,7 @@ def test_the_memory_of_prefixes_is_bounded() -> None:
     for number in range(HEAT_MAX // 2):
         its = request(f"r{number}", 1024)
         core.ahead._hottest(its.keys, 64, 16, S)
-    core.check()
+    check(core)
     assert len(core.ahead._heat) == HEAT_MAX
 
 
@@ -260,7 +261,7 @@ def pinned(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
     its = request(name, **{"pin_s": 100.0, **more})
     [sent] = (c for c in core.step(Arrived(its, answer()), now_ns) if isinstance(c, Routed))
     core.step(RequestEnded(name, Ending.DONE), now_ns)
-    core.check()
+    check(core)
     return sent
 
 
@@ -268,7 +269,7 @@ def touched(core: RouterCore, now_ns: int) -> list[Prepare]:
     found = [each for each in core.step(RouteTick(), now_ns) if isinstance(each, Prepare)]
     for each in found:
         core.step(PrepareAnswered(each.number, PrepareReply()), now_ns)
-    core.check()
+    check(core)
     return found
 
 

@@ -25,6 +25,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.legs import REFUSALS_MAX
 from kvstore.routing.values import WorkerRole
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -218,7 +219,7 @@ def test_a_model_without_media_is_remembered_by_the_word_of_its_engine() -> None
     [again] = turn(core, fail("a", Failure.REFUSED, lack=Lack.MEDIA))
     assert routed(again).worker == "w1"
     later = routed(arrive(core, request("b", has_media=True), likes_w0))
-    assert (later.worker, later.receipt.filtered) == ("w1", {"w0": "media"})
+    assert (later.worker, later.draft.plain.filtered) == ("w1", {"w0": "media"})
     text = request("c", subset=("w0", "w1"))
     assert routed(arrive(core, text, likes_w0)).worker == "w0", "text is another matter"
     other = request("d", model="m2", has_media=True)
@@ -267,7 +268,7 @@ def test_a_claim_counts_for_its_own_request_only(failure: Failure, has_streamed:
 def behind_a_gateway(core: RouterCore, name: str, **end: Any) -> None:
     assert routed(arrive(core, request(name), answer(hbm(0, 250)))).worker == "w0"
     core.step(RequestEnded(name, **end), S)
-    core.check()
+    check(core)
 
 
 def test_a_gateway_that_was_served_elsewhere_blames_the_worker_that_was_chosen() -> None:
@@ -340,7 +341,7 @@ def test_the_result_of_a_remote_prefill_counts_for_its_prefiller(failure: Failur
         core.step(PrefillDone(f"r{n}", failure, "status 503"), now_ns)
         core.step(FirstToken(f"r{n}"), now_ns)
         core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns)
-        core.check()
+        check(core)
     own = (Failure.STATUS, Failure.ERROR, Failure.BROKEN)
     assert is_open(core, "w10") == (failure in own), "the request was served without it"
     assert (core.fleet.workers[1].health.succeeded_ns >= 0) == (failure is None)
@@ -384,4 +385,4 @@ def test_an_engine_that_cuts_every_stream_gets_no_more_of_them() -> None:
         turn(core, fail(f"r{n}", Failure.BROKEN, has_streamed=True), now_ns + 2 * MS)
     for n in range(10):
         sent = routed(arrive(core, request(f"s{n}"), now_ns=3 * S + 3 * MS))
-        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "breaker"})
+        assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": "breaker"})

@@ -57,12 +57,12 @@ def test_a_class_more_urgent_than_the_default_is_for_tenants_that_it_names(
 ) -> None:
     core = core_of(spec(0), policy=POLICY)
     sent = routed(arrive(core, request("r", service=named, tenant=tenant)))
-    assert sent.receipt.service == gets
+    assert sent.draft.plain.service == gets
 
 
 def test_without_a_policy_nobody_names_an_urgent_class_and_the_default_has_no_bounds() -> None:
     core = core_of(spec(0))
-    assert routed(arrive(core, request("r", service="inline"))).receipt.service == "interactive"
+    assert routed(arrive(core, request("r", service="inline"))).draft.plain.service == "interactive"
     default = RoutingPolicy().classes["interactive"]
     bounds = (default.ttl_s, default.queue_max, default.backlog_s, default.saturation_max)
     assert bounds == (None, None, None, None)

@@ -22,6 +22,7 @@ from kvstore.routing.events import (
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import parse
 from kvstore.routing.values import PrefixMatch, SharedLoad, WorkerRole
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -44,7 +45,7 @@ def test_a_failed_attempt_goes_elsewhere_until_nobody_is_left() -> None:
     for attempt in (2, 3, 4):
         [again] = turn(core, fail("r"))
         assert routed(again).attempt == attempt
-        assert "retried" in routed(again).receipt.degraded
+        assert "retried" in routed(again).draft.plain.degraded
         tried.append(routed(again).worker)
     assert len(set(tried)) == 4
     [last] = turn(core, fail("r"))
@@ -171,7 +172,7 @@ def test_hits_are_learned_apart_for_what_only_another_node_has() -> None:
     assert served("a", 1600) == [1, 0]
     assert served("b", 2400) == [1, 0.5]
     assert served("c", 400) == [0.25, 0]
-    core.check()
+    check(core)
 
 
 def test_explain_changes_nothing() -> None:
@@ -181,7 +182,7 @@ def test_explain_changes_nothing() -> None:
     assert core.explain(its, None, S) == before
     assert not core.open
     assert not core.fleet.flights
-    assert routed(arrive(core, its)).receipt == before
+    assert routed(arrive(core, its)).draft.receipt() == before
     core.adopt(parse({"draining": ["w0", "w1"]}), S)
     refused = core.explain(request("x"), None, S)
     assert (refused.outcome.rejected, refused.chosen) == ("rejected-no-endpoints", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ from kvstore.routing.costs import Term, terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
 from kvstore.routing.features import TRUSTS, FeatureColumn
-from kvstore.routing.policy import POLICY_NAMES, PolicyCosts, PolicyLimits, RoutingPolicy, parse
+from kvstore.routing.policy import PolicyCosts, PolicyLimits, PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import (
     LoadSample,
@@ -155,7 +155,7 @@ def test_a_subset_is_kept_to_by_name_and_by_address() -> None:
 def test_red_parity_means_load_only() -> None:
     core = core_of(spec(0), spec(1))
     core.step(Judged("w0", is_parity_red=True), S)
-    receipt = routed(arrive(core, request("r"), answer(hbm(0, 256), hbm(1, 10)))).receipt
+    receipt = routed(arrive(core, request("r"), answer(hbm(0, 256), hbm(1, 10)))).draft.receipt()
     assert receipt.chosen == "w1"
     assert receipt.features["hbm"] == [0, 160]
 
@@ -164,10 +164,10 @@ def test_a_worker_may_be_load_only_for_one_request() -> None:
     core = core_of(spec(0), spec(1))
     found = answer(hbm(0, 256), hbm(1, 10))
     asked = msgspec.structs.replace(request("r"), load_only={"w0": "other weights", "gone": "x"})
-    receipt = routed(arrive(core, asked, found)).receipt
+    receipt = routed(arrive(core, asked, found)).draft.receipt()
     assert (receipt.chosen, receipt.features["hbm"]) == ("w1", [0, 160])
     assert receipt.load_only["w0"] == "other weights"
-    receipt = routed(arrive(core, request("s"), found)).receipt
+    receipt = routed(arrive(core, request("s"), found)).draft.receipt()
     assert receipt.features["hbm"] == [4095, 160]
 
 
@@ -228,8 +228,8 @@ def test_without_an_answer_the_own_tree_is_used_and_said() -> None:
     first = routed(arrive(core, request("a", prefix="x")))
     again = routed(arrive(core, request("b", prefix="x"), now_ns=30 * S))
     assert again.worker == first.worker
-    assert again.receipt.index_trust == "none"
-    assert "prefix-approximate" in again.receipt.degraded
+    assert again.draft.plain.index_trust == "none"
+    assert "prefix-approximate" in again.draft.plain.degraded
 
 
 def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
@@ -255,7 +255,7 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
 def test_a_receipt_says_whether_its_tokens_are_estimated(is_of_bytes: bool) -> None:
     core = core_of(spec(0))
     sent = routed(arrive(core, request("a", is_of_bytes=is_of_bytes)))
-    assert sent.receipt.prompt_is_estimated is is_of_bytes
+    assert sent.draft.plain.prompt_is_estimated is is_of_bytes
 
 
 def test_a_receipt_has_the_tokens_that_were_expected_to_be_cached() -> None:
@@ -276,7 +276,7 @@ def test_blocks_that_were_just_sent_count_beside_the_index() -> None:
     assert max(later.features["hbm"]) == 0
 
 
-policies = st.sampled_from(POLICY_NAMES)
+policies = st.sampled_from(get_args(PolicyName))
 
 
 @settings(max_examples=30)
@@ -294,7 +294,7 @@ def test_a_receipt_replays_its_own_decision(
     for number, (worker, tokens, blocks) in enumerate([*sent, (0, 3000, 100)]):
         its = request(f"r{number}", tokens * 16, prefix=f"p{worker}", session=f"s{worker}")
         command = arrive(core, its, answer(hbm(worker, min(blocks, tokens))), S + number * MS)
-        receipt = routed(command).receipt
+        receipt = routed(command).draft.receipt()
         decoded = msgspec.json.decode(msgspec.json.encode(receipt), type=Receipt)
         assert decoded == receipt
         assert replay(decoded, policy) == receipt
@@ -309,7 +309,7 @@ def test_a_replay_under_another_policy_decides_otherwise() -> None:
     core = core_of(spec(0), spec(1))
     for n in range(3):
         routed(arrive(core, request(f"r{n}", 4000, subset=("w0",))))
-    receipt = routed(arrive(core, request("x", 16_000), answer(hbm(0, 900)))).receipt
+    receipt = routed(arrive(core, request("x", 16_000), answer(hbm(0, 900)))).draft.receipt()
     assert receipt.chosen == "w0"
     assert replay(receipt, parse({"policy": "least-load"})).chosen == "w1"
     fast = parse({"costs": {"prefill_tokens_per_s": 1e9, "attention_tokens": 1e9}})
@@ -344,7 +344,7 @@ def test_a_column_that_an_older_receipt_does_not_have_changes_nothing() -> None:
     policy = parse({"costs": costs, "choice": {"top_k": 1}})
     core = core_of(spec(0), spec(1), policy=policy)
     prefix = answer(PrefixMatch(node="n9", engine="", rank=0, dram_blocks=200))
-    now = routed(arrive(core, request("r"), prefix)).receipt
+    now = routed(arrive(core, request("r"), prefix)).draft.receipt()
     assert max(now.features["remote"]) > 0
     older = {k: v for k, v in now.features.items() if k not in ("fetch_ratio", "stays")}
     again = replay(msgspec.structs.replace(now, features=older), policy)

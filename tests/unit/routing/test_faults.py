@@ -14,6 +14,7 @@ from kvstore.routing.events import (
     RouteTick,
 )
 from kvstore.routing.policy import parse
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -57,7 +58,7 @@ def test_a_held_request_that_cannot_be_placed_is_rejected_alone(harm: dict[str, 
     assert "Traceback" in rejected(bad).fault
     [after] = turn(core, RequestEnded("before", Ending.DONE), 3 * S)
     assert routed(after).request_id == "after"
-    core.check()
+    check(core)
     assert core.open.keys() == {"after"}
 
 
@@ -68,7 +69,7 @@ def test_a_new_request_that_cannot_be_placed_takes_no_commands_along(harm: dict[
     expired, bad = turn(core, Arrived(request("bad", **harm), None), 3 * S)
     assert (expired.request_id, rejected(expired).status) == ("late", 503)
     assert (bad.request_id, rejected(bad).status) == ("bad", 500)
-    core.check()
+    check(core)
     assert core.open.keys() == {"first"}
 
 
@@ -80,7 +81,7 @@ def test_an_error_at_a_second_attempt_is_the_end_of_the_request(
     monkeypatch.setattr(core.placer, "place", lambda *_: 1 // 0)
     [bad] = turn(core, fail("r"))
     assert rejected(bad).status == 500
-    core.check()
+    check(core)
     assert not core.open
     assert not core.fleet.flights
 
@@ -94,7 +95,7 @@ def test_an_error_while_a_request_is_sent_leaves_nothing_of_it(
         patched.setattr(core.races, "late_after_s", lambda *_: 1 // 0)  # the last step of all
         [bad] = turn(core, RequestEnded("first", Ending.DONE), 2 * S)
     assert rejected(bad).status == 500
-    core.check()
+    check(core)
     assert not core.open
     assert not core.fleet.flights
     routed(arrive(core, request("next"), now_ns=3 * S))
@@ -115,6 +116,6 @@ def test_a_request_ends_whatever_its_numbers_are() -> None:
     routed(arrive(core, request("r"), answer()))
     with pytest.raises(OverflowError):
         core.step(RequestEnded("r", Ending.DONE, 10**400), 2 * S)
-    core.check()
+    check(core)
     assert not core.open
     assert core.step(RouteTick(), 2 * S + MS) == []

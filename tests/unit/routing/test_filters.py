@@ -75,7 +75,7 @@ def test_whoever_is_left_gets_the_request(flaw: str) -> None:
     core = flawed(flaw)
     sent = routed(arrive(core, special("r")))
     assert sent.worker == "w0"
-    assert sent.receipt.degraded[-1] == "last-resort"
+    assert sent.draft.plain.degraded[-1] == "last-resort"
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
@@ -83,8 +83,8 @@ def test_a_worker_without_a_flaw_comes_first(flaw: str) -> None:
     core = flawed(flaw, "")
     for n in range(3):
         sent = routed(arrive(core, special(f"r{n}"), answer(hbm(0, 512))))
-        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": flaw})
-        assert "last-resort" not in sent.receipt.degraded
+        assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": flaw})
+        assert "last-resort" not in sent.draft.plain.degraded
 
 
 @pytest.mark.parametrize(("mild", "bad"), list(pairwise(FLAWS)))
@@ -92,9 +92,9 @@ def test_the_mildest_flaw_is_tried_first_and_the_next_one_after_it(mild: str, ba
     core = flawed(bad, mild)
     likes_w0 = answer(hbm(0, 512))
     sent = routed(arrive(core, special("r"), likes_w0))
-    assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": bad})
+    assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": bad})
     again = routed(turn(core, fail("r", Failure.CONNECT))[0])
-    assert (again.worker, again.receipt.filtered) == ("w0", {"w1": "failed-before"})
+    assert (again.worker, again.draft.plain.filtered) == ("w0", {"w1": "failed-before"})
     assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 503
 
 
@@ -105,7 +105,7 @@ def test_no_last_resort_is_tried_while_waiting_can_help(flaw: str) -> None:
     assert arrive(core, special("r")) is None
     [sent] = turn(core, RequestEnded("first", Ending.DONE))
     assert routed(sent).worker == "w1"
-    assert "last-resort" not in routed(sent).receipt.degraded
+    assert "last-resort" not in routed(sent).draft.plain.degraded
 
 
 @pytest.mark.parametrize("bad", FLAWS[2:])
@@ -133,7 +133,7 @@ def test_what_is_down_and_lacks_something_is_still_found_when_it_is_back() -> No
     assert routed(arrive(core, special("a"))).worker == "w0"
     comes_back(core, "w0")
     sent = routed(arrive(core, special("b")))
-    assert (sent.worker, sent.receipt.filtered) == ("w0", {"w1": "media"})
+    assert (sent.worker, sent.draft.plain.filtered) == ("w0", {"w1": "media"})
 
 
 # ── contexts ─────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +169,7 @@ def test_a_prompt_counts_as_no_more_than_the_longest_context_of_its_pool() -> No
     assert counted(core, 8000) == 8000
     assert counted(core, 1_000_000) == 9000
     assert counted(core, 1_000_000, answer(hbm(0, 700))) == 9000
-    receipt = routed(arrive(core, request("r", 100_000))).receipt
+    receipt = routed(arrive(core, request("r", 100_000))).draft.receipt()
     assert receipt.predicted_s == pytest.approx(1.3, abs=0.3)
     assert core.fleet.flights["r"].tokens == 9000 + 256
     assert counted(core_of(long, spec(1)), 1_000_000) == 1_000_000, "one is not known"
@@ -179,7 +179,7 @@ def test_an_objective_is_of_what_an_engine_would_compute() -> None:
     classes = {"interactive": {"rank": 1, "ttft_s": 2.0}}
     core = core_of(spec(0, context_tokens={"m": 8000}), policy=parse({"classes": classes}))
     sent = routed(arrive(core, request("r", 1_000_000)))
-    assert "last-resort" in sent.receipt.degraded, "its engine says no, and how much it takes"
+    assert "last-resort" in sent.draft.plain.degraded, "its engine says no, and how much it takes"
 
 
 # ── memory, queue, running ───────────────────────────────────────────────────────────────────────
@@ -199,7 +199,7 @@ def test_memory_drops_a_worker_only_while_requests_wait_in_its_engine() -> None:
     assert routed(arrive(core, request("x", 8000, subset=("w0",)))).worker == "w0"
     report(core, waiting=1)
     sent = routed(arrive(core, request("b", 4000), answer(hbm(0, 100))))
-    assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "memory"})
+    assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": "memory"})
     assert arrive(core, request("c", 4000, subset=("w0",))) is None
     [sent, *_] = report(core, 2 * S, waiting=0)
     assert routed(sent).request_id == "c"
@@ -281,7 +281,9 @@ def test_a_red_worker_keeps_its_prefixes_where_there_is_no_index() -> None:
         its = request(f"r{n}", prefix="x", load_only={"w0": "other keys"})
         again = routed(arrive(core, its, now_ns=(30 + n) * S))
         assert again.worker == first.worker
-        assert max(again.receipt.features["hbm"]) > 4000
+        assert max(again.draft.receipt().features["hbm"]) > 4000
         core.step(RequestEnded(f"r{n}", Ending.DONE), (30 + n) * S)
-    blind = routed(arrive(core, request("b", prefix="x"), answer(hbm(0, 256)), 36 * S)).receipt
+    blind = routed(
+        arrive(core, request("b", prefix="x"), answer(hbm(0, 256)), 36 * S)
+    ).draft.receipt()
     assert blind.features["hbm"] == [0, 0]

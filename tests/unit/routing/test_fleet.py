@@ -84,7 +84,7 @@ def test_a_second_worker_is_predicted_by_its_own_time() -> None:
     assert isinstance(second, Raced)
     raced = core.open["r"].race
     assert raced is not None
-    assert raced.predicted_s < first.receipt.predicted_s / 3, "others were ahead of it there"
+    assert raced.predicted_s < first.draft.plain.predicted_s / 3, "others were ahead of it there"
     core.step(RaceOver("r", first.worker), 20 * S)
     turn(core, RouteTick(), 20 * S + int(raced.predicted_s * S) - MS)
     assert counts(core, 1) == (1, 0)

@@ -23,6 +23,7 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec, WorkerWord
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -70,7 +71,7 @@ def goes_to(core: RouterCore, name: str, now_ns: int) -> str:
 
 def changes(core: RouterCore, event: Any, now_ns: int = S) -> list[tuple[str, str, str]]:
     found = core.step(event, now_ns)
-    core.check()
+    check(core)
     return [(c.worker, c.word.value, c.why) for c in found if isinstance(c, StateChange)]
 
 
@@ -211,7 +212,7 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
     core = core_of(spec(0), spec(1))
     core.step(Probed("w0", LATE, late_s=2.0), S)
     for n in range(3):
-        receipt = routed(arrive(core, request(f"r{n}"))).receipt
+        receipt = routed(arrive(core, request(f"r{n}"))).draft.receipt()
         assert receipt.chosen == "w1"
         assert (receipt.terms["late"], receipt.filtered) == ([2.0, 0.0], {})
     waits = (SharedLoad("w1", 60_000, 0),)
@@ -219,7 +220,7 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
     assert goes_to(core, "late", S) == "w0", "two seconds are better than seven"
     core.step(Shared("other", ()), S)
     comes_back(core, "w0")
-    assert "late" not in routed(arrive(core, request("x"))).receipt.terms
+    assert "late" not in routed(arrive(core, request("x"))).draft.receipt().terms
 
 
 def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
@@ -300,7 +301,7 @@ def test_the_policy_says_who_drains() -> None:
     assert changes(core, Joined(spec(2))) == [("w2", "draining", "")]
     for n in range(6):
         sent = routed(arrive(core, request(f"r{n}"), answer(hbm(0, 256))))
-        assert (sent.worker, sent.receipt.filtered) == (
+        assert (sent.worker, sent.draft.plain.filtered) == (
             "w1",
             dict.fromkeys(["w0", "w2"], "draining"),
         )
@@ -311,7 +312,7 @@ def test_the_policy_says_who_drains() -> None:
     assert changes(core, Probed("w0", UNWELL, "status 503")) == [("w0", "draining", "status 503")]
     comes_back(core, "w0")
     assert core.adopt(RoutingPolicy(), S)[0] == StateChange("w0", WorkerWord.UP, "")
-    receipt = routed(arrive(core, request("back"), answer(hbm(0, 256)))).receipt
+    receipt = routed(arrive(core, request("back"), answer(hbm(0, 256)))).draft.receipt()
     assert (receipt.chosen, receipt.filtered) == ("w0", {"w1": "down"})
 
 
@@ -325,7 +326,7 @@ def test_nobody_waits_for_workers_that_are_gone() -> None:
     gone, behind, _ = core.adopt(parse(full | {"draining": ["w0"]}), S + MS)
     assert (rejected(gone).request_id, rejected(gone).status) == ("held", 503)
     assert (routed(behind).request_id, routed(behind).worker) == ("behind", "w1")
-    core.check()
+    check(core)
 
 
 def test_a_request_that_was_tried_and_waits_ends_with_its_last_worker() -> None:

@@ -13,6 +13,7 @@ from kvstore.routing.costs import LEARNED
 from kvstore.routing.events import Ending, FirstToken, RequestEnded, WorkerLeft
 from kvstore.routing.learning import OutputLengths, TermWeights, smoothed_ratio
 from kvstore.routing.policy import PolicyLearning
+from tests.kit.routing_check import check, check_weights
 from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
 
 
@@ -26,7 +27,7 @@ def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
     raw = np.full(LEARNED, 0.3)
     assert float(raw @ weights.of(["w0"])[:, 0]) == pytest.approx(2 * raw.sum(), rel=0.1)
     assert (weights.of(["w1"])[:, 0] == 1).all()
-    weights.check()
+    check_weights(weights)
 
 
 def test_a_new_worker_starts_with_the_mean() -> None:
@@ -68,7 +69,7 @@ def test_weights_stay_in_bounds(steps: list[tuple[list[float], float]]) -> None:
     weights = TermWeights(PolicyLearning())
     for raw, achieved_s in steps:
         weights.learn("w0", np.array(raw), achieved_s)
-        weights.check()
+        check_weights(weights)
 
 
 def test_one_wild_time_moves_little() -> None:
@@ -93,7 +94,7 @@ def test_a_worker_that_left_before_its_first_token_is_forgotten() -> None:
     core.step(WorkerLeft(gone), S)
     core.step(FirstToken("r"), 2 * S)
     assert gone not in core.placer.weights._place
-    core.check()
+    check(core)
 
 
 # ── lengths of answers ───────────────────────────────────────────────────────────────────────────
@@ -126,7 +127,7 @@ def needs(core: RouterCore, name: str, **more: Any) -> int:
     """Tokens of KV cache that a request is counted with."""
     sent = routed(arrive(core, request(name, 1600, **more)))
     need = core.fleet.flights[name].tokens
-    assert sent.receipt.output_tokens == need - 1600
+    assert sent.draft.plain.output_tokens == need - 1600
     return need - 1600
 
 

@@ -50,7 +50,7 @@ def test_it_gets_nothing_while_another_worker_is_there(policy: str) -> None:
     assert core.fleet.workers[0].health.word is WorkerWord.DRAINING
     for n in range(6):
         sent = goes(core, f"r{n}")
-        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "terminating"})
+        assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": "terminating"})
         assert sent.fallbacks == ()
 
 
@@ -90,7 +90,7 @@ def test_it_is_the_last_resort_before_one_that_is_down() -> None:
     assert goes(core, "b").worker == "w1", "which is there, and has one more try"
     goes_down(core, "w1")
     sent = goes(core, "c")
-    assert (sent.worker, sent.receipt.degraded) == ("w0", ("last-resort",))
+    assert (sent.worker, sent.draft.plain.degraded) == ("w0", ("last-resort",))
     goes_down(core, "w0")
     assert core.fleet.workers[0].health.word is WorkerWord.DOWN
     assert goes(core, "d").worker in ("w0", "w1"), "nothing is worse than an error"

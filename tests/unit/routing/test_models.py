@@ -93,11 +93,11 @@ def test_an_adapter_goes_where_it_runs_or_is_listed() -> None:
     )
     first = routed(arrive(core, request("r", model="legal")))
     assert first.worker in ("w0", "w1")
-    assert (first.model, first.receipt.filtered) == ("legal", {"w2": "adapter"})
+    assert (first.model, first.draft.plain.filtered) == ("legal", {"w2": "adapter"})
     # w0 lists it, and runs none at the moment; w2 runs it, and does not list it.
     core.step(Scraped("w0", LoadSample(waiting=0, running=0, adapters=()), 0), 1)
     core.step(Scraped("w2", LoadSample(waiting=0, running=0, adapters=("legal",)), 0), 1)
-    second = routed(arrive(core, request("s", model="legal"))).receipt
+    second = routed(arrive(core, request("s", model="legal"))).draft.receipt()
     assert (second.features["warm"], second.filtered) == ([0, 1, 1], {})
     assert second.terms["cold"] == [ADAPTER_S, 0, 0]
 

@@ -20,6 +20,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.values import WorkerRole
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -79,7 +80,7 @@ class Traffic:
             if streams and len(self.streams) > 30:  # 3 s for 31 tokens
                 done = RequestEnded(self.streams.pop(0), Ending.DONE, None, 31)
                 self.core.step(done, self.now_ns)
-        self.core.check()
+        check(self.core)
 
     def _request(self, tokens: int) -> Any:
         self.number += 1
@@ -220,7 +221,7 @@ def test_a_change_leaves_requests_under_way_where_they_are() -> None:
     for name in "ab":
         core.step(FirstToken(name), 2 * S)
         core.step(RequestEnded(name, Ending.DONE), 3 * S)
-    core.check()
+    check(core)
     assert not core.fleet.flights
     assert {draft.plain.role for draft in core.take_drafts()} == {"both"}
 
@@ -231,13 +232,13 @@ def test_a_planned_prefiller_serves_when_nobody_else_can() -> None:
     routed(arrive(core, request("a", 4096)))
     again = turn(core, fail("a", Failure.CONNECT))[0]
     assert (routed(again).worker, routed(again).prefill_worker) == ("w0", None)
-    assert routed(again).receipt.role == "prefill"
+    assert routed(again).draft.plain.role == "prefill"
     goes_down(core, "w1")
     sent = routed(arrive(core, request("b", 4096)))
-    assert (sent.worker, "last-resort" in sent.receipt.degraded) == ("w0", False)
+    assert (sent.worker, "last-resort" in sent.draft.plain.degraded) == ("w0", False)
     goes_down(core, "w0")
     sent = routed(arrive(core, request("c", 4096)))
-    assert "last-resort" in sent.receipt.degraded
+    assert "last-resort" in sent.draft.plain.degraded
     fixed = planned(PREFILL, ANY, is_on=False)
     goes_down(fixed, "w1")
     whole = routed(arrive(fixed, request("b", 4096)))
@@ -250,7 +251,7 @@ def test_of_workers_that_are_all_down_the_one_for_whole_requests_is_tried() -> N
     for worker in ("w0", "w1"):
         goes_down(core, worker)
     sent = routed(arrive(core, request("r", 4096, must_be_local=True)))
-    assert (sent.worker, "last-resort" in sent.receipt.degraded) == ("w1", True)
+    assert (sent.worker, "last-resort" in sent.draft.plain.degraded) == ("w1", True)
 
 
 def test_another_number_of_prefillers_has_another_threshold() -> None:

@@ -22,6 +22,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.values import SharedLoad, WorkerRole
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -61,11 +62,11 @@ def test_a_late_request_gets_a_second_worker_and_the_first_answer_counts() -> No
     assert {first.worker, second.worker} == {"w0", "w1"}
     assert len(core.fleet.flights) == 2
     core.step(RaceOver("r", first.worker), 2 * S)
-    core.check()
+    check(core)
     assert [flight.worker for flight in core.fleet.flights.values()] == [second.worker]
     core.step(FirstToken("r"), 2 * S)
     core.step(RequestEnded("r", Ending.DONE), 3 * S)
-    core.check()
+    check(core)
     assert not core.fleet.flights
     [receipt] = [draft.receipt() for draft in core.take_drafts()]
     said = receipt.outcome
@@ -80,7 +81,7 @@ def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     first, second = routed(arrive(core, pure("r"))), raced(core)
     lost, left = (first, second) if is_first else (second, first)
     core.step(RaceOver("r", lost.worker, Failure.BROKEN), 2 * S)
-    core.check()
+    check(core)
     assert [flight.worker for flight in core.fleet.flights.values()] == [left.worker]
     third = routed(turn(core, fail("r"), 2 * S)[0])
     assert third.worker not in (first.worker, second.worker)
@@ -130,12 +131,12 @@ def test_by_default_a_request_is_late_after_the_longest_of_three_times() -> None
     assert (short.may_race, short.late_after_s) == (True, 10.0)
     core.step(Shared("other", (SharedLoad("w0", 80_000, 0), SharedLoad("w1", 80_000, 0))), S)
     long = routed(arrive(core, pure("b")))
-    predicted_s = long.receipt.predicted_s
+    predicted_s = long.draft.plain.predicted_s
     assert predicted_s > 9
     assert long.late_after_s == pytest.approx(5 * predicted_s)
     core.races._late_ratios["interactive"] = 7.0
     longer = routed(arrive(core, pure("c")))
-    assert longer.late_after_s == pytest.approx(7 * longer.receipt.predicted_s)
+    assert longer.late_after_s == pytest.approx(7 * longer.draft.plain.predicted_s)
 
 
 def test_a_remote_prefill_is_late_by_itself() -> None:
@@ -145,7 +146,7 @@ def test_a_remote_prefill_is_late_by_itself() -> None:
     core.races._late_ratios["interactive\0prefill"] = 60.0
     remote = routed(arrive(core, pure("b", 4096)))
     assert remote.prefill_worker == "w10"
-    assert remote.late_after_s == pytest.approx(60 * remote.receipt.predicted_s)
+    assert remote.late_after_s == pytest.approx(60 * remote.draft.plain.predicted_s)
     for name in "ab":
         core.step(FirstToken(name), S)
     assert core.races._late_ratios["interactive"] == 60.0
@@ -160,7 +161,7 @@ def test_no_race_to_a_worker_that_is_not_free() -> None:
     assert core.open["r"].race is None
     for waited_ns, count in ((500 * MS, 0), (2 * S, 1)):
         quick = racing()
-        assert 0.5 < routed(arrive(quick, pure("r", 8000))).receipt.predicted_s < 2
+        assert 0.5 < routed(arrive(quick, pure("r", 8000))).draft.plain.predicted_s < 2
         assert len(quick.step(Late("r"), S + waited_ns)) == count, "no quicker than was waited"
 
 
@@ -179,7 +180,7 @@ def test_races_have_a_budget() -> None:
         routed(arrive(core, pure(f"r{n}"), now_ns=(3 * n + 1) * S))
         races += len(core.step(Late(f"r{n}"), (3 * n + 2) * S))
         core.step(RequestEnded(f"r{n}", Ending.DONE), (3 * n + 3) * S)
-    core.check()
+    check(core)
     assert races in (2, 3)
 
 
@@ -191,14 +192,14 @@ def test_a_busy_class_learns_what_late_is() -> None:
     for n in range(2000):
         sent = routed(core.step(Arrived(pure(f"r{n}")), (n + 1) * S)[0])
         ratio = 1 + (n * 7919 % 1000) / 100  # 1 to 11, evenly
-        achieved_s = ratio * sent.receipt.predicted_s
+        achieved_s = ratio * sent.draft.plain.predicted_s
         late += n >= 1000 and achieved_s > sent.late_after_s
         core.step(FirstToken(f"r{n}"), (n + 1) * S + int(achieved_s * S))
         core.step(RequestEnded(f"r{n}", Ending.DONE), (n + 1) * S + int(achieved_s * S))
     assert core.races._late_ratios["interactive"] < start
     assert 0.03 <= late / 1000 <= 0.07
     other = routed(core.step(Arrived(pure("other", service="batch")), 3000 * S)[0])
-    assert other.late_after_s == pytest.approx(4 * other.receipt.predicted_s)
+    assert other.late_after_s == pytest.approx(4 * other.draft.plain.predicted_s)
 
 
 def test_a_request_that_is_late_moves_what_late_is_once() -> None:
@@ -209,7 +210,7 @@ def test_a_request_that_is_late_moves_what_late_is_once() -> None:
     core.step(FirstToken("r"), 9 * S)
     core.step(RequestEnded("r", Ending.DONE), 9 * S)
     then = routed(arrive(core, pure("then"), now_ns=10 * S))
-    before, after = (each.late_after_s / each.receipt.predicted_s for each in (first, then))
+    before, after = (each.late_after_s / each.draft.plain.predicted_s for each in (first, then))
     assert after == pytest.approx(before * math.exp(0.1 * 0.95))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import RouteTick
-from kvstore.routing.policy import POLICY_NAMES, parse
+from kvstore.routing.policy import PolicyName, parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import RouteRequest
 from tests.unit.routing.fleets import (
@@ -58,7 +60,7 @@ def test_workers_that_are_left_out_are_in_the_receipt_with_the_reason() -> None:
     assert receipt.filtered == {"w0": "model", "w1": "draining", "w2": "subset"}
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_a_pool_without_workers_leaves_a_receipt_too(policy: str) -> None:
     core = core_of(policy=parse({"policy": policy, "models": {"m": {}}}))
     assert rejected(arrive(core, request("r"))).status == 503

@@ -18,6 +18,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.values import SharedLoad, WorkerRole
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -59,12 +60,15 @@ def test_a_long_prompt_is_prefilled_elsewhere_and_a_short_one_is_not() -> None:
     long, short = routed(arrive(core, request("l"))), routed(arrive(core, request("s", 100)))
     assert long.prefill_worker in ("w10", "w11")
     assert long.worker in ("w0", "w1")
-    assert (long.receipt.split_reason, short.receipt.split_reason) == ("long", "short")
+    assert (long.draft.plain.split_reason, short.draft.plain.split_reason) == (
+        "long",
+        "short",
+    )
     assert short.prefill_worker is None
     cached = routed(arrive(core, request("c", 4096), answer(hbm(0, 250), hbm(1, 250))))
-    assert cached.receipt.split_reason == "short"
+    assert cached.draft.plain.split_reason == "short"
     local = routed(arrive(core, request("x", must_be_local=True)))
-    assert (local.prefill_worker, local.receipt.split_reason) == (None, "off")
+    assert (local.prefill_worker, local.draft.plain.split_reason) == (None, "off")
 
 
 def test_a_prefiller_on_the_same_node_is_nearer() -> None:
@@ -98,7 +102,7 @@ def test_no_request_depends_on_prefillers_however_many_fail(retries: float, atte
     while sent.prefill_worker:
         sent = routed(turn(core, fail("r", leg=Leg.PREFILL))[0])
     assert sent.attempt == attempts
-    assert sent.receipt.split_reason == "fell-back"
+    assert sent.draft.plain.split_reason == "fell-back"
     [last] = turn(core, fail("r"))
     if retries:
         assert routed(last).attempt == attempts + 1, "decoders have attempts of their own"
@@ -116,7 +120,7 @@ def test_a_failed_leg_leaves_no_prefix_behind() -> None:
     assert first.prefill_worker == before.prefill_worker
     again = routed(core.step(fail("r", leg=Leg.PREFILL), 3 * MS)[0])
     assert again.prefill_worker not in (None, first.prefill_worker)
-    assert again.receipt.split_reason == "long"
+    assert again.draft.plain.split_reason == "long"
     hits = core.tree.match(asked.keys, 3 * MS, step=8, young_only=True)
     # Of blocks that were computed before, those that the verdict trusted stay.
     assert hits[first.prefill_worker or ""] == 24
@@ -167,7 +171,7 @@ def test_a_full_prefill_queue_means_local() -> None:
     for n in range(30):
         for command in core.step(Arrived(request(f"r{n}", 20_000)), S):
             if isinstance(command, Routed):
-                reasons[command.receipt.split_reason] += 1
-    core.check()
+                reasons[command.draft.plain.split_reason] += 1
+    check(core)
     assert reasons["long"] == 4
     assert reasons["prefill-queue"] == 30 - 10

@@ -43,8 +43,8 @@ def test_nobody_waits_for_a_worker_that_rests() -> None:
     goes_down(core, "w2")
     sent = routed(arrive(core, request("other")))
     assert sent.worker in ("w0", "w1")
-    assert sent.receipt.filtered == {"w2": "down"}
-    assert "last-resort" in sent.receipt.degraded
+    assert sent.draft.plain.filtered == {"w2": "down"}
+    assert "last-resort" in sent.draft.plain.degraded
 
 
 def test_a_rest_is_as_long_as_the_last_word_says() -> None:
@@ -55,4 +55,4 @@ def test_a_rest_is_as_long_as_the_last_word_says() -> None:
     turn(core, fail("r1", Failure.BUSY), S + 100 * MS)
     for now_ns, filtered in ((S + REST_NS, {"w0": "rests"}), (S + 100 * MS + REST_NS, {})):
         sent = routed(arrive(core, request(f"at {now_ns}"), now_ns=now_ns))
-        assert sent.receipt.filtered == filtered
+        assert sent.draft.plain.filtered == filtered

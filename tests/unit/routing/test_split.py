@@ -12,6 +12,7 @@ from kvstore.routing.split import (
     PrefillSplit,
     SplitReason,
 )
+from tests.kit.routing_check import check_lanes
 from tests.unit.routing.fleets import S
 
 LONG, BUSY, SHORT = SplitReason.LONG, SplitReason.BUSY_DECODE, SplitReason.SHORT
@@ -113,7 +114,7 @@ def test_aborted_prefills_leave_nothing_behind() -> None:
     for number in range(1, 2000):
         lanes.add(entry(f"r{number}", 400, number=number))
         lanes.remove(f"r{number}")
-        lanes.check()
+        check_lanes(lanes)
     assert sum(map(len, lanes._lanes)) < 200
     assert [e.request_id for e in lanes.order(0)] == ["first"]
 

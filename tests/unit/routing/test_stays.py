@@ -12,6 +12,7 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, Failure, Joined, RequestEnded, Routed, WorkerLeft
 from kvstore.routing.policy import RoutingPolicy, parse
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     S,
     arrive,
@@ -33,7 +34,7 @@ def ask(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
     """A request from its arrival to its end."""
     sent = routed(arrive(core, request(name, 160, **{"session": "s", **more}), now_ns=now_ns))
     core.step(RequestEnded(name, Ending.DONE), now_ns)
-    core.check()
+    check(core)
     return sent
 
 
@@ -51,7 +52,7 @@ def test_a_session_keeps_its_worker_when_others_leave_and_join() -> None:
         core.step(Joined(spec(10 + number)), S)
         sent = ask(core, f"r{number}")
         assert sent.worker == worker
-        assert replay(sent.receipt, core.policy).chosen == worker
+        assert replay(sent.draft.receipt(), core.policy).chosen == worker
 
 
 def test_after_a_silence_it_goes_by_its_hash_again() -> None:
@@ -124,15 +125,15 @@ def sides(stable: int, canary: int) -> RoutingPolicy:
 
 def test_a_session_keeps_its_pool_when_weights_change_and_leaves_one_without() -> None:
     core = core_of(spec(0, pool="stable"), spec(1, pool="canary"), policy=sides(90, 10))
-    before = {f"s{n}": ask(core, f"r{n}", session=f"s{n}").receipt.pool for n in range(50)}
+    before = {f"s{n}": ask(core, f"r{n}", session=f"s{n}").draft.plain.pool for n in range(50)}
     assert set(before.values()) == {"stable", "canary"}
     core.adopt(sides(10, 90), S)
-    after = {name: ask(core, f"{name} 2", session=name).receipt.pool for name in before}
+    after = {name: ask(core, f"{name} 2", session=name).draft.plain.pool for name in before}
     assert after == before
-    new = [ask(core, f"n{n}", session=f"new{n}").receipt.pool for n in range(50)]
+    new = [ask(core, f"n{n}", session=f"new{n}").draft.plain.pool for n in range(50)]
     assert new.count("canary") > 30
     core.adopt(sides(1, 0), S)
-    assert {ask(core, f"{name} 3", session=name).receipt.pool for name in before} == {"stable"}
+    assert {ask(core, f"{name} 3", session=name).draft.plain.pool for name in before} == {"stable"}
 
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,8 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_receipts_of_a_version_without_sessions_are_replayed() -> None:
     sent = ask(sticky(2), "r")
-    columns = {name: column for name, column in sent.receipt.features.items() if name != "stays"}
-    older = msgspec.structs.replace(sent.receipt, features=columns)
+    columns = {
+        name: column for name, column in sent.draft.receipt().features.items() if name != "stays"
+    }
+    older = msgspec.structs.replace(sent.draft.receipt(), features=columns)
     assert replay(older, parse({"policy": "session"})).chosen == sent.worker

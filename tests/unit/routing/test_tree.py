@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from kvstore.routing.tree import ApproximateTree
+from tests.kit.routing_check import check_tree
 from tests.unit.routing.fleets import S, keys
 
 PROMPTS = {name: keys(name, 6) for name in "abc"}
@@ -67,7 +68,7 @@ def test_matches_are_what_was_sent(
             look(prompt, count)
     for prompt in PROMPTS:
         look(prompt, blocks)
-    tree.check()
+    check_tree(tree)
 
 
 def leading(held: Container[int], most: int) -> int:
@@ -88,7 +89,7 @@ def test_it_is_bounded_and_forgets_ends_of_chains_first() -> None:
     tree = ApproximateTree(blocks_max=6)
     tree.insert(keys("a", 4), "w0", 0, step=1)
     tree.insert(keys("b", 4), "w0", 1, step=1)
-    tree.check()
+    check_tree(tree)
     assert len(tree) == 6
     assert tree.match(keys("a", 4), 2, step=1, young_only=False) == {"w0": 2}
     assert tree.match(keys("b", 4), 2, step=1, young_only=False) == {"w0": 4}

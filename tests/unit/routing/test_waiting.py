@@ -18,6 +18,7 @@ from kvstore.routing.events import (
     RouteTick,
 )
 from kvstore.routing.policy import RoutingPolicy, parse
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -209,7 +210,7 @@ def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
         core.step(Arrived(request(f"r{n}", 16, tenant=f"t{n}")), S)
         core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
         core.room.taken(f"t{n}", 1.0, S, was_held=False)
-    core.check()
+    check(core)
     assert not core.room.entries
     assert len(core.room._expiry) < 1100
 
@@ -230,7 +231,7 @@ def test_another_policy_keeps_those_that_wait() -> None:
     core = full()
     arrive(core, request("b", service="batch"))
     commands = core.adopt(RoutingPolicy(), 2 * S)
-    core.check()
+    check(core)
     assert [routed(c).request_id for c in commands] == ["b"]
 
 
@@ -254,6 +255,6 @@ def test_a_policy_with_less_room_answers_those_that_have_none() -> None:
         core.policy, limits=msgspec.structs.replace(core.policy.limits, held_max=1)
     )
     commands = core.adopt(smaller, 2 * S)
-    core.check()
+    check(core)
     assert [rejected(c).reason for c in commands] == ["evicted-priority"] * 2
     assert len(core.room) == 1

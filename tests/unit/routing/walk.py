@@ -5,6 +5,7 @@ request must be served."""
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import msgspec
 
@@ -30,7 +31,7 @@ from kvstore.routing.events import (
     Shared,
     WorkerLeft,
 )
-from kvstore.routing.policy import POLICY_NAMES, RoutingPolicy, parse
+from kvstore.routing.policy import PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import (
     LoadSample,
@@ -81,7 +82,7 @@ class Walk(Oracle):
         draining = [n for n in range(7) if is_draining and self.random.random() < 0.1]
         return parse(
             {
-                "policy": self.random.choice([*POLICY_NAMES, "cost", "cost"]),
+                "policy": self.random.choice([*get_args(PolicyName), "cost", "cost"]),
                 "limits": {
                     "queue_max": QUEUE_MAX,
                     "running_max": RUNNING_MAX,

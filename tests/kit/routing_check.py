@@ -1,0 +1,120 @@
+"""Everything that must be true of a router's decision core between two steps. For tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvstore.routing.ahead import HEAT_MAX, PINS_MAX, STAYS_MAX, Ahead, PromptPins, Stays
+from kvstore.routing.core import RouterCore
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.learning import LEAST, MOST, TermWeights
+from kvstore.routing.legs import _RACE, Legs
+from kvstore.routing.requests import OpenRequest
+from kvstore.routing.rows import FleetColumn
+from kvstore.routing.split import PrefillLanes
+from kvstore.routing.tree import _ALL, _YOUNG, ApproximateTree
+from kvstore.routing.waiting import _SLACK, TENANTS_MAX, WaitingRoom
+from kvstore.types import KEY_BYTES
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
+
+
+def check(core: RouterCore) -> None:
+    """Invariants between two steps. Raises AssertionError if one is broken."""
+    check_fleet(core.fleet)
+    check_tree(core.tree)
+    _check_room(core.room)
+    check_weights(core.placer.weights)
+    _check_ahead(core.ahead)
+    _check_stays(core.stays)
+    for name, opened in core.open.items():
+        assert opened.is_held == (name in core.room.entries)
+        is_sent = not core.fleet.flights.keys().isdisjoint(core.legs._flights(opened))
+        assert not (opened.is_held and is_sent)
+    assert core.room.entries.keys() <= core.open.keys()
+    for lanes in core.placer.lanes.values():
+        check_lanes(lanes)
+    _check_legs(core.legs, core.open)
+
+
+def check_fleet(fleet: Fleet) -> None:
+    """Counts equal the flights. Raises AssertionError if not."""
+    assert fleet.row_of == {w.spec.worker: row for row, w in enumerate(fleet.workers)}
+    for row, state in enumerate(fleet.workers):
+        name, column = state.spec.worker, fleet.columns[:, row]
+        here = {k: f for k, f in fleet.flights.items() if f.worker == name}
+        queued = {k: f for k, f in here.items() if not f.has_begun}
+        assert state.queue == queued
+        assert column[FleetColumn.QUEUED] == len(queued)
+        assert column[FleetColumn.STREAMS] == len(here) - len(queued)
+        late = [f.tokens for f in here.values() if f.sent_ns >= state.reported_ns]
+        assert column[FleetColumn.NEED_TOKENS] == sum(late)
+        assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued.values())) < 1e-6
+    assert all(flight.worker in fleet.row_of for flight in fleet.flights.values())
+
+
+def check_tree(tree: ApproximateTree) -> None:
+    """Raises AssertionError if an invariant is broken."""
+    assert len(tree._blocks) <= tree.blocks_max
+    assert tree._bit_of == {worker: bit for bit, worker in tree._worker_of.items()}
+    known = sum(1 << bit for bit in tree._worker_of)
+    for entry in tree._blocks.values():
+        tree._clean(entry)
+        assert not entry[_ALL] & ~known
+        assert not entry[_YOUNG] & ~entry[_ALL]
+
+
+def check_weights(weights: TermWeights) -> None:
+    """Raises AssertionError if a weight is out of bounds."""
+    assert sorted(weights._place.values()) == list(range(weights._all.shape[1]))
+    assert (weights._all >= LEAST).all()
+    assert (weights._all <= MOST).all()
+
+
+def check_lanes(lanes: PrefillLanes) -> None:
+    """Raises AssertionError if an invariant is broken."""
+    queued = {entry.request_id for heap in lanes._lanes for *_, entry in heap}
+    assert lanes._waiting.keys() <= queued
+
+
+def _check_room(room: WaitingRoom) -> None:
+    """Raises AssertionError if an invariant is broken."""
+    assert len(room.entries) <= room.policy.limits.held_max
+    queued = [name for heap in room._lanes.values() for _, _, name in heap]
+    assert set(queued) >= room.entries.keys() - room._elsewhere
+    assert all(room._is_queued(heap[0][2]) for heap in room._lanes.values())
+    assert room._elsewhere <= room.entries.keys()
+    assert len(room._served) <= TENANTS_MAX
+    assert len(room._expiry) <= 2 * room.policy.limits.held_max + _SLACK + 1
+    assert +room._by_class == Counter(e.service for e in room.entries.values())
+    assert +room._by_pool == Counter(e.pool for e in room.entries.values())
+
+
+def _check_legs(legs: Legs, requests: Mapping[str, OpenRequest]) -> None:
+    """Raises AssertionError if a flight belongs to no request."""
+    flights = {name.partition("\0")[0] for name in legs._fleet.flights}
+    assert flights <= requests.keys()
+    for opened in requests.values():
+        flight = opened.request_id + _RACE
+        is_racing = opened.race is not None or opened.flight == flight
+        assert is_racing or flight not in legs._fleet.flights
+
+
+def _check_ahead(ahead: Ahead) -> None:
+    """Raises AssertionError if a bound is broken."""
+    assert len(ahead._heat) <= HEAT_MAX
+    assert len(ahead._open) <= ahead._fleet.policy.ahead.open_max
+    assert len(ahead._copies) <= ahead._fleet.policy.ahead.copies_max
+    _check_pins(ahead.pins)
+
+
+def _check_pins(pins: PromptPins) -> None:
+    """Raises AssertionError if a bound is broken."""
+    assert len(pins._pins) <= PINS_MAX
+    assert pins._of_tenant == Counter(tenant for tenant, _ in pins._pins)
+    assert all(len(pin.keys) <= KEYS_MAX * KEY_BYTES for pin in pins._pins.values())
+
+
+def _check_stays(stays: Stays) -> None:
+    """Raises AssertionError if a bound is broken."""
+    assert len(stays._stays) <= STAYS_MAX
