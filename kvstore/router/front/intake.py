@@ -16,6 +16,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from email.message import Message
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -111,8 +112,8 @@ def bearer(headers: CIMultiDictProxy[str]) -> str:
 
 CONTENT_ENCODING: Final = istr("Content-Encoding")
 EXPECT: Final = istr("Expect")
-BODY_STALL_S: Final = 60.0
-"""Longest time for the next STEP_BYTES of a body."""
+BODY_STALL_S: Final = 600.0
+"""Longest time for the next STEP_BYTES of a body, as for a client that does not read."""
 BODIES_SHARE: Final = 8
 """Number of bodies of the largest size that the memory for bodies holds."""
 SMALL_BYTES: Final = 64 << 10
@@ -449,7 +450,6 @@ def plain(body: bytes) -> bytes | None:
     return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
 
 
-_BOUNDARY: Final = re.compile(r'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 _FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
 _NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
 
@@ -461,8 +461,10 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     Raises:
         BadBody: it is no form, or has a field by which it would steer its engine.
     """
-    boundary = _BOUNDARY.search(content_type)
-    if boundary is None:
+    said = Message()
+    said[CONTENT_TYPE] = content_type
+    boundary = dict(said.get_params([])).get("boundary")
+    if not isinstance(boundary, str) or not boundary:
         raise BadBody("the form has no boundary in its Content-Type")
     # In the whole body: an engine may see other parts than those that the boundary makes here.
     has_more = b"vllm_xargs" in body
@@ -472,7 +474,7 @@ def peek_form(body: bytes, content_type: str) -> Peek:
         name = steering.encode()
         if name in body and (has_more or name in _NAMED.findall(body)):
             raise BadBody(f"the form has a field that no client may set: {steering}")
-    read, parts = Peek(), body.split(b"--" + boundary[1].encode(), PARTS_MAX)
+    read, parts = Peek(), body.split(b"--" + boundary.encode(), PARTS_MAX)
     for part in parts[1:-1]:
         head, _, value = part.partition(b"\r\n\r\n")
         names = _FIELD.findall(head)

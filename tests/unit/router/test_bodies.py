@@ -169,6 +169,22 @@ def test_a_form_is_read_for_its_model_and_steers_nothing() -> None:
     assert peek_form(FORM % (b'x"; filename="model.wav', b"n"), KIND).model == ""
 
 
+@pytest.mark.parametrize(
+    ("boundary", "said"),
+    [
+        ("a b", '"a b"'),
+        ("a;b,c", '"a;b,c"'),
+        ('a"b', '"a\\"b"'),
+        ("x" * 90, "x" * 90),
+        ("z", 'b; x="boundary=y"; BOUNDARY = z'),
+        ("\N{REPLACEMENT CHARACTER}", "\udcff"),
+    ],
+)
+def test_a_boundary_is_what_engines_take_for_it(boundary: str, said: str) -> None:
+    form = (FORM % (b"model", b"m")).replace(b"--b", b"--" + boundary.encode())
+    assert peek_form(form, f"multipart/form-data; boundary={said}").model == "m"
+
+
 XARGS = b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n'
 
 

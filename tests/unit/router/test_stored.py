@@ -93,7 +93,7 @@ class Site:
         connection = await EngineHttp(None).place(self.url).connected()
         whole = _Whole()
         connection.ask("\r\n".join([*head, "", ""]).encode(), body, whole)
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(1000):
             is_whole = await whole.done
         headers = {name.decode().lower(): value.decode() for name, value in connection.headers}
         connection.abort()
@@ -205,6 +205,23 @@ async def test_a_body_has_the_bounds_of_all_bodies(its: Site) -> None:
     assert its.engines[0].seen == [("POST", UNKNOWN, b"x" * 1024)]
     left = its.router.bodies.left
     assert left == type(its.router.bodies)(bytes_max=1024).left
+
+
+def test_a_body_that_pauses_for_minutes_is_waited_for() -> None:
+    async def test(its: Site) -> None:
+        its.engines[0].has.add("resp_unknown")
+        connection, whole = await EngineHttp(None).place(its.url).connected(), _Whole()
+        connection.ask(f"POST {UNKNOWN} HTTP/1.1\r\nHost: x\r\n".encode(), b"", whole)
+        assert connection._transport is not None
+        connection._transport.write(b"Content-Length: 4\r\n\r\nla")
+        await asyncio.sleep(500)
+        connection._transport.write(b"te")
+        assert await whole.done
+        assert connection.status == 200
+        assert its.engines[0].seen == [("POST", UNKNOWN, b"late")]
+        connection.abort()
+
+    run(test, 1)
 
 
 def test_a_tenant_needs_its_key_for_a_stored_response(tmp_path: Path) -> None:
