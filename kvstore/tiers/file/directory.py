@@ -197,7 +197,8 @@ class Directory:
         self._make_aside()
         for name in os.listdir(self.fd):
             with contextlib.suppress(OSError):  # what cannot be looked at goes another time
-                if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
+                info = self._stat(name) if name.startswith("dead-") else None
+                if info is not None and stat.S_ISREG(info.st_mode):
                     self.remove(name)
 
     @property
@@ -226,9 +227,9 @@ class Directory:
     def _make_aside(self) -> None:
         """Make the quarantine. A full disk can do without until the next start: files that should
         go there stay where they are."""
-        if stat.S_ISDIR(mode := self._mode(_ASIDE)):
+        if (info := self._stat(_ASIDE)) is not None and stat.S_ISDIR(info.st_mode):
             return
-        if mode:
+        if info is not None:
             os.unlink(_ASIDE, dir_fd=self.fd)
         try:
             os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
@@ -238,13 +239,8 @@ class Directory:
 
     def _is_lock(self, fd: int) -> bool:
         """Whether `fd` is the lock file that lies here now."""
-        if fd < 0:
-            return False
-        try:
-            there = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(os.fstat(fd), there)
+        there = self._stat(_LOCK) if fd >= 0 else None
+        return there is not None and os.path.samestat(os.fstat(fd), there)
 
     def _refuse_strangers(self) -> None:
         names = set(os.listdir(self.fd))
@@ -338,9 +334,8 @@ class Directory:
             if (number := segment_number(name)) is None:
                 continue
             try:
-                info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
+                if (info := self._stat(name)) is None:
+                    continue
             except OSError:
                 found[number] = 0
                 continue
@@ -408,17 +403,13 @@ class Directory:
             _log.warning("%s cannot be renamed: %s", self.path / name, error.strerror)
         return hidden
 
-    def sync(self) -> None:
-        """Make the names in the directory durable (fsync). Raises OSError."""
-        self._disk.fsync(self.fd)
-
     def close(self) -> None:
         """Give the lock back. Idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 
-    def _mode(self, name: str) -> int:
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            return 0
+    def _stat(self, name: str) -> os.stat_result | None:
+        """Look at an entry, itself if it is a link; None: there is none. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        return None

@@ -42,6 +42,11 @@ RUN_RECORDS_MAX: Final = 128
 PAGE_MASK: Final = (1 << PAGE_SHIFT) - 1
 
 
+Look = Callable[[int, memoryview], None] | None
+"""Copies bytes of the memory with slots from a place on, without a fault where others share it;
+None: nobody does."""
+
+
 class ReadVerdict(enum.Enum):
     """Outcome of reading one block."""
 
@@ -113,16 +118,10 @@ def split(job: ReadJob) -> list[RecordRun]:
 
 
 class Reader:
-    """Reads for one thread. `memory` is where slots lie: u8, page aligned, writable. `look`: copies
-    bytes of it from a place on, without a fault where others share it."""
+    """Reads for one thread. `memory` is where slots lie: u8, page aligned, writable."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        memory: memoryview,
-        *,
-        direct: bool,
-        look: Callable[[int, memoryview], None] | None = None,
+        self, catalog: Catalog, memory: memoryview, *, direct: bool, look: Look = None
     ) -> None:
         self._look = look
         self._copy = memoryview(b"")

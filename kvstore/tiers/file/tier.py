@@ -20,7 +20,6 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Self
 
@@ -46,7 +45,15 @@ from kvstore.tiers.file.discovery import Peers, Restart
 from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.log_thread import LogThread, WriteJob
 from kvstore.tiers.file.parts import Health, Outbox, Parts
-from kvstore.tiers.file.reader import Reader, ReadJob, ReadVerdict, RecordRun, RunResult, split
+from kvstore.tiers.file.reader import (
+    Look,
+    Reader,
+    ReadJob,
+    ReadVerdict,
+    RecordRun,
+    RunResult,
+    split,
+)
 from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
@@ -78,7 +85,7 @@ class FileTier:
         disk: Disk | None = None,
         lock_fd: int = -1,
         outbox: Outbox | None = None,
-        look: Callable[[int, memoryview], None] | None = None,
+        look: Look = None,
     ) -> None:
         """Open or make the directory.
 
@@ -119,7 +126,7 @@ class FileTier:
             self._directory.close()
             raise
 
-    def _make_parts(self, disk: Disk, look: Callable[[int, memoryview], None] | None) -> None:
+    def _make_parts(self, disk: Disk, look: Look) -> None:
         """Make parts and threads of the tier, for the directory that was opened. Raises OSError."""
         config, directory = self._config, self._directory
         self.path, self.note = directory.path, directory.note()

@@ -20,6 +20,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -74,14 +75,13 @@ class AppendOutcome(msgspec.Struct):
     """Blocks that a failed sync lost."""
 
 
+@dataclass(slots=True, eq=False)
 class _OpenSegment:
-    """The segment that is appended to."""
+    """The segment that is appended to. Its file is as long as it may become."""
 
-    def __init__(self, segment: Segment, file: SegmentFile) -> None:
-        self.segment = segment
-        self.file = file
-        self.found = Gathered()
-        self.synced_records = 0
+    file: SegmentFile
+    found: Gathered = field(default_factory=Gathered)
+    synced_records: int = 0
 
     def fits(self, scope: Scope, count: int, *, spare_voids: int = 0) -> bool:
         """Whether `count` more records of a scope, `spare_voids` more voids and the footer have
@@ -121,7 +121,8 @@ class Writer:
         self._number = number
         self._follows_closed = follows_closed
         self._open: _OpenSegment | None = None
-        self._voids: list[Void] = []
+        self.voids: tuple[Void, ...] = ()
+        """Voids that may still cover something, oldest first. From any thread."""
         self.voids_are_durable = True
         """Whether every carried void is on the disk: cleared blocks stay so after a restart."""
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
@@ -130,15 +131,10 @@ class Writer:
         self._direct = directory.direct
         self._voids_max = min(VOIDS_MAX, max(1, segment_bytes // PAGE_BYTES // 16))
 
-    @property
-    def voids(self) -> tuple[Void, ...]:
-        """Voids that may still cover something, oldest first."""
-        return tuple(self._voids)
-
     def table_of(self, number: int) -> Table | None:
         """Table of the records written so far, if this is the open segment; from any thread."""
         opened = self._open
-        if opened is None or opened.segment.number != number:
+        if opened is None or opened.file.head.number != number:
             return None
         return opened.found.table()
 
@@ -216,8 +212,7 @@ class Writer:
         """
         if self._open is not None and self._open.fits(scope, 1):
             return self._open
-        if self._open is not None:
-            self._close_open()
+        self._close_open()
         if not self._has_room(spare=spare):
             return None
         opened = self._begin()
@@ -233,17 +228,17 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._direct else 0)
         fd, _ = open_regular(self._disk, name, flags, self._directory.fd)
         segment = Segment(number, head, name, self._directory.fd, self._segment_bytes, True)
-        opened = _OpenSegment(segment, SegmentFile(self._disk, fd, head, self._segment_bytes))
+        opened = _OpenSegment(SegmentFile(self._disk, fd, head, self._segment_bytes))
         self._catalog.add(segment)
         self._open = opened
         first = place_of(self._catalog.first_number(), 0)
-        self._voids = [void for void in self._voids if void.before > first]
-        self._write_voids(opened, self._voids, segment_page(head))
+        self.voids = tuple(void for void in self.voids if void.before > first)
+        self._write_voids(opened, self.voids, segment_page(head))
         return opened
 
     def _write_voids(self, opened: _OpenSegment, voids: Sequence[Void], *before: bytes) -> None:
         """Write a page for each void behind what is there, and pages `before` them; synced."""
-        head, found = opened.segment.head, opened.found
+        head, found = opened.file.head, opened.found
         pages = [
             void_page(void, segment_id=head.segment_id, place=place_of(head.number, page))
             for page, void in enumerate(voids, found.end_page)
@@ -264,7 +259,7 @@ class Writer:
         self, opened: _OpenSegment, order: WriteFile, memory: memoryview, run: range
     ) -> list[int]:
         scope, prefix, found = order.scope, order.scope.prefix(), opened.found
-        head, pages = opened.segment.head, record_pages(scope)
+        head, pages = opened.file.head, record_pages(scope)
         first_page = found.end_page
         if len(prefix) < self._prefix_bytes:
             self._headers.array[:] = 0
@@ -310,37 +305,34 @@ class Writer:
         """
         before = place_of(self._number, 0)
         if self._open is not None:
-            before = place_of(self._open.segment.number, self._open.found.end_page)
+            before = place_of(self._open.file.head.number, self._open.found.end_page)
         void = Void(tenant, space, before)
         self.carry([void])
         self.voids_are_durable = False
         with self._attempt() as outcome:
             self._stay()
-            opened = self._open
-            if opened is not None and not opened.fits(_NO_SCOPE, 0, spare_voids=1):
+            if self._open is not None and not self._open.fits(_NO_SCOPE, 0, spare_voids=1):
                 self._close_open()
-                opened = None
-            if opened is None:
-                if self._has_room(spare=True):
-                    self._begin()
-            else:
-                self._write_voids(opened, [void])
+            if self._open is not None:
+                self._write_voids(self._open, [void])
+            elif self._has_room(spare=True):
+                self._begin()
         return outcome
 
     def carry(self, voids: Sequence[Void]) -> None:
         """Have new segments repeat these voids from now on; each replaces older ones that it
         covers."""
         for void in voids:
-            kept = [v for v in self._voids if v.before > void.before or not void.covers(v)]
-            self._voids = [*kept, void]
-        if len(self._voids) > self._voids_max:
-            self._voids = [Void(None, None, max(void.before for void in self._voids))]
+            kept = [v for v in self.voids if v.before > void.before or not void.covers(v)]
+            self.voids = (*kept, void)
+        if len(self.voids) > self._voids_max:
+            self.voids = (Void(None, None, max(void.before for void in self.voids)),)
 
     def write_carried(self) -> AppendOutcome:
         """Repeat the carried voids in the open segment, which was begun before they were known."""
         opened = self._open
         with self._attempt() as outcome:
-            if opened is not None and any(v not in opened.found.voids for v in self._voids):
+            if opened is not None and any(v not in opened.found.voids for v in self.voids):
                 self._close_open()
                 if self._has_room(spare=True):
                     self._begin()
@@ -352,7 +344,7 @@ class Writer:
         """Close the open segment with its footer, synced; the next write begins a new one."""
         with self._attempt() as outcome:
             self._close_open()
-            self._directory.sync()
+            self._disk.fsync(self._directory.fd)
         return outcome
 
     def _close_open(self) -> None:
@@ -362,12 +354,15 @@ class Writer:
         if not opened.found.pages and not opened.found.voids:
             self._drop_empty(opened)
             return
-        body = footer(opened.segment.head, opened.found.table(), first_page=opened.found.end_page)
-        self._write_pages(opened, body, opened.found.end_page)
+        head, end_page = opened.file.head, opened.found.end_page
+        body = footer(head, opened.found.table(), first_page=end_page)
+        self._write_pages(opened, body, end_page)
         self._sync(opened)
         if not self._direct:
             forget_cached(opened.file.fd)
-        self._catalog.closed(opened.segment.number, opened.found.end_page * PAGE_BYTES + len(body))
+        self._catalog.closed(
+            opened.file.head.number, opened.found.end_page * PAGE_BYTES + len(body)
+        )
         self._release(opened)
         self._follows_closed = True
 
@@ -379,9 +374,9 @@ class Writer:
         opened.synced_records = len(opened.found.pages)
 
     def _drop_empty(self, opened: _OpenSegment) -> None:
-        self._catalog.remove(opened.segment.number)
+        self._catalog.remove(opened.file.head.number)
         self._release(opened)
-        self._directory.remove(opened.segment.name)
+        self._directory.remove(segment_name(opened.file.head.number))
 
     def _release(self, opened: _OpenSegment) -> None:
         self._open = None
@@ -404,7 +399,7 @@ class Writer:
             size = os.fstat(opened.file.fd).st_size
         except OSError:
             size = self._segment_bytes
-        self._catalog.closed(opened.segment.number, size)
+        self._catalog.closed(opened.file.head.number, size)
         self._release(opened)
         return lost
 
@@ -412,7 +407,7 @@ class Writer:
         """Records since the last good sync that do not read back."""
         with contextlib.suppress(OSError):
             forget_cached(opened.file.fd)
-        number, found = opened.segment.number, opened.found
+        number, found = opened.file.head.number, opened.found
         rows = range(opened.synced_records, len(found.pages))
         walked = walk(opened.file, found.table(), Pages(MIB), rows=rows)
         return [
