@@ -275,15 +275,12 @@ class Feed:
         self._heard_ms = max(now_ms, self._heard_ms)
         self._refused = False
 
-    def _is_heard(self, now_ms: int) -> bool:
-        return self.is_open and now_ms - self._heard_ms < STALE_MS
-
     def _hello(self, hello: wire.Hello, now_ms: int) -> Heard:
         is_new = hello.incarnation != self.incarnation
         if not is_new and hello.stream <= self._stream:
             return _CLOSE
         if hello.incarnation in self.replaced:
-            if self._is_heard(now_ms):
+            if self.is_open and now_ms - self._heard_ms < STALE_MS:
                 return _CLOSE
             # What replaced it was a dead one's Hello, which came late: this one lives.
             self.replaced.remove(hello.incarnation)

@@ -26,7 +26,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
@@ -89,7 +88,7 @@ class Preparer:
     def __init__(self, context: PeerContext) -> None:
         """With credentials in `context`, a caller must have a certificate of the cluster."""
         self._post, self._context = context.post, context
-        self._callers: OrderedDict[str, _Caller] = OrderedDict()
+        self._callers: dict[str, _Caller] = {}
         self._asks = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.PrepareReply]] = {}
         self.refused_count = 0

@@ -290,13 +290,10 @@ class RedisStore:
         if self._connection.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
         matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
-        trust = self._trust(now_ms)
+        trust = max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
         if scripts.has_lost(found):
             trust = max(trust, Trust.CATCHING_UP)
         return Answer(trust, [each for each in matches if each is not None])
-
-    def _trust(self, now_ms: int) -> Trust:
-        return max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
 
     def _match(self, slot: bytes, lengths: tuple[int, int, int], now_ms: int) -> Match | None:
         try:

@@ -59,11 +59,6 @@ class Watch:
         self._begun_ns = 0
         self._deaths = 0
 
-    @property
-    def limbo_bytes(self) -> int:
-        """Bytes of transfers in limbo, whose end only the transfer worker's death would prove."""
-        return sum(each.size_bytes for each in self._transfers.values() if each.limbo)
-
     def began(self, now_ns: int) -> None:
         """A transfer worker was started."""
         self._begun_ns = self._looked_ns = now_ns
@@ -104,7 +99,9 @@ class Watch:
             if not each.overdue:
                 each.overdue = True
                 overdue.add(each.peer)
-        if self.limbo_bytes > self._limbo_max:
+        # Whose end only the transfer worker's death would prove.
+        limbo = (each.size_bytes for each in self._transfers.values() if each.limbo)
+        if sum(limbo) > self._limbo_max:
             return Recycle("too many reads have no end")
         return overdue
 
