@@ -15,7 +15,6 @@ to read from (`fetcher`), what is read (`engine`).
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import itertools
@@ -58,9 +57,8 @@ class TransferWorkerChild(Child):
         room for it."""
         super().__init__(spawn(program, environment))
         self._unsent: deque[bytes] = deque()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
         with contextlib.suppress(OSError):  # its pidfd tells the rest
-            self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
+            socket.send_fds(self.socket, [wire.encode(begin)], [arena_fd, hold_fd])
 
     def say(self, *messages: wire.FromNode) -> bool:
         """Send messages without waiting. Returns False if more than UNSENT_MAX of them wait to be
