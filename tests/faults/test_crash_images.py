@@ -101,7 +101,7 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     for row, page in enumerate(table.pages.tolist()):
         scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()
         wanted = WantedBlock(row, page, 0, name, table.checksums[row].tobytes())
-        memory.array[:] = 0xEE
+        memory.view[:] = b"\xee" * len(memory.view)
         if reading.read(number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
             block = int.from_bytes(name[:4], "big")
             assert scope in (OURS, OTHERS)

@@ -15,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.types import PAGE_BYTES
 
 IOVECS_MAX: Final = 1_024
@@ -44,11 +41,10 @@ class Disk:
 
 
 class Pages:
-    """Page-aligned memory of its own, for headers and footers. `array` is u8 [size_bytes]."""
+    """Page-aligned memory of its own, for headers and footers."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
-        self.view = self.array.data
+        self.view = memoryview(mmap.mmap(-1, size_bytes))
 
     def page(self, index: int) -> memoryview:
         """One page, without a copy."""

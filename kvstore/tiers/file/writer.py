@@ -262,7 +262,7 @@ class Writer:
         head, pages = opened.file.head, record_pages(scope)
         first_page = found.end_page
         if len(prefix) < self._prefix_bytes:
-            self._headers.array[:] = 0
+            self._headers.view[:] = bytes(len(self._headers.view))
         self._prefix_bytes = len(prefix)
         buffers, written = [], []
         for row, index in enumerate(run):
