@@ -7,7 +7,8 @@ name ends in another unit.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, NewType
+from collections import OrderedDict
+from typing import Annotated, NewType, TypeVar
 
 import msgspec
 
@@ -96,3 +97,21 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a block; 0: any number."""
     names_are_keys: bool = False
     """The engine's event hashes are whole, and are keys of this space."""
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Latest(OrderedDict[_K, _V]):
+    """The last `most` keys that were set, the oldest first."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)

@@ -147,7 +147,7 @@ class RoutedLife(msgspec.Struct):
         if not core.policy.models and models.is_new(model):
             # An adapter may have been loaded just now. An engine that takes any name would answer
             # in its place, with another model.
-            await self.workers.read_again(model, is_taken=models.takes_any)
+            await self.workers.read_again(model, is_taken=bool(models.any_pools))
         return self._decided(await self.dispatcher.ask(asked))
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:

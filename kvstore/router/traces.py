@@ -11,7 +11,6 @@ those about stored responses; they keep their headers.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from multidict import CIMultiDictProxy
@@ -20,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvstore.obs.traces import Traces, new_span_id
 from kvstore.routing.receipts import Receipt
+from kvstore.types import Latest
 from kvstore.wire.requests import TRACEPARENT, TraceParent
 
 BEGUN_MAX: Final = 16_384
@@ -44,14 +44,12 @@ class RouteTraces(Traces[tuple[BegunRoute, Receipt]]):
 
     def __init__(self, exporter: SpanExporter | str, instance: str, sample_percent: int) -> None:
         super().__init__(exporter, instance, sample_percent)
-        self._begun = OrderedDict[str, BegunRoute]()
+        self._begun = Latest[str, BegunRoute](BEGUN_MAX)
 
     def begin(self, request_id: str, headers: CIMultiDictProxy[str], begin_ns: int) -> None:
         """Note that a request came at `begin_ns`, and its parent from the `traceparent` header."""
         parent = self.parent(",".join(headers.getall(TRACEPARENT, ())))
         self._begun[request_id] = BegunRoute(parent, new_span_id(), begin_ns)
-        if len(self._begun) > BEGUN_MAX:
-            self._begun.popitem(last=False)
 
     def onward(self, request_id: str, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Headers for an engine, with the request's own span in place of the client's."""

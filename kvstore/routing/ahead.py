@@ -31,7 +31,7 @@ from kvstore.routing.receipts import Preparation
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.rows import WorkerState
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, RouteRequest, WorkerSpec
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Latest
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
 
@@ -61,7 +61,7 @@ class Stays:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._stays: OrderedDict[bytes, Stay] = OrderedDict()
+        self._stays = Latest[bytes, Stay](STAYS_MAX)
 
     def __len__(self) -> int:
         return len(self._stays)
@@ -80,9 +80,6 @@ class Stays:
         if not name:
             return
         self._stays[name] = Stay(pool, worker, now_ns)
-        self._stays.move_to_end(name)
-        if len(self._stays) > STAYS_MAX:
-            self._stays.popitem(last=False)
 
     def home(self, before: str, chosen: str, failed: Collection[str]) -> str:
         """Worker that a session stays at: `before`, the one of its last request, with policy
@@ -242,7 +239,7 @@ class Ahead:
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[Prepare, str]] = {}
         """Number of each preparation without an answer → the command and its node."""
-        self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
+        self._heat = Latest[bytes, _Heat](HEAT_MAX)
         self._copies: list[int] = []
         """Estimated end of each copy under way, in ns."""
         self._room_bytes = 0.0
@@ -379,8 +376,6 @@ class Ahead:
             heat = self._heat.get(name)
             if heat is None:
                 heat = self._heat[name] = _Heat(0.0, now_ns)
-                if len(self._heat) > HEAT_MAX:
-                    self._heat.popitem(last=False)
             self._heat.move_to_end(name)
             age_s = (now_ns - heat.at_ns) / NS_PER_S
             heat.count, heat.at_ns = 1 + heat.count * 0.5 ** (age_s / settings.hot_s), now_ns

@@ -11,7 +11,6 @@ starts with the mean of its pool. Frozen: predicts with what it has.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final
 
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from kvstore.routing.costs import LEARNED
 from kvstore.routing.policy import PolicyLearning
 from kvstore.routing.rows import Floats
+from kvstore.types import Latest
 
 RATE: Final = 0.05
 """Weight of one observation."""
@@ -96,7 +96,7 @@ class OutputLengths:
     """Tokens of answers, by model: what a request will probably need, whatever its limit."""
 
     def __init__(self) -> None:
-        self._means = OrderedDict[str, float]()
+        self._means = Latest[str, float](_MODELS_MAX)
 
     def expected(self, model: str, most: int | None) -> int:
         """Tokens that an answer will probably have. `most`: limit of the client; None: it gave
@@ -109,9 +109,6 @@ class OutputLengths:
         """Take the tokens of an answer into the mean of its model."""
         before = self._means.get(model, _OUTPUT_TOKENS)
         self._means[model] = before + _SMOOTH * (min(tokens, _OUTPUT_TOKENS_MAX) - before)
-        self._means.move_to_end(model)
-        if len(self._means) > _MODELS_MAX:
-            self._means.popitem(last=False)
 
 
 def smoothed_ratio(before: float, predicted: float, observed: float) -> float:
@@ -150,7 +147,7 @@ class TokenEstimates:
     """Learned tokens of text and media by model; see the module."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, _ModelTokens] = OrderedDict()
+        self._models = Latest[str, _ModelTokens](_MODELS_MAX)
 
     def bytes_per_token(self, model: str) -> float:
         """Bytes of JSON text per token of a model."""
@@ -169,12 +166,8 @@ class TokenEstimates:
         """Learn from a prompt's tokens as an engine reports them."""
         if not 0 < prompt_tokens <= TOKENS_MAX:
             return
-        if model not in self._models:
-            self._models[model] = _ModelTokens(BYTES_PER_TOKEN, dict(MEDIA_TOKENS))
-        found = self._models[model]
-        self._models.move_to_end(model)
-        if len(self._models) > _MODELS_MAX:
-            self._models.popitem(last=False)
+        found = self._models.get(model) or _ModelTokens(BYTES_PER_TOKEN, dict(MEDIA_TOKENS))
+        self._models[model] = found
         if not media and text_bytes >= _TEXT_BYTES_MIN:
             seen = min(max(text_bytes / prompt_tokens, BYTES_MIN), BYTES_MAX)
             found.bytes_per_token += _ESTIMATE_SMOOTH * (seen - found.bytes_per_token)

@@ -66,11 +66,11 @@ class ModelMap:
                 self._rules[name] = (base, "", pools)
             for adapter in rule.adapters:
                 self._rules[adapter] = (base, adapter, pools)
-        self._any: tuple[ModelPool, ...] = ()
+        self.any_pools: tuple[ModelPool, ...] = ()
         """Pools of workers that take names of models that nobody lists."""
         if not policy.models:
             pools_of.pop(("", ""), None)
-            self._any = _pools(
+            self.any_pools = _pools(
                 dict.fromkeys(s.pool for s in specs if s.takes_any_model or not s.models)
             )
             for (model, adapter), found in pools_of.items():
@@ -81,11 +81,6 @@ class ModelMap:
         """The base model for requests that name none: the only one, or the first where all workers
         list the same, so that any engine has the word; empty: there are several, or none is known.
         """
-
-    @property
-    def takes_any(self) -> bool:
-        """Whether some workers take names of models that nobody lists."""
-        return bool(self._any)
 
     def is_new(self, name: str) -> bool:
         """Whether nobody lists the name, though other names are listed."""
@@ -113,9 +108,9 @@ class ModelMap:
         name = name or self.sole
         found = self._rules.get(name)
         if found is None:
-            if not self._any:
+            if not self.any_pools:
                 raise ModelUnknown(self.known)
-            found = (name, "", self._any)
+            found = (name, "", self.any_pools)
         base, adapter, pools = found
         pool = next((its for its in pools if its.pool == stays_in and its.weight), None)
         if pool is None:

@@ -32,6 +32,7 @@ from kvstore.engine.moves.jobs import NS_PER_BYTE_GUESS, Jobs, ReadPace, pieces
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason, Search, Wanted
+from kvstore.types import Latest
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
@@ -126,7 +127,7 @@ class Fetches:
         wanted."""
         self._coming_of: Counter[str] = Counter()
         """Number of these keys, by engine."""
-        self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
+        self._absent = Latest[tuple[int, bytes], tuple[int, Wanted]](ABSENT_MAX)
         """By (scope, key): (time until which the index is not queried for a run that begins with
         this key, the query that found nothing)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
@@ -249,9 +250,6 @@ class Fetches:
     def _remember_absent(self, asker: Asker, keys: Keys, search: Search, at: int = 0) -> None:
         first = asker.scopes[0], keys[0].tobytes()
         self._absent[first] = (self._state.now_ns + ABSENT_NS, Wanted(0, search, at))
-        self._absent.move_to_end(first)
-        if len(self._absent) > ABSENT_MAX:
-            self._absent.popitem(last=False)
 
     def _choose(
         self, asker: Asker, candidates: Sequence[Candidate], search: Search

@@ -10,11 +10,11 @@ Does not cover: the choice of blocks to move (`files`, `writes`, `fetches`), how
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvstore.types import MOVING_SHARE, SpaceId
+from kvstore.types import MOVING_SHARE, Latest, SpaceId
 from kvstore.units import KIB, MIB, NS_PER_MS
 from kvstore.wire.load import DISK_NS_PER_MIB_MIN, SPACES_MAX, Learned, SpacePace, within_bounds
 from kvstore.wire.messages import Measured
@@ -79,7 +79,7 @@ class Paces:
     """Paces by (tenant, space), the least recently reported first."""
 
     def __init__(self, learned: Learned) -> None:
-        self._by_space: OrderedDict[tuple[str, str], SpacePace] = OrderedDict()
+        self._by_space = Latest[tuple[str, str], SpacePace](SPACES_MAX)
         for pace in reversed(within_bounds(learned).spaces):
             self._by_space[pace.tenant, pace.space] = pace
 
@@ -95,9 +95,6 @@ class Paces:
         )
         (pace,) = within_bounds(Learned(spaces=(told,))).spaces
         self._by_space[tenant, pace.space] = pace
-        self._by_space.move_to_end((tenant, pace.space))
-        if len(self._by_space) > SPACES_MAX:
-            self._by_space.popitem(last=False)
 
     def of(self, tenant: str, space: SpaceId) -> SpacePace:
         """Pace of this space; zeros where it is not known."""

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
+from http.client import responses
 from typing import Final, NoReturn, Protocol, cast
 
 import httptools
@@ -471,11 +472,7 @@ def _date_line(now_s: int) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def _status_line(status: int) -> bytes:
-    try:
-        phrase = HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
+    return f"HTTP/1.1 {status} {responses.get(status, '')}\r\n".encode("ascii")
 
 
 @functools.lru_cache(maxsize=512)

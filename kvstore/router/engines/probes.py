@@ -31,6 +31,7 @@ from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
 from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import PolicyProbes
 from kvstore.routing.values import LoadSample, ProbeResult, WorkerWord
+from kvstore.types import Latest
 
 # ── kinds of engines ──────────────────────────────────────────────────────────────────────────────
 # Where their health and metrics are, and the names of the numbers. One table for all kinds; a
@@ -298,7 +299,7 @@ class Probes:
         """When `once` ran last, and when it last ran after a stall of this process."""
         self._round: asyncio.Task[None] | None = None
         self._round_due_s = 0.0
-        self._sought: dict[str, float] = {}
+        self._sought = Latest[str, float](SOUGHT_MAX)
         """Names of models that nobody listed → when they were looked for; the oldest first."""
         workers.read_again = self.read_again
 
@@ -457,10 +458,7 @@ class Probes:
         now_s = asyncio.get_running_loop().time()
         if is_taken and now_s < self._sought.get(name, -math.inf) + MODELS_S:
             return
-        self._sought.pop(name, None)
         self._sought[name] = now_s
-        if len(self._sought) > SOUGHT_MAX:
-            del self._sought[next(iter(self._sought))]
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._read_all())
         await asyncio.wait([self._round])

@@ -38,8 +38,7 @@ _TAKES_ID: Final = ("vllm", "sglang")
 
 def tag(worker: Worker) -> str:
     """Tag of a worker's engine in ids, of TAG_DIGITS hex digits; the same at each router."""
-    place = f"{worker.address.url}#{worker.address.rank}"
-    return _tag(place)
+    return _tag(f"{worker.address.url}#{worker.address.rank}")
 
 
 def _tag(name: str) -> str:
