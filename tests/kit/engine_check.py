@@ -93,7 +93,7 @@ def _check_slabs(slots: Slots) -> None:
     for pool in slots.pools.values():
         assert not seen & pool.slabs, "a slab is in two pools"
         seen |= pool.slabs
-        words = slots._words_of_slabs(pool, np.array([*pool.slabs], int)).reshape(-1)
+        words = slots.words_of_slabs(pool, np.array([*pool.slabs], int)).reshape(-1)
         assert not inside[words].any(), "two slots share a generation word"
         assert is_distinct(words), "two slots share a generation word"
         inside[words] = True

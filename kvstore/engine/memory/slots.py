@@ -480,9 +480,9 @@ class Slots:
         """Words of all slots of a slab that has a pool."""
         pool = self._pool_of_slab[slab]
         assert pool is not None
-        return self._words_of_slabs(pool, np.array([slab])).reshape(-1)
+        return self.words_of_slabs(pool, np.array([slab])).reshape(-1)
 
-    def _words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
+    def words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
         """Words of the slots in these slabs of a pool, [slabs][slots per slab]."""
         pages = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
         begin = slabs * (self.slab_bytes // PAGE_BYTES)
@@ -496,7 +496,7 @@ class Slots:
         whose slots are all free, or sealed, unleased and of groups flagged in `may_lose` (None: all
         groups)."""
         slabs = np.array(sorted(pool.slabs), dtype=np.int64)
-        words = self._words_of_slabs(pool, slabs)
+        words = self.words_of_slabs(pool, slabs)
         in_use = (self.state[words] == SlotState.GRANTED) | (self.leases[words] != 0)
         in_use |= self.state[words] == SlotState.QUARANTINED
         if may_lose is not None:
@@ -560,7 +560,7 @@ class Slots:
             self.quotas.held[group] += size_bytes
         sizes = self._slot_bytes_of_slab
         for size, pool in self.pools.items():
-            words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
+            words = self.words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
             pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()
             mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
             pool.policy.resume(found.words[mine], prints[mine])
