@@ -22,14 +22,14 @@ Life = tuple[int, int]
 """Seed, steps."""
 FIRST: Life = (1, 500)
 SOONER: dict[Patch, Life] = {
-    planted.lease_checked_before_the_copy_only: (28, 300),
+    planted.lease_checked_before_the_copy_only: (189, 300),
     planted.batch_path_without_check: (44, 1000),
     planted.verdict_not_invalidated: (9, 500),
     planted.size_only_validation: (7, 700),
     planted.pin_without_owner: (111, 500),
     planted.double_unpin: (6, 120),
     planted.truncated_hash: (21, 500),
-    planted.stale_index_after_same_address_restart: (6, 200),
+    planted.stale_index_after_same_address_restart: (82, 200),
     planted.stale_sessions_after_same_address_restart: (9, 150),
     planted.ghost_endpoint: (9, 500),
     planted.stale_index_answers_believed: (36, 500),
@@ -48,7 +48,7 @@ SOONER: dict[Patch, Life] = {
     planted_pushes.half_a_chunk: (4, 400),
     planted_pushes.one_shard_of_several_looked_at: (124, 160),
     planted_pushes.last_word_of_another_session: (172, 400),
-    planted_pushes.last_word_of_an_older_epoch: (44, 450),
+    planted_pushes.last_word_of_an_older_epoch: (60, 450),
     planted.granted_slots_are_free_after_a_restart: (17, 500),
     planted.load_targets_not_fenced: (73, 500),
     planted.quota_rounded_up: (219, 500),
@@ -57,7 +57,7 @@ SOONER: dict[Patch, Life] = {
     planted.record_of_another_space: (7, 700),
     planted_hbm.copies_outlive_their_blocks: (5, 1000),
     planted_hbm.copy_of_a_slot_that_is_sealed_again: (85, 650),
-    planted_hbm.first_slot_of_dram_taken_for_none: (125, 500),
+    planted_hbm.first_slot_of_dram_taken_for_none: (5, 500),
     planted_hbm.first_slot_of_hbm_taken_for_none: (5, 1000),
 }
 """Lives in which it was noticed once, tried first: whatever changes in the product moves them."""
