@@ -280,11 +280,11 @@ class TcpReader(_TcpEnd):
             places = self._places(pieces, size_bytes, is_write=magic == WRITE)
             if magic == WRITE:
                 yield _Places(*places)
-                places = []
-            size_bytes = sum(map(len, places))
+                places, size_bytes = [], 0
             self._out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *places)
             self._put += HEADER.size + size_bytes
             self._unanswered.append(self._put)
+            del pieces, places  # or an idle connection would hold them until its next request
 
     def _places(self, pieces: bytearray, size_bytes: int, *, is_write: bool) -> list[memoryview]:
         """Memory that a request names. Raises ConnectionClosed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -103,6 +104,20 @@ def test_a_reader_without_room_is_counted(opened: Open, monkeypatch: pytest.Monk
         reader.connect("b", owner.describe())
         ends.append(read(reader, owner, "b").end)
     assert (ends, owner.refused_count) == ([End.DONE, End.FAILED], 1)
+
+
+def test_an_idle_connection_holds_nothing_of_the_pieces_that_it_moved(opened: Open) -> None:
+    owner, reader = opened("b", INSECURE), opened("a", INSECURE)
+    reader.connect("b", owner.describe())
+    assert read(reader, owner, "b").end is End.DONE
+    before, places = views(), np.arange(0, SIZE, 2)
+    reader.post(2, "b", make_pieces(places, places, np.ones_like(places)), Direction.READ)
+    assert outcome(reader, owner).end is End.DONE
+    assert views() - before < 100
+
+
+def views() -> int:
+    return sum(isinstance(each, memoryview) for each in gc.get_objects())
 
 
 def test_only_the_node_that_is_meant_is_read_from(opened: Open, tmp_path: Path) -> None:
