@@ -371,23 +371,16 @@ def give(rows: Ints, sets: Ints, set_cells: Ints, meta: Ints, row: int, new: int
 
 
 def alter(
-    rows: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    rows: Ints, sets: Ints, set_cells: Ints, scratch: Ints, meta: Ints,
     row: int, slot: int, drop: int, add: int,
 ) -> None:  # fmt: skip
-    """Change the set of one row: drop and add tiers (bit masks) of one slot; slot 0: drop all void
-    slots."""
+    """Change the set of one row: drop and add tiers (bit masks) of one slot."""
     old = rows[row * ROW + SET]
-    if old == meta[MEMO_FROM]:
-        new = meta[MEMO_TO]
-    else:
-        if slot:
-            count = altered(sets, scratch, old, slot, drop, add)
-        else:
-            count = stripped(sets, slots, scratch, old)
-        new = intern(sets, set_cells, meta, scratch, count)
+    if old != meta[MEMO_FROM]:
+        count = altered(sets, scratch, old, slot, drop, add)
+        meta[MEMO_TO] = intern(sets, set_cells, meta, scratch, count)
         meta[MEMO_FROM] = old
-        meta[MEMO_TO] = new
-    give(rows, sets, set_cells, meta, row, new)
+    give(rows, sets, set_cells, meta, row, meta[MEMO_TO])
 
 
 def evict(rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, meta: Ints) -> None:
@@ -420,7 +413,7 @@ def store(
         if row == 0:
             row = insert(rows, cells, meta, keys, at, scope)
         put_behind(rows, row, before)
-        alter(rows, sets, set_cells, slots, scratch, meta, row, slot, 0, 1 << tier)
+        alter(rows, sets, set_cells, scratch, meta, row, slot, 0, 1 << tier)
         while meta[ENTRIES] > meta[ENTRY_MAX]:
             evict(rows, cells, sets, set_cells, slots, meta)
         if rows[row * ROW + SCOPE] == 0:
@@ -438,7 +431,7 @@ def remove(
         row = find(rows, cells, meta, keys, at, scope, last)
         if row:
             last = row
-            alter(rows, sets, set_cells, slots, scratch, meta, row, slot, 1 << tier, 0)
+            alter(rows, sets, set_cells, scratch, meta, row, slot, 1 << tier, 0)
             if rows[row * ROW + SET] == 0:
                 delete(rows, cells, meta, row)
 
@@ -455,7 +448,12 @@ def sweep(
     for row in range(begin, end):
         if rows[row * ROW + SCOPE] == 0:
             continue
-        alter(rows, sets, set_cells, slots, scratch, meta, row, 0, 0, 0)
+        old = rows[row * ROW + SET]
+        if old != meta[MEMO_FROM]:  # not by `alter`: a call costs thrice what is done here
+            count = stripped(sets, slots, scratch, old)
+            meta[MEMO_TO] = intern(sets, set_cells, meta, scratch, count)
+            meta[MEMO_FROM] = old
+        give(rows, sets, set_cells, meta, row, meta[MEMO_TO])
         if rows[row * ROW + SET] == 0:
             delete(rows, cells, meta, row)
     meta[SWEPT] = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from itertools import combinations
 
@@ -55,6 +56,28 @@ def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(
     assert flat.open(HOLDER, PLACE, is_hidden=False) == full
     assert flat.entry_count == 0
     check_holdings(flat)
+
+
+def test_a_row_that_changes_as_the_one_before_costs_the_sweep_two_calls() -> None:
+    # In machine code a call with all its arrays takes longer than the rest of such a row.
+    flat = Holdings(entry_count_max=5000, slot_count_max=2, seed=1, is_native=False)
+    slots = [flat.open(HOLDER, PLACE, is_hidden=False) for _ in range(2)]
+    for slot in filter(None, slots):
+        flat.stored(slot, PLACE, Tier.DRAM, keys(*range(1000)))
+    flat.void(slots[0] or 0)
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        flat.sweep(2000)
+    finally:
+        sys.setprofile(None)
+    assert flat.entry_count == 1000
+    assert calls < 2100, "`give` and `release`"
 
 
 def test_a_prompt_on_many_nodes_costs_little_more_than_on_one() -> None:
