@@ -405,10 +405,7 @@ class RankCore:
             self._unread([copy.block_id])
         if not end.reason:
             job.ends[index] = end
-            if isinstance(job, RunningStore):
-                assert len(end.checksum) == CHECKSUM_BYTES
-                size = self._hello.groups[copy.group].block_bytes
-                self._count(store_bytes=size, store_ns=end.duration_ns)
+            assert copy.way is not CopyWay.STORE or len(end.checksum) == CHECKSUM_BYTES
         if job.is_over:
             self._close(job)
         self._answer_quiesce()
@@ -526,6 +523,10 @@ class RankCore:
     def _close_store(self, job: RunningStore | RunningCheck) -> None:
         self._stores.remove(job)
         self._unread(job.remaining)
+        if isinstance(job, RunningStore):
+            size, ends = self._hello.groups[job.plan.group].block_bytes, job.ends.values()
+            spent_ns = sum(end.duration_ns for end in ends)
+            self._count(store_bytes=len(ends) * size, store_ns=spent_ns)
         if self._is_fenced_late and self._attached:
             self._unsettled.append(job)
         else:

@@ -137,6 +137,23 @@ def test_a_bad_block_fails_the_load_from_there_on(bad_end: CopyEnd) -> None:
     assert distrusted == (distrust if bad_end is DAMAGED else [])
 
 
+def test_the_copies_of_a_store_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = serving()
+    count, calls = core._count, 0
+
+    def counting(**more: object) -> None:
+        nonlocal calls
+        calls += 1
+        count(**more)
+
+    monkeypatch.setattr(core, "_count", counting)
+    core.submit(plan(store(5, 0, 16)))
+    run(core)
+    report = core.take_report()
+    assert (report.blocks_sealed, report.store_bytes, report.store_ns) == (16, 16 * 4096, 160)
+    assert calls < 16, "the engine's thread waits for the lock meanwhile"
+
+
 def test_what_was_verified_is_told_block_by_block() -> None:
     core = serving()
     sums = [bytes(16), bytes(16), SUM, SUM, bytes(16), bytes(16), SUM, SUM]  # shard minor
