@@ -101,16 +101,17 @@ class Arrivals:
         self._origin[words] = origin
 
     def leased(
-        self, asker: Asker, run: Run, *, with_checksums: bool
+        self, asker: Asker, run: Run, words: Words, *, asked: bool
     ) -> tuple[Origins | None, dict[str, Any]]:
         """Count the blocks of a run that is leased now. Returns their origins, and the fields about
-        them that LeaseReply and LeaseMore have."""
-        state, words, origins = self._state, run.words(), self._take_origins(run)
+        them that LeaseReply and LeaseMore have. `words`: those of the run, which of many shards are
+        dear to put together; `asked`: as of `Run.checksums`."""
+        state, origins = self._state, self._take_origins(run)
         state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
         return origins, {
             "slots": state.slots.slots_of(words).tobytes(),
             "generations": state.slots.generation[words].tobytes(),
-            "checksums": run.checksums(state.residency, asked=with_checksums),
+            "checksums": run.checksums(state.residency, asked=asked),
             **_counts_of(origins),
         }
 
@@ -189,14 +190,14 @@ class Arrivals:
             return wait.keys
         run = leading_run(state.residency, scopes, wait.keys)
         run, refused = state.leasable(session, wait.held.account, run)
-        count, rest = run.count, wait.keys[run.count :]
-        state.leases.extend(session, wait.lease, run.words())
+        count, rest, words = run.count, wait.keys[run.count :], run.words()
+        state.leases.extend(session, wait.lease, words)
         wait.keys = rest
         has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1], name)
         if not refused and not has_failed:
             wait.bring(rest)
         wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest, name)
-        origins, leased = self.leased(wait.asker, run, with_checksums=wait.with_checksums)
+        origins, leased = self.leased(wait.asker, run, words, asked=wait.with_checksums)
         state.trail.grew(session, wait.lease, run, origins, refused)
         more = LeaseMore(lease=wait.lease, promoting=promoting, **leased)
         state.send(wait.connection, more)

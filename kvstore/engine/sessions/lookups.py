@@ -116,7 +116,7 @@ class Lookups:
         promoting, estimate, wanted = self._bring(asker, wants, run, name)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
-        origins, leased = self._arrivals.leased(asker, run, with_checksums=ask.with_checksums)
+        origins, leased = self._arrivals.leased(asker, run, words, asked=ask.with_checksums)
         reply = LeaseReply(
             lease=ask.lease,
             ttl_ms=state.config.lease_ttl_ms,

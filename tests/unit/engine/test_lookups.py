@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import numpy as np
 import pytest
 
+from kvstore.engine.memory import residency
 from kvstore.types import SLOT_BYTES_MIN, Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
@@ -189,3 +192,17 @@ def test_an_answer_fits_a_datagram_however_many_shards_there_are() -> None:
     reply = peer.lease(1, *range(100), with_checksums=True)
     assert len(pairs(reply)) == KEYS_PER_DATAGRAM_MAX
     assert len(encode(reply)) <= DATAGRAM_BYTES_MAX
+
+
+def test_slots_of_several_shards_are_put_side_by_side_three_times_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To see what fits, to pin and tell it, and for its checksums: of eight shards a twentieth of
+    the lookup each time."""
+    _, peer = attached(Node(slots=64), shards=HALVES)
+    for rank in (0, 1):
+        peer.seal(1, 2, rank=rank)
+    counted = Mock(wraps=residency._interleave)
+    monkeypatch.setattr(residency, "_interleave", counted)
+    assert len(pairs(peer.lease(1, 1, 2))) == 4
+    assert counted.call_count <= 3
