@@ -404,14 +404,15 @@ class Snapshots:
         words = np.flatnonzero(slots.state == SlotState.SEALED)
         return UsedSlots(words, slots.stamps[words], slots.sizes(words), arena_bytes)
 
-    def named(self, words: Words) -> list[NamedBlock]:
-        """Blocks in these slots now; slots that were emptied are left out."""
+    def named(self, words: Words) -> Iterator[NamedBlock]:
+        """Blocks in these slots now; slots that were emptied are left out. Each is made as it is
+        taken: thousands, which nobody else is to wait for."""
         residency = self._state.residency
         rows = residency.row_of_word[words].astype(np.int64)
         rows = rows[rows >= 0]
         scopes, keys = residency.table.scopes[rows].tolist(), each(residency.table.keys[rows])
         addresses = {scope: residency.address(scope)[:2] for scope in set(scopes)}
-        return [(addresses[scope], key) for scope, key in zip(scopes, keys, strict=True)]
+        return ((addresses[scope], key) for scope, key in zip(scopes, keys, strict=True))
 
 
 def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
@@ -445,7 +446,7 @@ SLICE: Final = 4096
 
 
 def hottest_runs(
-    used: UsedSlots, share: float, name: Callable[[Words], list[NamedBlock]]
+    used: UsedSlots, share: float, name: Callable[[Words], Iterator[NamedBlock]]
 ) -> list[PrepareRequest]:
     """The blocks of dram used last, up to this share of the arena's bytes, in runs of RUN_KEYS of
     one space: latest use first, so that a prefix comes before what continues it. `name` asks the

@@ -198,3 +198,12 @@ def test_a_block_that_leaves_between_two_questions_is_left_out() -> None:
     used = node.engine.used_slots()
     node.step(Clear(None, None))
     assert hottest_runs(used, 1.0, node.engine.named) == []
+
+
+def test_blocks_are_named_outside_the_loop_of_the_node_as_they_were_when_it_was_asked() -> None:
+    node, peer = attached(Node(slots=SLOTS))
+    peer.store(1, 2, 3)
+    named = node.engine.named(node.engine.used_slots().words)
+    assert next(named)[1] in keys(1, 2, 3), "none is made before it is taken"
+    node.step(Clear(None, None))
+    assert len(list(named)) == 2
