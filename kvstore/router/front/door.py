@@ -117,12 +117,11 @@ class _Connection(RequestHandler):
         self.log_exception("Error handling request", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the answer is sent already")
-        text = "the router failed at this request"
+        text, code = "the router failed at this request", "server_error"
         if status < 500:
-            text = f"the head is badly framed, or has more than {HEADERS_MAX} headers"
-        if isinstance(exc, LineTooLong):
-            text = LONG_HEAD
-        answer = error_response(status, text, "bad_request" if status < 500 else "server_error")
+            framing = f"the head is badly framed, or has more than {HEADERS_MAX} headers"
+            text, code = LONG_HEAD if isinstance(exc, LineTooLong) else framing, "bad_request"
+        answer = error_response(status, text, code)
         answer.force_close()
         return answer
 

@@ -204,14 +204,13 @@ class Bodies:
                     self._came(coming, len(piece))
                 if coming.gives_way:  # in the turn in which its end came
                     raise TimeoutError
-        except TimeoutError:
+        except BaseException as error:
             self.left += coming.taken
+            if not isinstance(error, TimeoutError):
+                raise
             late = f"did not go on for {BODY_STALL_S:g} s"
             why = "came too slowly: others need its memory" if coming.gives_way else late
             raise BodyRefused(408, f"the body {why}") from None
-        except BaseException:
-            self.left += coming.taken
-            raise
         finally:
             self._coming.pop(coming, None)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

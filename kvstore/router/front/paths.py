@@ -6,9 +6,9 @@
     /health, /ping, /livez    answered here, and need no API key: load balancers have none
     any other path            to the least busy worker, as it came (`is_passed_on`)
 
-Not passed on is what manages an engine (sleep, weights, adapters, caches): it is for its operator,
-and done to one of several engines it would make them differ. With API keys only paths are open
-whose bodies get a tenant's salt, and some that have no bodies.
+Not passed on is what manages an engine (sleep, weights, adapters, caches) or shows its metrics: it
+is for its operator, and done to one of several engines it would make them differ. With API keys
+only paths are open whose bodies get a tenant's salt, and some that have no bodies.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ KEPT_METHODS: Final = ("GET", "POST", "DELETE")
 PASSED_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _SHOWN: Final = frozenset({"/version", "/load", "/tokenizer_info"})
 """Paths that tenants may GET."""
-_OWN: Final = re.compile(r"/metrics/?|/kvstore/.*|/v1/responses/.*", re.DOTALL)
-"""Paths that engines have too, or that stand for one worker."""
-_MANAGES: Final = re.compile(
-    # vLLM, SGLang
-    r"abort|adapter|cache|collective_rpc|configure|continue_gen|elastic|expert|fault_tol|flush|freeze"
-    r"|init_|lora|_memory|open_session|close_session|pause|profile|reset|resume|server_info"
-    r"|scal(?:e|ing)_|/set_|shutdown|sleep|slow_down|start_|stop_|unload|wake|weight|world_size"
-    # llama.cpp, Ollama, Triton
-    r"|/props|/slots|/models/load|/api/(?:blobs|copy|create|delete|pull|push)|repository|sharedmemory"
-    r"|/trace/|/logging",
+_CLOSED: Final = re.compile(
+    # The router's own, or of one worker. Engines answer whatever begins with `/metrics`.
+    r"^/kvstore/|^/v1/responses/|metrics"
+    # vLLM, SGLang, TensorRT-LLM
+    r"|abort|adapter|cache|clock_offset|collective_rpc|configure|continue_gen|corpus|dumper|elastic"
+    r"|expert|fault_tol|flush|freeze|init_|lora|_memory|open_session|close_session|pause|profile|reset"
+    r"|resume|server_info|scal(?:e|ing)_|/set_|shutdown|sleep|slow_down|start_|stop_|transfer|unload"
+    r"|wake|weight|world_size"
+    # llama.cpp, Ollama, Triton, others
+    r"|/props|/slots|/api/(?:blobs|copy|create|delete|pull|push|signout|user)|repository|sharedmemory"
+    r"|/trace/|/logging|/admin/|/models?/(?:apply|delete|download|load)",
     re.IGNORECASE,
 )
-"""Parts of paths by which engines are managed."""
+"""Parts of paths that are the router's own, or by which engines are managed."""
+_MODEL: Final = re.compile(r"^/v2/models/[^/]+(?=(/versions/\d+)?/(infer|generate))")
+"""Beginning of Triton's paths for prompts: the name of a model manages nothing."""
 
 
 def is_passed_on(path: str, method: str, *, has_tenants: bool) -> bool:
     """Whether requests of a path without a rule of its own go to any worker."""
     if has_tenants:
         return path in _SHOWN and method == "GET"
-    return not (_OWN.fullmatch(path) or _MANAGES.search(path))
+    return not _CLOSED.search(_MODEL.sub("", path))

@@ -111,6 +111,7 @@ ASKED: list[tuple[str, str, bytes | None]] = [
     ("GET", "/v1/nothing", None),
     ("POST", "/version", b"{}"),
     ("POST", "/v1/models", b"{}"),
+    ("POST", "/v2/models/lightweight-lora/versions/1/infer", b"{}"),
 ]
 
 
@@ -153,12 +154,20 @@ def test_both_engines_get_their_share_of_such_requests(
     assert min(len(each.seen) for each in pair) > 5
 
 
+MORE_MANAGED = (
+    *("/metrics", "/metrics/x", "/metricsx", "/prometheus/metrics", "/perf_metrics"),
+    *("/steady_clock_offset", "/dumper/configure", "/remove_external_corpus", "/api/signout"),
+    *("/get_remote_instance_transfer_engine_info", "/v1/model/load", "/v2/models/m/trace/setting"),
+)
+"""Those of other engines; vLLM and SGLang answer all that begins with `/metrics`."""
+
+
 def test_management_of_engines_and_the_routers_own_paths_are_not_passed_on(
     router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine]
 ) -> None:
     for each in pair:
         each.seen.clear()
-    for path in (*MANAGED, "/%73leep", "/metrics", "/kvstore/x", "/kvstore/explain/version"):
+    for path in (*MANAGED, *MORE_MANAGED, "/%73leep", "/kvstore/x", "/kvstore/explain/version"):
         for method in ("GET", "POST"):
             assert ask(router.port, method, path, b"{}")[0] == 404, path
     assert ask(router.port, "HEAD", "/version", None)[0] == 405, "as FastAPI"
