@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, strategies as st
@@ -183,6 +184,13 @@ def test_a_form_is_read_for_its_model_and_steers_nothing() -> None:
 def test_a_boundary_is_what_engines_take_for_it(boundary: str, said: str) -> None:
     form = (FORM % (b"model", b"m")).replace(b"--b", b"--" + boundary.encode())
     assert peek_form(form, f"multipart/form-data; boundary={said}").model == "m"
+
+
+def test_a_long_content_type_holds_nobody_up() -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(BadBody, match="longer than 1024 characters"):
+        peek_form(b"", "multipart/form-data" + ";" * 200_000 + "boundary=b")
+    assert time.monotonic() - begun_s < 1
 
 
 XARGS = b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n'
