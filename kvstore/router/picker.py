@@ -328,9 +328,7 @@ def passed_back(body: pb.HttpBody) -> pb.ProcessingResponse:
 
 def _rejected(rejected: Rejected) -> pb.ProcessingResponse:
     answer = rejection(rejected)
-    more = [("content-type", "application/json")]
-    if "Retry-After" in answer.headers:
-        more.append(("retry-after", answer.headers["Retry-After"]))
+    more = [(n, answer.headers[n]) for n in ("content-type", "retry-after") if n in answer.headers]
     body = answer.body
     assert isinstance(body, bytes)
     return refusal(rejected.status, body, rejected.reason, more)

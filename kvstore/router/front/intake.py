@@ -10,7 +10,6 @@ connections (`door`), headers that go on (`proxy`), tokens (`keys`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import re
@@ -303,8 +302,8 @@ ODD_BYTES_MAX: Final = 4 << 20
 """Larger bodies are read as JSON of the standard only."""
 PARTS_MAX: Final = 1000
 """Most parts of a form in which fields are looked for."""
-_MAY_STEER: Final = (*(name.encode() for name in sorted(STRIPPED)), b"\\u", b"\0")
-"""Names that steer engines, escapes, and zeros of UTF-16: without them no field does."""
+_ESCAPED: Final = re.compile(rb"\\u00(5f|[67])", re.IGNORECASE)
+"""An escape of a letter of those names; encoders of JSON escape none."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -489,9 +488,16 @@ def peek_unknown(body: bytes, content_type: str) -> Peek:
     """
     if content_type.lower().startswith(FORM):
         return peek_form(body, content_type)
-    if any(mark in body for mark in _MAY_STEER):
-        with contextlib.suppress(ValueError, RecursionError):  # no JSON, for engines neither
-            json.loads(body, object_pairs_hook=_refuse_steering)
+    shown = body.translate(None, b"\0") if b"\0" in body else body  # of UTF-16 and UTF-32
+    if any(name.encode() in shown for name in STRIPPED) or _ESCAPED.search(shown):
+        if len(body) > ODD_BYTES_MAX:
+            raise BadBody(f"above {ODD_BYTES_MAX} bytes no body may mention {sorted(STRIPPED)}")
+        try:  # numbers as floats: others have a limit of digits
+            json.loads(body, object_pairs_hook=_refuse_steering, parse_int=float)
+        except RecursionError:
+            raise BadBody("the body is nested too deeply") from None
+        except ValueError:
+            pass  # no JSON, for engines neither
     try:
         return peek(body)
     except BadBody:

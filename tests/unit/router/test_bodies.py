@@ -16,6 +16,7 @@ from kvstore.router.front.intake import (
     edited,
     peek,
     peek_form,
+    peek_unknown,
     plain,
 )
 from kvstore.router.keys.prefixes import (
@@ -239,3 +240,30 @@ def test_a_model_of_null_is_none() -> None:
     assert peek(b'{"model": null}').model == ""
     with pytest.raises(BadBody, match="not valid"):
         peek(b'{"model": 1}')
+
+
+LONG = b'{"x":%b,"bootstrap_host":"evil"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (LONG % (b"1" * 5000), "no client may set: bootstrap_host"),
+        (LONG % (b"[" * 200_000 + b"]" * 200_000), "nested too deeply"),
+        (LONG % (b"[" + b"1.5," * 2_000_000 + b"1]"), "above 4194304 bytes"),
+        (b'{"\\u006bv_transfer_params":1}', "no client may set: kv_transfer_params"),
+        ('{"bootstrap_host":1}'.encode("utf-32-le"), "no client may set: bootstrap_host"),
+    ],
+    ids=range(5),
+)
+def test_no_body_of_an_unknown_path_steers_its_engine(body: bytes, why: str) -> None:
+    with pytest.raises(BadBody, match=why):
+        peek_unknown(body, "application/json")
+
+
+def test_a_large_body_of_an_unknown_path_is_not_taken_apart() -> None:
+    rows = b'{"a":1.5},' * 3_000_000
+    for body in (b'{"model":"m","b":"\\u4e2d","c":[%b1]}' % rows, b"\0" * 20_000_000):
+        begun_s = time.monotonic()
+        assert peek_unknown(body, "").model == "m" * (body[:1] == b"{")
+        assert time.monotonic() - begun_s < 2
