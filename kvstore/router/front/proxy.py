@@ -222,9 +222,8 @@ class Origins:
         """
         if "Access-Control-Request-Method" not in headers or ORIGIN not in headers:
             return None
-        if not (more := self.allowed(headers)):
-            return {}
-        return more | {
+        more = self.allowed(headers)
+        return more and more | {
             "Access-Control-Allow-Methods": ", ".join(paths.PASSED_METHODS),
             "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
             "Access-Control-Max-Age": "600",
@@ -415,8 +414,9 @@ class Proxy:
         """
         keeper = answers.worker_of(response_id, self._workers)
         able = self._workers.by_load(self._dispatcher.core.fleet.in_flight)
-        missing = f"there is no response {response_id}" if response_id else "no worker answers"
-        answer = error_response(404, missing, "not_found")
+        answer = error_response(503, "no worker answers", "no_worker")
+        if response_id:
+            answer = error_response(404, f"there is no response {response_id}", "not_found")
         if not answers.is_of(response_id, tenant, self._workers):
             return answer
         if not response_id:

@@ -210,6 +210,14 @@ def test_it_goes_to_an_engine_that_serves_its_model_and_that_works() -> None:
                 )
 
 
+def test_without_a_worker_such_a_request_may_be_tried_again() -> None:
+    with RouterThread(["a=http://127.0.0.1:9"]) as router:
+        router.on_loop(lambda: router.router.workers.replace([]))
+        for path in ("/version", "/v1/models"):
+            assert ask(router.port, "GET", path, None)[0] == 503
+        assert ask(router.port, "GET", "/v1/responses/resp_1", None)[0] == 404
+
+
 def test_tenants_reach_only_paths_whose_bodies_get_their_salt(
     pair: tuple[UvicornEngine, UvicornEngine], tmp_path: Path
 ) -> None:
