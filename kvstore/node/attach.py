@@ -165,7 +165,7 @@ class Attach:
 
     def __init__(
         self,
-        listener: Door,
+        door: Door,
         *,
         allow_uids: frozenset[int],
         connection_count_max: int,
@@ -180,7 +180,7 @@ class Attach:
         self._register = register
         self._unregister = unregister
         self._registered: set[ConnectionId] = set()
-        self._listener = listener
+        self.door = door
         self._allow_uids = allow_uids
         self._connection_count_max = connection_count_max
         self._clock = clock
@@ -196,7 +196,7 @@ class Attach:
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         self._accept_again_ns: int | None = None
-        self.watch(listener.socket.fileno(), TurnSource(TurnKind.LISTENER, None, self._accept))
+        self.watch(door.socket.fileno(), TurnSource(TurnKind.LISTENER, None, self._accept))
 
     # ── for the driver ───────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +234,7 @@ class Attach:
             if connection.deadline_ns <= now_ns:
                 self._refuse(connection, "late", "no hello within 2 s")
         if self._accept_again_ns is not None and self._accept_again_ns <= now_ns:
-            self._epoll.register(self._listener.socket.fileno(), select.EPOLLIN)
+            self._epoll.register(self.door.socket.fileno(), select.EPOLLIN)
             self._accept_again_ns = None
 
     # ── for the executor ─────────────────────────────────────────────────────────────────────────
@@ -324,7 +324,7 @@ class Attach:
         self._registered.clear()
         for number in list(self._connections):
             self.release(number)
-        self._listener.close()
+        self.door.close()
         self._epoll.close()
 
     @property
@@ -337,7 +337,7 @@ class Attach:
     def _accept(self, _mask: int) -> list[Event]:
         for _ in range(ACCEPT_COUNT_MAX):
             try:
-                sock, _ = self._listener.socket.accept()
+                sock, _ = self.door.socket.accept()
             except BlockingIOError:
                 return []
             except OSError as error:
@@ -345,7 +345,7 @@ class Attach:
                     continue
                 # Level-triggered, the listener would spin the loop: leave it alone for a moment.
                 _log.warning("cannot accept connections: %s", error.strerror)
-                self._epoll.unregister(self._listener.socket.fileno())
+                self._epoll.unregister(self.door.socket.fileno())
                 self._accept_again_ns = self._clock.now_ns() + ACCEPT_PAUSE_NS
                 return []
             self._admit(sock)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from kvstore.arena import Arena
 from kvstore.engine import events as core
 from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Command, Event
@@ -42,12 +43,13 @@ from kvstore.ports import Clock, Memory
 from kvstore.tier_events import Promote, RaiseGenerations, Shown
 from kvstore.types import ConnectionId, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.feed import BlocksChanged, Removed, Stored
+from kvstore.wire.feed import Removed, Stored
 from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
-    from kvstore.peers.engine_memory import EngineMemory
-    from kvstore.peers.member import Exchange
+    from kvstore.node.publish import Publisher
+    from kvstore.node.traces import NodeTraces
+    from kvstore.peers.member import ClusterMember, Exchange
     from kvstore.tiers.hbm import HbmTier
 
 
@@ -125,7 +127,8 @@ class Driver:
         """`executor` has the sockets and tiers that the loop serves."""
         attach, files, hbm = executor.attach, executor.files, executor.hbm
         self.counters = DriverCounters()
-        self._engine, self._executor, self._clock = engine, executor, clock
+        self.executor = executor
+        self._engine, self._clock = engine, clock
         self._tier, self._attach, self._files = executor.tier, attach, files
         self._ready_bytes = 0
         self._beat_ns = 0
@@ -333,7 +336,7 @@ class Driver:
         cleared_blocks = 0
         while events:
             begin_ns = self._clock.now_ns()
-            outcome = self._executor.carry_out(self._engine.step(events, begin_ns))
+            outcome = self.executor.carry_out(self._engine.step(events, begin_ns))
             self.counters.steps.add(self._clock.now_ns() - begin_ns)
             cleared_blocks += outcome.cleared_blocks
             events = outcome.events
@@ -380,7 +383,7 @@ class Driver:
                 # A step that failed keeps its commands. Without those that raised generations, a
                 # reader could take the bytes of a slot that was reused for the ones it asked for;
                 # of a read that is refused now, the engine keeps the slots until it hears of it.
-                events = self._executor.carry_out(self._engine.salvage()).events
+                events = self.executor.carry_out(self._engine.salvage()).events
                 if owner is not None:
                     self._attach.hang_up(owner, "failure")
                     events.insert(0, core.Ended(owner))
@@ -420,19 +423,21 @@ class BatchOutcome(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Executor:
-    """Commands to effects. One thread."""
+    """Commands to effects, by the parts of a node; None: it lacks this one. One thread."""
 
+    arena: Arena
     tier: Memory
     attach: Attach
-    arena_fd: int
-    generation_fd: int
     files: FileEnd | None = None
-    publish: Callable[[core.Changed], None] | None = None
-    offer: Callable[[BlocksChanged | core.OffersUntold], None] | None = None
-    exchange: Exchange | None = None
-    memory: EngineMemory | None = None
+    publisher: Publisher | None = None
+    member: ClusterMember | None = None
     hbm: HbmTier | None = None
-    trace: Callable[[core.StoryTold], None] | None = None
+    traces: NodeTraces | None = None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Exchange of blocks with other nodes."""
+        return self.member.peering.exchange if self.member and self.member.peering else None
 
     def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
         """Carry out all commands. Never raises for a peer that is slow or gone.
@@ -456,8 +461,8 @@ class Executor:
                 case core.Send(connection=number, message=message):
                     self._send(number, encode(message), (), events)
                 case core.Admit(connection=number, welcome=welcome, with_arena=with_arena):
-                    descriptors = [self.arena_fd] if with_arena else []
-                    descriptors.append(self.generation_fd)
+                    descriptors = [self.arena.arena_fd] if with_arena else []
+                    descriptors.append(self.arena.generation_fd)
                     if welcome.hbm is not None and self.hbm is not None:
                         descriptors.append(self.hbm.page_fd)
                     self._send(number, encode(welcome), descriptors, events)
@@ -471,23 +476,25 @@ class Executor:
                 case core.SwitchedOff():
                     _tell_what_is_off(command)
                 case core.Changed():
-                    assert self.publish is not None, "a change that nobody asked for"
-                    self.publish(command)
+                    assert self.publisher is not None, "a change that nobody asked for"
+                    self.publisher.log.append(command)
                 case Stored() | Removed() | core.OffersUntold():
-                    assert self.offer is not None, "an offer that nobody asked for"
-                    self.offer(command)
+                    assert self.member is not None, "an offer that nobody asked for"
+                    self.member.feeder.log.append(command)
                 case core.StoryTold():
-                    assert self.trace is not None, "a story for traces that nobody asked for"
-                    self.trace(command)
+                    assert self.traces is not None, "a story for traces that nobody asked for"
+                    self.traces.put(command)
                 case Promote():
                     assert self.hbm is not None, "an order for hbm, of which there is none"
                     self.hbm.submit(command)
                 case core.Follow() | core.Unfollow():
-                    assert self.memory is not None, "an engine that nobody wants to follow"
-                    self.memory.carry_out(command)
+                    memory = self.member.memory if self.member is not None else None
+                    assert memory is not None, "an engine that nobody wants to follow"
+                    memory.carry_out(command)
                 case _ if isinstance(command, core.PeerCommand):
-                    assert self.exchange is not None, "a peer command without peers"
-                    self.exchange.carry_out(command)
+                    peers = self.exchange
+                    assert peers is not None, "a peer command without peers"
+                    peers.carry_out(command)
                 case _:
                     assert self.files is not None, "a file command without a disk tier"
                     events += self.files.carry_out(command)

@@ -51,17 +51,15 @@ class SpaceUnknown(RefusedCall):
 class InspectService(InspectServicer):
     """Answers calls by asking the node's loop; has no state of its own."""
 
-    def __init__(
-        self, driver: Driver, state: Callable[[], Page], member: ClusterMember | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, state: Callable[[], Page]) -> None:
         self._driver = driver
         self._state = state
-        self._member = member
 
     def Rows(self, request: pb.RowsRequest, context: grpc.ServicerContext) -> pb.RowsReply:
-        topic, asked, member = request.topic, request.filter, self._member
+        topic, asked = request.topic, request.filter
         _check_keys(asked.prompt.keys)
         if topic in _OF_CLUSTER:
+            member = self._driver.executor.member
             rows = _OF_CLUSTER[topic](member, asked) if member is not None else ()
         elif topic in _OF_ENGINE:
             rows = self._ask(lambda engine: _OF_ENGINE[topic](engine, asked))
@@ -179,12 +177,7 @@ class InspectServer:
     """The service on its socket, from construction until `close`."""
 
     def __init__(
-        self,
-        socket: Path,
-        loop: LoopThread,
-        driver: Driver,
-        state: Callable[[], Page],
-        member: ClusterMember | None = None,
+        self, socket: Path, loop: LoopThread, driver: Driver, state: Callable[[], Page]
     ) -> None:
         """Listen beside the attach socket `socket`, whose lock the caller holds. `state`: the page
         /state.json.
@@ -196,7 +189,7 @@ class InspectServer:
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
         self._loop = loop
         try:
-            service = InspectService(driver, state, member)
+            service = InspectService(driver, state)
             loop.call(self._listen(service), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._pool.shutdown()

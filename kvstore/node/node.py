@@ -42,7 +42,6 @@ from kvstore.node.scrub import DramScrub
 from kvstore.node.turns import ThreadPriority, TurnKind, TurnSource
 from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
-from kvstore.peers.changes import EventCounters
 from kvstore.ports import Clock, FileStore
 from kvstore.supervisor import control
 from kvstore.supervisor.control import Addresses, Serving
@@ -157,39 +156,45 @@ class NodeAssembly:
         self._incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
         door = self._own(Door(config.socket, socket.socket(fileno=handover.listener_fd)))
         memory = take_memory(config, self._incarnation, handover)
-        self._arena, self._tier = memory.arena, self._own(_make_tier(memory))
-        self._attach = self._own(self._make_attach(door))
-        self._files = _open_files(config, self._arena, self._clock, handover, stack)
-        self._publisher = self._open_publisher()
+        arena, tier = memory.arena, self._own(_make_tier(memory))
+        attach = self._own(self._make_attach(door))
+        files = _open_files(config, arena, self._clock, handover, stack)
+        publisher = self._open_publisher()
         loop = self._own(LoopThread("grpc"))
-        self._member = member = self._open_member(loop)
-        self._exchange = member.peering.exchange if member and member.peering else None
-        self._hbm = self._open_hbm()
-        self._engine = _make_engine(config, memory, self._life, self._files, member, self._hbm)
-        self._traces = self._open_traces()
-        self.driver = driver = self._make_driver()
+        member, hbm = self._open_member(arena, loop), self._open_hbm(tier)
+        self._parts = parts = Executor(
+            arena=arena,
+            tier=tier,
+            attach=attach,
+            files=files,
+            publisher=publisher,
+            member=member,
+            hbm=hbm,
+            traces=self._open_traces(),
+        )
+        self._engine = _make_engine(config, memory, self._life, parts)
+        self.driver = driver = Driver(self._engine, parts, self._clock)
         source = TurnSource(TurnKind.WAKE, None, lambda _: _supervisor_ended(driver))
-        self._attach.watch(handover.fileno(), source)
+        attach.watch(handover.fileno(), source)
         for writer, pidfd in memory.writers:
-            self._attach.adopt(writer.connection, pidfd)
+            attach.adopt(writer.connection, pidfd)
         driver.begin(memory.adopt)
-        self.collector = self._make_collector()
-        parts = self.collector, driver, door, self._files, self._publisher, member
-        pages = make_pages(*parts, code_trouble=handover.code.trouble)
+        self.collector = NodeCollector(driver, self._incarnation, handover.code)
+        pages = make_pages(self.collector)
         self._http = self._serve_pages(pages)
-        self._own(InspectServer(config.socket, loop, driver, pages["/state.json"], member))
-        self._tier.start()
+        self._own(InspectServer(config.socket, loop, driver, pages["/state.json"]))
+        tier.start()
         if config.scrub is not None:
-            self._own(DramScrub(driver, self._tier, config.scrub)).start()
-        if self._publisher is not None:
-            self._publisher.start(lambda row: self._ask(lambda engine: engine.held(row)))
+            self._own(DramScrub(driver, tier, config.scrub)).start()
+        if publisher is not None:
+            publisher.start(lambda row: self._ask(lambda engine: engine.held(row)))
         if member is not None:
             member.start(
                 lambda row: self._ask(lambda engine: engine.offered(row)),
                 lambda: self._ask(Engine.load),
                 lambda: self._ask(Engine.engines),
             )
-        self.leave = _make_leave(config, driver, member, loop)
+        self.leave = _make_leave(config, driver, loop)
         """End, after a drain if there is to be one."""
 
     def _own(self, part: _Part) -> _Part:
@@ -213,35 +218,6 @@ class NodeAssembly:
             first_number=self._life * CONNECTIONS_PER_LIFE + 1,
         )
 
-    def _make_driver(self) -> Driver:
-        publisher, member, traces = self._publisher, self._member, self._traces
-        executor = Executor(
-            tier=self._tier,
-            attach=self._attach,
-            arena_fd=self._arena.arena_fd,
-            generation_fd=self._arena.generation_fd,
-            files=self._files,
-            publish=publisher.log.append if publisher else None,
-            offer=member.feeder.log.append if member else None,
-            exchange=self._exchange,
-            memory=member.memory if member else None,
-            hbm=self._hbm,
-            trace=traces.put if traces else None,
-        )
-        return Driver(self._engine, executor, self._clock)
-
-    def _make_collector(self) -> NodeCollector:
-        return NodeCollector(
-            driver=self.driver,
-            attach=self._attach,
-            tier=self._tier,
-            incarnation=self._incarnation,
-            version=self._handover.code.version,
-            events=self._publisher.counters if self._publisher else EventCounters(),
-            member=self._member,
-            traces=self._traces,
-        )
-
     # ── made where the configuration has it ──────────────────────────────────────────────────────
 
     def _open_publisher(self) -> Publisher | None:
@@ -260,18 +236,16 @@ class NodeAssembly:
             )
         return self._own(Publisher(config, incarnation=self._incarnation, clock=self._clock))
 
-    def _open_member(self, loop: LoopThread) -> ClusterMember | None:
+    def _open_member(self, arena: Arena, loop: LoopThread) -> ClusterMember | None:
         config, its = self._config.cluster, self._incarnation
         if config is None:
             return None
         # Only here: a node by itself needs no gRPC beyond its own socket.
         from kvstore.peers.member import ClusterMember
 
-        return self._own(
-            ClusterMember(config, its, arena=self._arena, clock=self._clock, loop=loop)
-        )
+        return self._own(ClusterMember(config, its, arena=arena, clock=self._clock, loop=loop))
 
-    def _open_hbm(self) -> HbmTier | None:
+    def _open_hbm(self, dram: DramTier) -> HbmTier | None:
         size, gpu = self._config.hbm_bytes, self._config.hbm_gpu
         if not size:
             return None
@@ -280,7 +254,7 @@ class NodeAssembly:
 
         try:
             room_s_max = HBM_ROOM_S_MAX if self._life else 0.0
-            hbm = open_hbm(gpu, self._tier, size, self._incarnation, room_s_max=room_s_max)
+            hbm = open_hbm(gpu, dram, size, self._incarnation, room_s_max=room_s_max)
         except ConfigError as error:
             if self._life == 0:
                 raise
@@ -311,7 +285,7 @@ class NodeAssembly:
 
     def serving(self) -> Serving:
         """Addresses and descriptors of this process, for its supervisor."""
-        http, publisher, member = self._http, self._publisher, self._member
+        http, publisher, member = self._http, self._parts.publisher, self._parts.member
         places = Addresses(
             metrics_port=http.port if http else 0,
             events=publisher.endpoint if publisher else "",
@@ -325,8 +299,8 @@ class NodeAssembly:
 
     def ready_line(self) -> str:
         """The line that announces to an operator, and a script, that the node is ready."""
-        config, http, events, member = self._config, self._http, self._publisher, self._member
-        file = config.file
+        config, http, parts = self._config, self._http, self._parts
+        events, member, file = parts.publisher, parts.member, config.file
         facts = {
             "version": __version__,
             "socket": config.socket,
@@ -336,7 +310,7 @@ class NodeAssembly:
             "serves-index": member.index if member else "",
             "peers": member.reached if member else "",
             "incarnation": f"{self._incarnation:016x}",
-            "huge-pages": "yes" if self._arena.huge_pages else "no",
+            "huge-pages": "yes" if parts.arena.huge_pages else "no",
             "slab": format_size(config.slab_bytes),
             "file": f"{file.home}:{format_size(file.capacity_bytes)}" if file else "",
             "dram": format_size(config.dram_bytes),
@@ -346,10 +320,9 @@ class NodeAssembly:
         return f"kvstore node ready: {shown}{note}"
 
 
-def _make_leave(
-    config: NodeConfig, driver: Driver, member: ClusterMember | None, loop: LoopThread
-) -> Callable[[], None]:
-    peering, peers = member and member.peering, config.cluster and config.cluster.peers
+def _make_leave(config: NodeConfig, driver: Driver, loop: LoopThread) -> Callable[[], None]:
+    member, cluster = driver.executor.member, config.cluster
+    peering, peers = member and member.peering, cluster and cluster.peers
     if not peering or not peers or not peers.drain_s:
         return driver.stop
 
@@ -424,14 +397,8 @@ def _open_files(
     return FileEnd(tier, day_bytes=config.file_day_bytes, on_hang=handover.disk_hangs)
 
 
-def _make_engine(
-    config: NodeConfig,
-    memory: NodeMemory,
-    life: int,
-    files: FileEnd | None,
-    member: ClusterMember | None,
-    hbm: HbmTier | None = None,
-) -> Engine:
+def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Executor) -> Engine:
+    files, member, hbm = parts.files, parts.member, parts.hbm
     file_bytes = config.file.capacity_bytes if config.file else 0
     peers = config.cluster.peers if config.cluster else None
     return Engine(

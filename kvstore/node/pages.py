@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.why.curve import BOUNDS_S, Ages
@@ -22,21 +22,14 @@ from kvstore.engine.why.report import NO_BUDGET, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
-from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs import reasons
 from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family, histogram
 from kvstore.peers.changes import EventCounters
-from kvstore.ports import Memory
-from kvstore.supervisor.sockets import Door
+from kvstore.supervisor.handover import LoadedCode
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
 from kvstore.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from kvstore.node.publish import Publisher
-    from kvstore.node.traces import NodeTraces
-    from kvstore.peers.member import ClusterMember
 
 REQUESTS_AT_ONCE: Final = 10
 """Rows of the page's list in one question to the loop: 20 ms where each has 256 ranges."""
@@ -66,18 +59,13 @@ LISTED: Final = (
 """Fields of a request in the page's list."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class NodeCollector:
     """The metrics of one node, read between two steps so that they belong together."""
 
     driver: Driver
-    attach: Attach
-    tier: Memory
     incarnation: Incarnation
-    version: str
-    events: EventCounters
-    member: ClusterMember | None = None
-    traces: NodeTraces | None = None
+    code: LoadedCode
     away_ns: int = 0
     """Time from the end of the process before until this one served."""
 
@@ -90,27 +78,30 @@ class NodeCollector:
             lambda engine: [*self._process_families(engine), *_engine_families(engine)],
             timeout_s=METRICS_TIMEOUT_S,
         )
-        found += self.member.families() if self.member is not None else []
-        if self.traces is not None:
-            found.append(family("kvstore_traced_requests_total", self.traces.counts))
+        member, traces = self.driver.executor.member, self.driver.executor.traces
+        found += member.families() if member is not None else []
+        if traces is not None:
+            found.append(family("kvstore_traced_requests_total", traces.counts))
         yield from found
         yield from absent(found)
-        yield from self.member.index_families() if self.member is not None else ()
+        yield from member.index_families() if member is not None else ()
 
     @property
     def refused(self) -> str:
         """Reason of the last recent refusal of a process."""
-        return self.attach.counters.refused.trouble(time.monotonic_ns())
+        return self.driver.executor.attach.counters.refused.trouble(time.monotonic_ns())
 
     def _process_families(self, engine: Engine) -> list[Family]:
         hbm = [(("hbm",), tier.capacity_bytes) for tier in engine.tiers()[2:]]
-        loop, door = self.driver.counters, self.attach.counters
+        loop, parts = self.driver.counters, self.driver.executor
+        door, tier = parts.attach.counters, parts.tier
+        events = parts.publisher.counters if parts.publisher else EventCounters()
         return [
-            family("kvstore_info", [((self.version, f"{self.incarnation:016x}"), 1)]),
+            family("kvstore_info", [((self.code.version, f"{self.incarnation:016x}"), 1)]),
             family("kvstore_restart_gap_seconds", [((), self.away_ns / NS_PER_S)]),
-            family("kvstore_ready_bytes", [(("dram",), self.tier.ready_bytes), *hbm]),
-            family("kvstore_capacity_bytes", [(("dram",), self.tier.capacity_bytes), *hbm]),
-            family("kvstore_connections", [((), self.attach.socket_count)]),
+            family("kvstore_ready_bytes", [(("dram",), tier.ready_bytes), *hbm]),
+            family("kvstore_capacity_bytes", [(("dram",), tier.capacity_bytes), *hbm]),
+            family("kvstore_connections", [((), parts.attach.socket_count)]),
             family("kvstore_connections_accepted_total", [((), door.accepted)]),
             family(
                 "kvstore_connections_refused_total", [((k,), n) for k, n in door.refused.items()]
@@ -126,7 +117,7 @@ class NodeCollector:
             family("kvstore_queries_total", [((), loop.queries)]),
             *(
                 family(f"kvstore_event_{name}_total", [((), count)])
-                for name, count in vars(self.events).items()
+                for name, count in vars(events).items()
             ),
         ]
 
@@ -249,7 +240,7 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
     return "; ".join(found)
 
 
-def _state(driver: Driver, member: ClusterMember | None) -> dict[str, Any]:
+def _state(driver: Driver) -> dict[str, Any]:
     """Sections of the page. Raises NodeBusy."""
     state = driver.query(_sections, timeout_s=METRICS_TIMEOUT_S)
     state["requests"] = [
@@ -257,7 +248,7 @@ def _state(driver: Driver, member: ClusterMember | None) -> dict[str, Any]:
         | {"outcome": reasons.word(row.outcome), "text": reasons.of_request(row)}
         for row in _latest(driver)
     ]
-    if member is not None:
+    if (member := driver.executor.member) is not None:
         state |= {"name": member.node, "transfers": member.transfers()}
     return state
 
@@ -300,29 +291,22 @@ def _story(driver: Driver, number: int) -> dict[str, Any] | None:
     return reasons.story_as_dict(request, ranges) if request is not None else None
 
 
-def make_pages(
-    collector: NodeCollector,
-    driver: Driver,
-    door: Door,
-    files: FileEnd | None = None,
-    publisher: Publisher | None = None,
-    member: ClusterMember | None = None,
-    *,
-    code_trouble: Callable[[], str] = str,
-) -> dict[str, PageMaker]:
+def make_pages(collector: NodeCollector) -> dict[str, PageMaker]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
+    driver, its = collector.driver, collector.driver.executor
+    door = its.attach.door
 
     def health() -> Page:
         try:
             troubles = [
                 driver.query(
-                    lambda engine: _trouble(engine, files, collector.refused),
+                    lambda engine: _trouble(engine, its.files, collector.refused),
                     timeout_s=HEALTH_TIMEOUT_S,
                 ),
-                publisher.trouble if publisher else "",
-                member.trouble if member else "",
-                code_trouble(),
+                its.publisher.trouble if its.publisher else "",
+                its.member.trouble if its.member else "",
+                collector.code.trouble(),
             ]
         except NodeBusy as error:
             return text_page(503, str(error))
@@ -331,5 +315,5 @@ def make_pages(
         trouble = ", and ".join(filter(None, troubles))
         return text_page(200, f"ok, but {trouble}" if trouble else "ok")
 
-    site = make_site(health, partial(_state, driver, member), partial(_story, driver))
+    site = make_site(health, partial(_state, driver), partial(_story, driver))
     return {"/metrics": metrics_page(collector.collect), "/healthz": health, **site}

@@ -70,12 +70,7 @@ class Door:
         )
         self.driver = Driver(
             self.engine,
-            Executor(
-                tier=self.tier,
-                attach=self.attach,
-                arena_fd=arena.arena_fd,
-                generation_fd=arena.generation_fd,
-            ),
+            Executor(arena=arena, tier=self.tier, attach=self.attach),
             self.clock,
         )
         self.lines: list[Line] = []

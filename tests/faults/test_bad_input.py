@@ -307,7 +307,9 @@ def live_service() -> InspectService:
     peer.lease(1, 1, 2)
     node.hear(peer.scheduler, Story(request="r", session=peer.session, leases=[1]))
     driver = SimpleNamespace(
-        query=lambda ask, timeout_s: ask(node.engine), clear=lambda **names: len(names)
+        query=lambda ask, timeout_s: ask(node.engine),
+        clear=lambda **names: len(names),
+        executor=SimpleNamespace(member=None),
     )
     return InspectService(cast("Any", driver), lambda: text_page(200, "{}"))
 

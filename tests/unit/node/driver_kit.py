@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Cleared, Command, Event, Ready, Received, Tick
@@ -15,6 +16,9 @@ from kvstore.types import ConnectionId
 from kvstore.wire.messages import Quiet
 from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach, Peer, hello_rank
+
+NO_ARENA: Final[Any] = SimpleNamespace(arena_fd=0, generation_fd=1)
+"""Descriptors that a connection is given in place of an arena's."""
 
 Connect = Callable[[], Peer]
 LEFT_OUT_BLOCKS = 4
@@ -72,7 +76,7 @@ class Loop:
         self.attach = attach()
         self.driver = Driver(
             engine or cast("Engine", self.engine),
-            Executor(tier=tier, attach=self.attach, arena_fd=0, generation_fd=1),
+            Executor(arena=NO_ARENA, tier=tier, attach=self.attach),
             MonotonicClock(),
         )
         self.failure: Exception | None = None

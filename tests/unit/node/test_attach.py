@@ -318,7 +318,7 @@ def test_release_forgets_the_process(make_attach: MakeAttach, connect: Connect) 
     attach.release(number)
     peer.socket.close()
     assert open_descriptors() == before
-    assert attach._sources.keys() == {attach._listener.socket.fileno()}
+    assert attach._sources.keys() == {attach.door.socket.fileno()}
 
 
 def test_a_descriptor_closed_earlier_in_the_round_is_nobody(

@@ -28,7 +28,8 @@ class Parts:
         self.began, self.ended, self.may_end = (threading.Event() for _ in range(3))
         config: Any = SimpleNamespace(cluster=SimpleNamespace(peers=SimpleNamespace(drain_s=9)))
         parts: Any = self
-        self.leave = _make_leave(config, parts, parts, self.loop)
+        self.executor = SimpleNamespace(member=self)
+        self.leave = _make_leave(config, parts, self.loop)
 
     @property
     def peering(self) -> Parts:

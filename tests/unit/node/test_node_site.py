@@ -28,7 +28,7 @@ class Page:
         """Answers of the loop."""
         driver = SimpleNamespace(query=self._query)
         door = SimpleNamespace(is_in_place=True, path="/run/n")
-        self._pages = make_pages(*cast("Any", (EmptyCollector(), driver, door, None, None, member)))
+        self._pages = make_pages(cast("Any", EmptyCollector(driver, door, member=member)))
 
     def _query(self, ask: Callable[[Any], Any], *, timeout_s: float) -> Any:
         self.queries.append(ask(self.node.engine))

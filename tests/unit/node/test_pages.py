@@ -17,7 +17,7 @@ from kvstore.node.attach import AttachCounters
 from kvstore.node.driver import DriverCounters
 from kvstore.node.pages import NodeCollector, make_pages
 from kvstore.obs.metrics import INDEX_METRICS, Timings, family
-from kvstore.peers.changes import EventCounters, FeedCounters
+from kvstore.peers.changes import FeedCounters
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS
 from kvstore.peers.member import ClusterMember, Peering
 from kvstore.peers.pushes import KINDS as PUSH_KINDS
@@ -56,7 +56,13 @@ class ScriptedDriver:
 
 
 class EmptyCollector:
-    refused = ""
+    """Parts of a node that its pages ask, without metrics."""
+
+    def __init__(self, driver: Any, door: Any, trouble: str = "", **parts: Any) -> None:
+        its = dict.fromkeys(("files", "publisher", "member")) | parts
+        driver.executor = SimpleNamespace(attach=SimpleNamespace(door=door), **its)
+        self.driver, self.refused = driver, ""
+        self.code = SimpleNamespace(trouble=lambda: trouble)
 
     def collect(self) -> list[Any]:
         return []
@@ -67,26 +73,25 @@ class EmptyCollector:
 @pytest.mark.parametrize("trouble", ["", "the disk tier in /x takes no writes: it is full"])
 def test_a_node_without_its_disk_is_healthy_and_says_what_it_lacks(trouble: str) -> None:
     driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
-    collector = EmptyCollector()
     files = SimpleNamespace(trouble=trouble)
-    pages = make_pages(*cast("Any", (collector, driver, listener, files)))
+    pages = make_pages(cast("Any", EmptyCollector(driver, listener, files=files)))
     expected = f"ok, but {trouble}\n" if trouble else "ok\n"
     assert pages["/healthz"]() == Page(200, "text/plain; charset=utf-8", expected.encode())
     publisher = SimpleNamespace(trouble="/e is gone")
-    pages = make_pages(*cast("Any", (collector, driver, listener, files, publisher)))
+    collector = EmptyCollector(driver, listener, files=files, publisher=publisher)
+    pages = make_pages(cast("Any", collector))
     both = f"ok, but {trouble}, and /e is gone\n" if trouble else "ok, but /e is gone\n"
     assert pages["/healthz"]().body.decode() == both
     driver.busy = True
     assert pages["/healthz"]().status == 503
-    assert make_pages(*cast("Any", (collector, ScriptedDriver(), listener)))["/healthz"]().body == (
-        b"ok\n"
-    )
+    collector = EmptyCollector(ScriptedDriver(), listener)
+    assert make_pages(cast("Any", collector))["/healthz"]().body == b"ok\n"
 
 
 def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
     driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
     files = SimpleNamespace(trouble="the disk is full")
-    pages = make_pages(*cast("Any", (EmptyCollector(), driver, listener, files)))
+    pages = make_pages(cast("Any", EmptyCollector(driver, listener, files=files)))
     driver.off = [("t", SpaceId(b"\xab" * 32), Tier.FILE), ("u", SpaceId(bytes(32)), None)]
     assert pages["/healthz"]().body.decode() == (
         "ok, but the disk is full; space abababababababab of tenant t (and 1 more) is switched off"
@@ -97,8 +102,8 @@ def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
 
 def test_engines_that_get_nothing_are_named_with_the_reason() -> None:
     driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
-    collector = EmptyCollector()
-    page = make_pages(*cast("Any", (collector, driver, listener)))["/healthz"]
+    collector = EmptyCollector(driver, listener)
+    page = make_pages(cast("Any", collector))["/healthz"]
     collector.refused = "a process that wants to attach is refused: uid 5 is not allowed"
     assert page().body.decode() == f"ok, but {collector.refused}\n"
     driver.lacking = [UnservedReport("e (llama)", "t", "the KV cache is on cuda")] * 2
@@ -109,7 +114,7 @@ def test_engines_that_get_nothing_are_named_with_the_reason() -> None:
 
 def test_a_rank_that_cannot_pin_memory_is_named_with_the_way_to_mend_it() -> None:
     driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
-    page = make_pages(*cast("Any", (EmptyCollector(), driver, listener)))["/healthz"]
+    page = make_pages(cast("Any", EmptyCollector(driver, listener)))["/healthz"]
     driver.pinning = "engine e (llama): memory cannot be pinned: raise the memlock limit"
     assert page().body.decode() == f"ok, but {driver.pinning}\n"
 
@@ -143,14 +148,15 @@ def test_a_page_with_everything_on_has_few_series() -> None:
         families=lambda: ClusterMember.families(member),
         index_families=lambda: [family(m.name, []) for m in INDEX_METRICS],
     )
-    driver = SimpleNamespace(
-        query=lambda ask, *, timeout_s: ask(node.engine), counters=DriverCounters()
+    traces = SimpleNamespace(counts=[(("exported",), 1), (("dropped",), 0)])
+    parts: dict[str, Any] = {"attach": attach, "tier": tier, "member": member, "traces": traces}
+    driver: Any = SimpleNamespace(
+        query=lambda ask, *, timeout_s: ask(node.engine),
+        counters=DriverCounters(),
+        executor=SimpleNamespace(**parts, publisher=None),
     )
-    parts: dict[str, Any] = {"driver": driver, "attach": attach, "tier": tier, "member": member}
-    parts["traces"] = SimpleNamespace(counts=[(("exported",), 1), (("dropped",), 0)])
-    collector = NodeCollector(
-        **parts, incarnation=Incarnation(1), version="1", events=EventCounters()
-    )
+    code: Any = SimpleNamespace(version="1")
+    collector = NodeCollector(driver, Incarnation(1), code)
     families = list(collector.collect())
     lines = [sample for each in families for sample in each.samples]
     named = [sample for sample in lines if "tenant" in sample.labels]

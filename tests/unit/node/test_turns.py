@@ -27,6 +27,7 @@ from tests.kit.hello import scheduler_hello
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.set_clock import SetClock
 from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, rounds
+from tests.unit.node.driver_kit import NO_ARENA
 
 Connect = Callable[[], Peer]
 LATE_NS = 50 * NS_PER_MS
@@ -138,7 +139,7 @@ class World:
         attach, tier = cast("Attach", self.sockets), cast("MemoryTier", self.tier)
         self.driver = Driver(
             cast("Engine", self.engine),
-            Executor(tier=tier, attach=attach, arena_fd=0, generation_fd=1),
+            Executor(arena=NO_ARENA, tier=tier, attach=attach),
             self.clock,
         )
 

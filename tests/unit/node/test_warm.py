@@ -10,6 +10,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +126,8 @@ def view(memory: NodeMemory, incarnation: int = 1) -> GenerationView:
 
 def test_each_process_has_secrets_of_its_own_in_its_table(host: Host, config: NodeConfig) -> None:
     memory, _ = begin(host, config)
-    engines = [_make_engine(config, memory, 0, None, None) for _ in range(2)]
+    parts: Any = SimpleNamespace(files=None, member=None, hbm=None)
+    engines = [_make_engine(config, memory, 0, parts) for _ in range(2)]
     tables = [engine._state.residency.table for engine in engines]
     assert tables[0]._secrets.tolist() != tables[1]._secrets.tolist()
     memory.arena.close()

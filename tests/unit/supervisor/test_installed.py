@@ -68,10 +68,8 @@ def test_while_it_is_being_replaced_nothing_is_told(
 
 def test_healthz_says_it() -> None:
     listener = SimpleNamespace(is_in_place=True, path="/run/n")
-    pages = make_pages(
-        *cast("Any", (EmptyCollector(), ScriptedDriver(), listener)),
-        code_trouble=lambda: "kvstore 2 is installed",
-    )
+    collector = EmptyCollector(ScriptedDriver(), listener, "kvstore 2 is installed")
+    pages = make_pages(cast("Any", collector))
     assert pages["/healthz"]().body == b"ok, but kvstore 2 is installed\n"
 
 
