@@ -150,21 +150,14 @@ class Arena:
         self.holders_fd, self.hold_fd = os.pipe2(os.O_CLOEXEC)
         """A process that may write to the arena keeps `hold_fd` open, this one included; the next
         process of the node waits for all of them (`wait_for_holders`). No engine has either."""
-        self.generation_fd = os.memfd_create(
-            "kvstore-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.generation_fd, words = make_page(
+            self.generation_bytes, incarnation, "kvstore-generations", share_page
         )
-        os.ftruncate(self.generation_fd, self.generation_bytes)
-        share_page(self.generation_fd)
-        # After this one nobody ever gets a writable mapping of this file.
-        generations = _Mapping(self.generation_fd, self.generation_bytes, writable=True)
-        fcntl.fcntl(self.generation_fd, fcntl.F_ADD_SEALS, GENERATION_SEALS)
         self._mapping: _Mapping | None = arena
         self.array: NDArray[np.uint8] = np.asarray(arena)
-        words = np.asarray(generations).view(np.uint64)
         self._header = words[: PAGE_BYTES // 8]
         self._generations = words[PAGE_BYTES // 8 :]
         self._generations[:] = first_generation
-        self._header[:3] = MAGIC, LAYOUT_VERSION, incarnation
 
     def raise_generations(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
         """Publish `generations[i]` for `slots[i]`, which every mapping sees on return."""
@@ -229,10 +222,10 @@ def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
     free_bytes, page_bytes = huge_page_pool()
     if page_bytes and arena_bytes % page_bytes == 0 and free_bytes >= arena_bytes:
         try:
-            return *make_memfd(arena_bytes, _MFD_HUGETLB), True
+            return *_make_memfd(arena_bytes, _MFD_HUGETLB), True
         except OSError:  # the pool shrank, or a cgroup limit forbids it: ordinary pages then
             pass
-    fd, mapping = make_memfd(arena_bytes)
+    fd, mapping = _make_memfd(arena_bytes)
     return fd, mapping, _ask_for_huge_pages(mapping)
 
 
@@ -253,39 +246,50 @@ def _ask_for_huge_pages(mapping: _Mapping) -> bool:
     return "[never]" not in _read(_SHMEM_ENABLED) and "[deny]" not in _read(_SHMEM_ENABLED)
 
 
-class JournalMemory:
-    """Memory for a journal, of one node and its supervisor only. `array`: shape [size / 8] u64."""
+def journal_memory(size_bytes: int, *, held_fd: int = -1) -> tuple[int, NDArray[np.uint64]]:
+    """(descriptor, words [size / 8] u64) of memory for a journal, of one node and its supervisor
+    only: new memory, all 0, or with `held_fd`, which is the caller's no more, that of an earlier
+    process. The words last as long as an array over them.
 
-    def __init__(self, size_bytes: int, *, held_fd: int = -1) -> None:
-        """New memory, all 0; or with `held_fd`, which is this object's from now on, that of an
-        earlier process.
-
-        Raises:
-            OSError: the kernel has no room for it, or the held memory has another size.
-        """
-        if held_fd < 0:
-            self.fd, mapping = make_memfd(size_bytes, name="kvstore-journal")
-        else:
-            self.fd = held_fd
-            if os.fstat(held_fd).st_size != size_bytes:
-                os.close(held_fd)
-                raise OSError(errno.EINVAL, "it has another size")
-            mapping = _Mapping(held_fd, size_bytes, writable=True)
-        _ask_for_huge_pages(mapping)
-        self.array: NDArray[np.uint64] = np.asarray(mapping).view(np.uint64)
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping lasts as long as an array over it."""
-        os.close(self.fd)
+    Raises:
+        OSError: the kernel has no room for it, or the held memory has another size.
+    """
+    if held_fd < 0:
+        fd, mapping = _make_memfd(size_bytes, name="kvstore-journal")
+    else:
+        fd = held_fd
+        if os.fstat(fd).st_size != size_bytes:
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it has another size")
+        mapping = _Mapping(fd, size_bytes, writable=True)
+    _ask_for_huge_pages(mapping)
+    return fd, np.asarray(mapping).view(np.uint64)
 
 
-def make_memfd(
-    size_bytes: int, flags: int = 0, *, name: str = "kvstore-arena", seals: int = ARENA_SEALS
+def make_page(
+    size_bytes: int, incarnation: int, name: str, share: Callable[[int], None] = lambda _: None
+) -> tuple[int, NDArray[np.uint64]]:
+    """(descriptor, words) of a new page of generations or places, sealed after `share` has seen it:
+    nobody ever gets another writable mapping of it. Raises OSError."""
+    fd, mapping = _make_memfd(size_bytes, name=name, seals=GENERATION_SEALS, share=share)
+    words = np.asarray(mapping).view(np.uint64)
+    words[:3] = MAGIC, LAYOUT_VERSION, incarnation
+    return fd, words
+
+
+def _make_memfd(
+    size_bytes: int,
+    flags: int = 0,
+    *,
+    name: str = "kvstore-arena",
+    seals: int = ARENA_SEALS,
+    share: Callable[[int], None] = lambda _: None,
 ) -> tuple[int, _Mapping]:
     """(descriptor, writable mapping) of new memory of that size, sealed then. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size_bytes)
+        share(fd)
         mapping = _Mapping(fd, size_bytes, writable=True)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError:
@@ -423,29 +427,16 @@ class ArenaView:
         Raises:
             AttachError: this is not the arena that was announced.
         """
-        _verify(fd, size_bytes=size_bytes, seals=ARENA_SEALS, what="arena")
-        self._mapping: _Mapping | None = _map(fd, size_bytes, writable=True)
+        self.array = map_arena(fd, size_bytes=size_bytes, writable=True)
+        """The whole arena, shape [size_bytes] u8; empty once closed. The mapping lives as long as
+        any array made from it, so a copy in flight in another thread is safe across `close`."""
         self._generations = generations
         self.size_bytes = size_bytes
         _views.add(self)
 
     @property
     def closed(self) -> bool:
-        return self._mapping is None
-
-    @property
-    def array(self) -> NDArray[np.uint8]:
-        """The whole arena, shape [size_bytes] u8; empty once closed.
-
-        The mapping lives as long as any array made from it, so a copy in flight in another thread
-        is safe across `close`.
-        """
-        return np.empty(0, np.uint8) if self._mapping is None else np.asarray(self._mapping)
-
-    @property
-    def address(self) -> int:
-        """Address of byte 0, 0 once closed. Valid only while the caller holds an `array`."""
-        return 0 if self._mapping is None else self._mapping.address
+        return not self.array.size
 
     def populate(self, begin: int, end: int) -> int:
         """Map bytes [begin, end) of the arena ahead of use, as far as the node has them ready.
@@ -457,18 +448,18 @@ class ArenaView:
         Raises:
             OSError: the kernel has no memory for the page tables.
         """
-        mapping = self._mapping
+        array = self.array
         begin -= begin % PAGE_BYTES
         end = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self._generations.ready_bytes())
-        if mapping is None:
+        if not array.size:
             return begin
         for at in range(begin, end, POPULATE_CHUNK_BYTES):
-            fill_page_tables(np.asarray(mapping), at, min(at + POPULATE_CHUNK_BYTES, end))
+            fill_page_tables(array, at, min(at + POPULATE_CHUNK_BYTES, end))
         return max(begin, end)
 
     def close(self) -> None:
         """Give the mapping back as soon as no array uses it. Idempotent."""
-        self._mapping = None
+        self.array = np.empty(0, np.uint8)
 
 
 _views: weakref.WeakSet[GenerationView | ArenaView] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """The pure core's needs from the world, as Protocols. Mechanisms implement them.
 
 Clock       monotonic time                    node/node.py, testing/clock.py
-Memory      memory that holds slots           tiers/dram.py, tiers/hbm.py, tests/kit/memory_tier.py
+Memory      memory that holds slots           tiers/dram.py, tests/kit/memory_tier.py
                                               (reference)
 FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memory_store.py
                                               (reference)

@@ -13,7 +13,7 @@ import logging
 import os
 from typing import Final, NamedTuple
 
-from kvstore.arena import Arena, JournalMemory, wait_for_holders
+from kvstore.arena import Arena, journal_memory, wait_for_holders
 from kvstore.config.node import NodeConfig
 from kvstore.engine.events import Adopt, AdoptedWriter
 from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalUnusable
@@ -92,15 +92,15 @@ def _quota_names(config: NodeConfig) -> list[str]:
 
 
 def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
-    memory = JournalMemory(Journal.size_bytes(config.dram_bytes, config.slab_bytes))
+    fd, memory = journal_memory(Journal.size_bytes(config.dram_bytes, config.slab_bytes))
     journal = Journal.fresh(
         arena_bytes=config.dram_bytes,
         slab_bytes=config.slab_bytes,
         quotas=_quota_names(config),
-        memory=memory.array,
+        memory=memory,
     )
-    handover.keep(_JOURNAL, memory.fd)
-    memory.close()
+    handover.keep(_JOURNAL, fd)
+    os.close(fd)
     return journal
 
 
@@ -124,9 +124,9 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
         raise JournalUnusable("a part of it was never kept")
     _wait_for_transfer_workers(handover.memory.pop(_HOLDERS))
     size_bytes = Journal.size_bytes(config.dram_bytes, config.slab_bytes)
-    memory = JournalMemory(size_bytes, held_fd=handover.memory.pop(_JOURNAL))
-    memory.close()
-    journal = Journal(memory.array, arena_bytes=config.dram_bytes, slab_bytes=config.slab_bytes)
+    fd, memory = journal_memory(size_bytes, held_fd=handover.memory.pop(_JOURNAL))
+    os.close(fd)
+    journal = Journal(memory, arena_bytes=config.dram_bytes, slab_bytes=config.slab_bytes)
     writers = []
     for number, (its, pidfd) in handover.writers.items():
         hello = decode_from_engine(its)

@@ -40,7 +40,6 @@ from kvstore.types import (
     PAGE_BYTES,
     PAGES_PER_GENERATION,
     SLOT_BYTES_MIN,
-    Generation,
     Incarnation,
     SlotId,
 )
@@ -65,13 +64,12 @@ _ADVICE: Final = {
     "cudaErrorInvalidDevice": "there is no such GPU: choose another with --hbm SIZE,gpu=N",
 }
 """Ways to mend an error, by the name of CUDA's error, which itself names none."""
-_HEARTBEAT, _HEADER_WORDS = 3, PAGE_BYTES // 8
 
 _log = logging.getLogger(__name__)
 
 
 class HbmTier:
-    """A `Memory` in device memory. `submit`, `take_events` and `show` are the loop's."""
+    """Copies of blocks of dram in device memory. All but `slab` and `page_fd` is the loop's."""
 
     def __init__(
         self,
@@ -90,14 +88,12 @@ class HbmTier:
         assert capacity_bytes % SLOT_BYTES_MIN == 0, capacity_bytes
         self._device = device
         self._dram = dram
-        self.capacity_bytes = self.ready_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._pause = threading.Event()
         """Never set, only waited for between looks at the device, which signals nothing by
         itself."""
         self._stream, self._event = device.stream(is_urgent=False), device.event()
         self._staging = np.empty(0, np.uint8)
-        self._lock = threading.Lock()
-        """Guards staging memory and the order of copies."""
         self._address = 0
         try:
             self._address = self._allocate(room_s_max)
@@ -110,8 +106,8 @@ class HbmTier:
             self._free()
             raise
         self.page_bytes = arena.generation_page_bytes(dram.capacity_bytes)
-        self.page_fd, words = _make_page(self.page_bytes, incarnation)
-        self._header, self._places = words[:_HEADER_WORDS], words[_HEADER_WORDS:]
+        self.page_fd, words = arena.make_page(self.page_bytes, incarnation, "kvstore-places")
+        self._places = words[PAGE_BYTES // 8 :]
         count = capacity_bytes // SLOT_BYTES_MIN
         self._generations = np.ones(count, np.uint64)
         self._shown_at = np.full(count, -1, np.int64)
@@ -124,9 +120,10 @@ class HbmTier:
         self._thread = threading.Thread(target=self._run, name="hbm", daemon=True)
         self._thread.start()
 
-    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+    # ── places ───────────────────────────────────────────────────────────────────────────────────
 
     def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Take back the places of these slots; later copies in them have these generations."""
         words, values = self._words(slots), np.asarray(generations, np.uint64)
         assert words.shape == values.shape, "one generation per slot"
         assert (values >= self._generations[words]).all(), "a generation never goes back"
@@ -146,36 +143,10 @@ class HbmTier:
         if self.trouble:  # set before all places are taken back, and looked at after this
             self._places[at] = 0
 
-    def generation(self, slot: SlotId) -> Generation:
-        return Generation(int(self._generations[self._words([slot])[0]]))
-
     def _words(self, slots: Sequence[int]) -> NDArray[np.int64]:
         words = np.asarray(slots, np.int64) // PAGES_PER_GENERATION
         assert not words.size or int(words.max()) < len(self._generations), "outside the tier"
         return words
-
-    def beat(self, now_ns: int) -> None:
-        self._header[_HEARTBEAT] = now_ns
-
-    def read(self, slot: SlotId, into: memoryview) -> None:
-        begin = slot * PAGE_BYTES
-        assert 0 <= begin <= begin + len(into) <= self.capacity_bytes, "outside the tier"
-        with self._lock:
-            for at in range(0, len(into), STAGING_BYTES):
-                part = into[at : at + STAGING_BYTES]
-                part[:] = self._copy_out(begin + at, len(part)) or bytes(len(part))
-
-    def _copy_out(self, begin: int, length: int) -> memoryview | None:
-        """Bytes of the slab, in staging memory; None: the device failed."""
-        if self.trouble:
-            return None
-        try:
-            self._copy(_one(self._staging.ctypes.data), _one(self._address + begin), length)
-            self._finish()
-        except DeviceError as error:
-            self._fail(error)
-            return None
-        return self._staging.data[:length]
 
     def close(self) -> None:
         """Give the memory back. Promotions under way end first. Idempotent."""
@@ -187,7 +158,7 @@ class HbmTier:
         self._thread.join()
         if not self.trouble:  # of a device that hangs the process's end does it
             self._free()
-        self._header = self._places = np.empty(0, np.uint64)
+        self._places = np.empty(0, np.uint64)
         os.close(self.page_fd)
         self._events.close()
 
@@ -232,25 +203,24 @@ class HbmTier:
         """Copy blocks of `size` bytes from slots of dram into slots of the slab, which nobody reads
         yet. Returns their bytes, read back from the slab; None: the device failed."""
         whole = len(sources) * size
-        with self._lock:
-            if self.trouble:
-                return None
-            try:
-                self._stage(2 * whole)
-                # Not where they are read back to: what never arrived would be found there.
-                for n, source in enumerate(sources):
-                    begin = whole + n * size
-                    self._dram.read(SlotId(source), self._staging.data[begin : begin + size])
-                first = np.uint64(self._staging.ctypes.data)
-                steps = np.uint64(size) * np.arange(len(sources), dtype=np.uint64)
-                places = np.uint64(self._address) + targets.astype(np.uint64) * PAGE_BYTES
-                self._copy(places, first + np.uint64(whole) + steps, size)
-                self._copy(first + steps, places, size)
-                self._finish()
-            except DeviceError as error:
-                self._fail(error)
-                return None
-            return self._staging.data[:whole]
+        if self.trouble:
+            return None
+        try:
+            self._stage(2 * whole)
+            # Not where they are read back to: what never arrived would be found there.
+            for n, source in enumerate(sources):
+                begin = whole + n * size
+                self._dram.read(SlotId(source), self._staging.data[begin : begin + size])
+            first = np.uint64(self._staging.ctypes.data)
+            steps = np.uint64(size) * np.arange(len(sources), dtype=np.uint64)
+            places = np.uint64(self._address) + targets.astype(np.uint64) * PAGE_BYTES
+            self._copy(places, first + np.uint64(whole) + steps, size)
+            self._copy(first + steps, places, size)
+            self._finish()
+        except DeviceError as error:
+            self._fail(error)
+            return None
+        return self._staging.data[:whole]
 
     # ── the device ───────────────────────────────────────────────────────────────────────────────
 
@@ -330,14 +300,6 @@ def open_hbm(
             f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}:"
             f" {f'{advice} ({error})' if advice else error}; or leave --hbm out"
         ) from None
-
-
-def _make_page(size_bytes: int, incarnation: Incarnation) -> tuple[int, NDArray[np.uint64]]:
-    """(descriptor, mapping as u64) of a new page of places, sealed, with no place in it."""
-    fd, mapping = arena.make_memfd(size_bytes, name="kvstore-places", seals=arena.GENERATION_SEALS)
-    words = np.asarray(mapping).view(np.uint64)
-    words[:3] = arena.MAGIC, arena.LAYOUT_VERSION, incarnation
-    return fd, words
 
 
 def _one(value: int) -> NDArray[np.uint64]:

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 
 from kvstore.arena import Arena
-from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.port import Device
 from kvstore.ports import Memory
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
-from tests.kit.fake_cuda import FakeCuda
 from tests.kit.memory_tier import MemoryTier
-from tests.kit.simulated_device import SimulatedDevice
-from tests.kit.slab import promote
 
 CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
 SLOTS = [SlotId(n * PAGES_PER_GENERATION) for n in range(8)]
@@ -31,21 +25,9 @@ def _dram() -> Memory:
     return tier
 
 
-def _hbm(device: Device) -> Memory:
-    dram = MemoryTier(capacity_bytes=2 * CAPACITY_BYTES)
-    return HbmTier(device, dram, capacity_bytes=CAPACITY_BYTES, incarnation=Incarnation(1))
-
-
-def _through_cuda() -> Memory:
-    runtime = FakeCuda(SimulatedDevice(2, PAGE_BYTES))
-    return _hbm(CudaDevice(0, engine_stream=lambda: 0, runtime=runtime, driver=runtime))
-
-
 TIERS: dict[str, Callable[[], Memory]] = {
     "memory": lambda: MemoryTier(capacity_bytes=CAPACITY_BYTES),
     "dram": _dram,
-    "hbm": lambda: _hbm(SimulatedDevice(1, PAGE_BYTES)),
-    "hbm of CUDA": _through_cuda,
 }
 
 
@@ -92,8 +74,6 @@ def write(tier: Memory, slot: SlotId, data: bytes) -> None:
     """As an engine does."""
     if isinstance(tier, DramTier):
         tier.arena.array.data[slot * PAGE_BYTES :][: len(data)] = data
-    elif isinstance(tier, HbmTier):
-        promote(tier, slot, data)
     else:
         assert isinstance(tier, MemoryTier)
         tier.view(slot, len(data))[:] = data

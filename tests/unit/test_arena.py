@@ -179,7 +179,6 @@ def test_bytes_are_shared_both_ways(arena: Arena) -> None:
     arena.array[5] = 1
     view.array[6] = 2
     assert view.array[:8].tolist() == arena.array[:8].tolist() == [0, 0, 0, 0, 0, 1, 2, 0]
-    assert view.address == view.array.ctypes.data
 
 
 def test_an_engine_populates_only_what_the_node_has_taken(arena: Arena) -> None:
@@ -251,13 +250,13 @@ def test_a_closed_view_is_never_right_by_accident(arena: Arena) -> None:
     memory.close()
     assert view.generations(np.array([0, 16], np.uint32)).tolist() == [0, 0]
     assert (view.heartbeat_ns(), view.ready_bytes(), view.closed) == (0, 0, True)
-    assert (memory.address, memory.array.size, memory.closed) == (0, 0, True)
+    assert (memory.array.size, memory.closed) == (0, True)
     assert memory.populate(0, PAGE_BYTES) == 0
 
 
 def test_memory_stays_while_an_array_uses_it_and_no_longer(arena: Arena) -> None:
     view = arena_view(arena)
-    address = view.address
+    address = view.array.ctypes.data
     piece = view.array[10:20]
     view.close()
     piece[:] = 3
@@ -270,7 +269,7 @@ def test_memory_stays_while_an_array_uses_it_and_no_longer(arena: Arena) -> None
 def test_a_forked_child_has_neither_views_nor_pages(arena: Arena) -> None:
     view = arena_view(arena)
     generations = view._generations
-    address = view.address
+    address = view.array.ctypes.data
     assert is_mapped(address)
     assert in_child(lambda: view.closed and generations.closed and not is_mapped(address))
     assert not view.closed, "the parent goes on"
@@ -280,7 +279,7 @@ def test_a_forked_child_has_neither_views_nor_pages(arena: Arena) -> None:
 def test_a_child_that_drops_the_arrays_unmaps_nothing(arena: Arena) -> None:
     view = arena_view(arena)
     kept = [view.array]
-    address, size_bytes = view.address, view.size_bytes
+    address, size_bytes = view.array.ctypes.data, view.size_bytes
 
     def reuse_the_range() -> bool:
         libc = arena_module._libc

@@ -13,15 +13,17 @@ import pytest
 from kvstore.arena import GenerationView
 from kvstore.errors import ConfigError
 from kvstore.installation import pip_install
+from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.port import Addresses, DeviceError
 from kvstore.tiers import hbm
 from kvstore.tiers.hbm import NO_ROOM, HbmTier, open_hbm
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from kvstore.wire.space import begin_of
 from tests.kit.copy_parties import noise
+from tests.kit.fake_cuda import FakeCuda
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.simulated_device import SimulatedDevice
-from tests.kit.slab import ended, order_of
+from tests.kit.slab import ended, order_of, read
 
 DRAM_SLOTS, SLOTS, BLOCK = 8, 4, 3 * PAGE_BYTES + 5
 P = PAGES_PER_GENERATION
@@ -63,23 +65,29 @@ def place(tier: HbmTier, slot: int) -> int:
     return begin_of(int(view.generations(np.array([slot], np.uint32))[0]))
 
 
-def read(tier: HbmTier, slot: int) -> bytes:
-    into = bytearray(BLOCK)
-    tier.read(SlotId(slot), memoryview(into))
-    return bytes(into)
-
-
 def test_blocks_are_copied_and_shown_when_they_are_there(tier: HbmTier, dram: MemoryTier) -> None:
     first, second = put(dram, 5 * P, 1), put(dram, 2 * P, 2)
     tier.submit(order_of([(5 * P, 3 * P, first), (2 * P, P, second)], job=7))
     end = ended(tier)
     assert (end.job, end.good, end.trouble) == (7, b"\1\1", "")
-    assert (read(tier, 3 * P), read(tier, P)) == (first, second)
+    assert [read(tier, slot, BLOCK) for slot in (3 * P, P)] == [first, second]
     assert place(tier, 5 * P) == -1, "nobody decided yet that they still count"
     tier.show([5 * P, 2 * P], [3 * P, P])
     assert [place(tier, slot * P) for slot in range(6)] == [
         *(-1, -1, P * PAGE_BYTES, -1, -1, 3 * P * PAGE_BYTES)
     ]
+
+
+def test_blocks_are_copied_through_cuda(dram: MemoryTier) -> None:
+    runtime = FakeCuda(SimulatedDevice(2, PAGE_BYTES))
+    device = CudaDevice(0, engine_stream=lambda: 0, runtime=runtime, driver=runtime)
+    tier = HbmTier(device, dram, capacity_bytes=SLOTS * SLOT_BYTES_MIN, incarnation=Incarnation(1))
+    data = put(dram, P, 1)
+    tier.submit(order_of([(P, 2 * P, data)]))
+    assert ended(tier).good == b"\1"
+    assert read(tier, 2 * P, BLOCK) == data
+    tier.close()
+    tier.close()
 
 
 def test_a_raised_generation_takes_the_place_away_and_no_other(
@@ -88,6 +96,14 @@ def test_a_raised_generation_takes_the_place_away_and_no_other(
     tier.show([5 * P, 2 * P], [3 * P, P])
     tier.raise_generations([3 * P], [2])
     assert (place(tier, 5 * P), place(tier, 2 * P)) == (-1, P * PAGE_BYTES)
+
+
+def test_a_generation_that_goes_back_and_a_slot_outside_are_our_own_bugs(tier: HbmTier) -> None:
+    tier.raise_generations([], [])
+    tier.raise_generations([P, P], [5, 5])
+    for slot, generation in ((P, 4), (SLOTS * P, 2)):
+        with pytest.raises(AssertionError):
+            tier.raise_generations([slot], [generation])
 
 
 @pytest.mark.parametrize(("at", "slot"), [(0, P), (5 * P, 0), (0, 0)])
@@ -161,7 +177,6 @@ def test_a_device_that_fails_takes_all_places_with_it(
     assert place(tier, 5 * P) == -1
     tier.show([2 * P], [2 * P])
     assert place(tier, 2 * P) == -1
-    assert read(tier, P) == bytes(BLOCK)
 
 
 def test_a_device_that_hangs_is_given_up(
@@ -276,4 +291,5 @@ def test_blocks_are_promoted_in_batches(
     tier.submit(order_of(blocks))
     assert ended(tier).good == b"\1\1\0\1"
     assert counts == [SLOTS, SLOTS]
-    assert [read(tier, slot * P) for slot in (0, 1, 3)] == [noise(BLOCK, n) for n in (0, 1, 3)]
+    found = [read(tier, slot * P, BLOCK) for slot in (0, 1, 3)]
+    assert found == [noise(BLOCK, n) for n in (0, 1, 3)]
