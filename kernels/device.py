@@ -194,8 +194,8 @@ class DeviceCopies:
         self._events: deque[int] = deque()
         """Events that are free for use."""
         self._ends: list[CopyEnd] = []
-        self._memory: Bytes | None = None
-        self._pins: PinnedChunks | None = None
+        self._memory = np.empty(0, np.uint8)
+        self._pins = PinnedChunks(device, self._memory, lambda: 0)
         self._marking = threading.Lock()
         self._marks: dict[int, int] = {}
         """Marks not known to be passed, in order, and their events."""
@@ -228,38 +228,24 @@ class DeviceCopies:
 
     @property
     def trouble(self) -> str:
-        return self._pins.trouble if self._pins is not None else ""
+        return self._pins.trouble
 
     @property
     def pinned_bytes(self) -> int:
-        return self._pins.size_bytes if self._pins is not None else 0
+        return self._pins.size_bytes
 
     def block_bytes(self, group: int) -> int:
         return self._caches[group].block_bytes
 
     def attach(self, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
         assert not self._is_busy, "the memory changes while a copy is under way"
-        if self._pins is not None:
-            self._pins.close()
+        self._pins.close()
         self._memory = memory
         self.moves.slots_begin = int(memory.ctypes.data)
-        self._pins = PinnedChunks(self._pin, self._unpin, memory, ready_bytes)
-
-    def _pin(self, address: int, size_bytes: int) -> str:
-        """Why memory cannot be pinned; empty: it is."""
-        try:
-            self._device.pin(address, size_bytes)
-        except DeviceError as error:
-            return str(error)
-        return ""
-
-    def _unpin(self, address: int) -> None:
-        with contextlib.suppress(DeviceError):  # of a device that has failed: the process does it
-            self._device.unpin(address)
+        self._pins = PinnedChunks(self._device, memory, ready_bytes)
 
     def pin_ahead(self, end: int) -> None:
-        if self._pins is not None:
-            self._pins.pin_ahead(end)
+        self._pins.pin_ahead(end)
 
     def map_slab(self, slab: Slab | None) -> str:
         assert not self._is_busy, "the slab changes while a copy is under way"
@@ -351,7 +337,6 @@ class DeviceCopies:
         is ordered again, or has ended with a reason."""
         copy = flight.copy
         if copy.way is CopyWay.STORE and not self._is_pinned(copy):
-            assert self._pins is not None
             is_late = self._clock_ns() - flight.ordered_ns > PIN_NS_MAX
             reason = self._pins.trouble_of(copy.begin, copy.begin + self.block_bytes(copy.group))
             if reason or is_late:
@@ -371,7 +356,7 @@ class DeviceCopies:
         return True
 
     def _is_pinned(self, copy: BlockCopy) -> bool:
-        assert self._pins is not None, "no memory of slots"
+        assert self._memory.size, "no memory of slots"
         return self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
 
     def _is_staged(self, flight: CopyFlight) -> bool:
@@ -408,7 +393,6 @@ class DeviceCopies:
         self._close(batch, 0)
 
     def _slot(self, copy: BlockCopy) -> Bytes:
-        assert self._memory is not None
         return self._memory[copy.begin : copy.begin + self.block_bytes(copy.group)]
 
     def _source(self, flight: CopyFlight) -> Bytes:
@@ -517,8 +501,7 @@ class DeviceCopies:
             self._marks.clear()
         if self._is_busy:
             return  # the memory that a device still writes goes with the process
-        if self._pins is not None:
-            self._pins.close()
+        self._pins.close()
         with contextlib.suppress(DeviceError):
             self.moves.close()
             self.map_slab(None)

@@ -9,6 +9,7 @@ Does not cover: what a copy does meanwhile (`device.py`), the call (`cuda.py`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.kernels.port import Bytes
+from kvstore.kernels.port import Bytes, DeviceError
 
 if TYPE_CHECKING:
-    from kvstore.kernels.port import Addresses
+    from kvstore.kernels.port import Addresses, Device
 
 CHUNK_BYTES: Final = 64 << 20
 """Pinned in one go: some 6 ms, in which launches of the engine may wait for the driver's locks."""
@@ -60,22 +61,9 @@ def cut(
 class PinnedChunks:
     """Chunks of the memory of slots that are pinned, or about to be, by a thread."""
 
-    def __init__(
-        self,
-        pin: Callable[[int, int], str],
-        unpin: Callable[[int], None],
-        memory: Bytes,
-        ready_bytes: Callable[[], int],
-    ) -> None:
-        """
-        Args:
-            pin: given an address and a size, pins memory; returns why not, or nothing.
-            unpin: given an address, undoes it.
-            memory: of the slots.
-            ready_bytes: how much of it has pages.
-        """
-        self._pin, self._unpin = pin, unpin
-        self._memory = memory
+    def __init__(self, device: Device, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
+        """`memory`: of the slots; `ready_bytes`: how much of it has pages."""
+        self._device, self._memory = device, memory
         self._ready_bytes = ready_bytes
         self._address = int(memory.ctypes.data)
         self._pinned: set[int] = set()
@@ -146,10 +134,13 @@ class PinnedChunks:
                 with self._wake:
                     self._wanted.append(chunk)
                     self._wake.wait(0.05)
-            elif reason := self._pin(self._address + begin, end - begin):
+                continue
+            try:
+                self._device.pin(self._address + begin, end - begin)
+            except DeviceError as error:
                 is_again, is_first = chunk in self._failed, not self._failed
                 others = {each: why for each, why in self._failed.items() if each != chunk}
-                self._failed = {**others, chunk: NOT_PINNED.format(reason)}  # the last in turn
+                self._failed = {**others, chunk: NOT_PINNED.format(error)}  # the last in turn
                 if is_again:
                     self._again_s = min(2 * self._again_s, AGAIN_S_MAX)
                 if is_again or is_first:  # another failure puts nothing off
@@ -178,7 +169,8 @@ class PinnedChunks:
             self._wake.notify()
         self._thread.join()
         for chunk in self._pinned:
-            self._unpin(self._address + chunk * CHUNK_BYTES)
+            with contextlib.suppress(DeviceError):  # of one that failed: the process does it
+                self._device.unpin(self._address + chunk * CHUNK_BYTES)
         self._pinned = set()
 
 

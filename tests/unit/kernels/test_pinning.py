@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvstore.kernels import pinning
 from kvstore.kernels.pinning import CHUNK_BYTES, PinnedChunks
+from kvstore.kernels.port import DeviceError
 from tests.kit.copy_parties import room
 
 CHUNKS = 12
@@ -23,12 +26,14 @@ class Tried:
         self._answer = answer
         begin = int(self.memory.ctypes.data)
 
-        def pin(address: int, size: int) -> str:
+        def pin(address: int, size: int) -> None:
             chunk = (address - begin) // CHUNK_BYTES
             self.tries.append(chunk)
-            return answer(chunk, self.tries.count(chunk))
+            if reason := answer(chunk, self.tries.count(chunk)):
+                raise DeviceError(reason)
 
-        self.pins = PinnedChunks(pin, lambda _: None, self.memory, lambda: ready * CHUNK_BYTES)
+        device: Any = SimpleNamespace(pin=pin, unpin=lambda _: None)
+        self.pins = PinnedChunks(device, self.memory, lambda: ready * CHUNK_BYTES)
 
     def want(self, chunk: int) -> bool:
         return self.pins.has(chunk * CHUNK_BYTES, chunk * CHUNK_BYTES + 1)
