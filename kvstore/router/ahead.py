@@ -26,8 +26,8 @@ from kvstore.client.index import aio_channel, channel_options, reason_of
 from kvstore.client.tls import Tls
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
-from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.keys.index_calls import IndexCalls, Spaces
+from kvstore.router.engines.workers import Worker
+from kvstore.router.keys.index_calls import Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered
 from kvstore.types import SpaceId
 from kvstore.wire.identity import Identity
@@ -65,15 +65,12 @@ class Preparations:
     def __init__(
         self,
         tls: Tls | None,
-        *,
-        workers: Workers,
-        index: IndexCalls,
         spaces: Spaces,
+        *,
         answered: Callable[[PrepareAnswered], None],
     ) -> None:
         self._credentials = tls.channel_credentials() if tls is not None else None
-        self._workers, self._index, self._spaces = workers, index, spaces
-        self._answered = answered
+        self._spaces, self._answered = spaces, answered
         self._nodes: dict[str, _NodeChannel] = {}
         self._tasks = Tasks("a bug in what prepares blocks")
         self.counts = Counter[tuple[str, str]]()
@@ -111,7 +108,7 @@ class Preparations:
             self._answered(PrepareAnswered(command.number, said))
 
     async def _say(self, command: Prepare) -> tuple[str, PrepareReply]:
-        worker = self._workers.get(command.worker)
+        worker = self._spaces.workers.get(command.worker)
         if worker is None:
             return "failed", PrepareReply(refused="the worker has left")
         node = self._node(worker.address.node)
@@ -156,9 +153,10 @@ class Preparations:
 
     def _node(self, name: str) -> _NodeChannel | None:
         """Channel to a node at the address that the index has now; None: it has none."""
-        for gone in [each for each in self._nodes if each not in self._index.addresses]:
+        addresses = self._spaces.index.addresses
+        for gone in [each for each in self._nodes if each not in addresses]:
             self._forget(gone)
-        address = self._index.addresses.get(name, "")
+        address = addresses.get(name, "")
         if name in self._nodes and self._nodes[name].address != address:
             self._forget(name)
         if not address:

@@ -4,7 +4,7 @@
     await ask(LegFailed) ─▶ Routed elsewhere, or Rejected
     late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
-    Prepare, StateChange, AbandonWorker ─▶ their handlers
+    StateChange, AbandonWorker ─▶ `workers`      Prepare ─▶ its handler
     RoutedLife          ask, note, for one request from its arrival to its end
 
 Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
@@ -24,6 +24,7 @@ import msgspec
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
+    AbandonWorker,
     Arrived,
     Ending,
     FirstToken,
@@ -38,6 +39,7 @@ from kvstore.routing.events import (
     RouteTick,
 )
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 
 TICK_S: Final = 0.01
 """Pause between two ticks while requests are held."""
@@ -51,7 +53,11 @@ class Dispatcher:
     def __init__(self, core: RouterCore, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`clock`: nanoseconds, the time of all events."""
         self.core, self.clock = core, clock
-        self.handlers: dict[type, Callable[[Any], None]] = {}
+        self.workers = Workers(self.note)
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            StateChange: self.workers.changed,
+            AbandonWorker: self.workers.give_up,
+        }
         """Handlers by type of the commands that answer no request of a caller."""
         self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
 
@@ -136,7 +142,6 @@ class RoutedLife(msgspec.Struct):
     """
 
     dispatcher: Dispatcher
-    workers: Workers
     routed: Routed | None = None
     """The last decision, while the core waits for its result; None: it does not."""
 
@@ -147,7 +152,7 @@ class RoutedLife(msgspec.Struct):
         if not core.policy.models and models.is_new(model):
             # An adapter may have been loaded just now. An engine that takes any name would answer
             # in its place, with another model.
-            await self.workers.read_again(model, is_taken=bool(models.any_pools))
+            await self.dispatcher.workers.read_again(model, is_taken=bool(models.any_pools))
         return self._decided(await self.dispatcher.ask(asked))
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
@@ -162,7 +167,8 @@ class RoutedLife(msgspec.Struct):
     @property
     def worker(self) -> Worker | None:
         """Worker of the last decision; None: none was chosen, or it has left the pool since."""
-        return None if self.routed is None else self.workers.get(self.routed.worker)
+        routed = self.routed
+        return None if routed is None else self.dispatcher.workers.get(routed.worker)
 
     def first(self, served_by: str = "") -> None:
         """The first byte of a streamed response came, from another worker if a gateway chose it."""

@@ -27,7 +27,6 @@ from kvstore.config.values import joined
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import resolved
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.workers import Workers
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
 from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
@@ -57,7 +56,6 @@ class LoadExchange:
         tls: Tls | None,
         *,
         name: str,
-        workers: Workers,
         dispatcher: Dispatcher,
     ) -> None:
         """
@@ -67,7 +65,7 @@ class LoadExchange:
             name: of this router, drawn at its start.
         """
         self._places, self._name = [address_parts(place) for place in places], name
-        self._workers, self._dispatcher = workers, dispatcher
+        self._workers, self._dispatcher = dispatcher.workers, dispatcher
         self._credentials = tls.channel_credentials() if tls is not None and places else None
         self._options = channel_options(f"{tls.name_as('client')}.client.kvstore" if tls else "")
         self._known: dict[tuple[str, int], frozenset[str]] = {}

@@ -29,7 +29,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.connections import TAIL_BYTES
-from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
 from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
@@ -54,16 +54,9 @@ Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 class Picker:
     """Processes streams of Envoy; on the router's loop. `counts`: requests by outcome."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        workers: Workers,
-        intake: RequestIntake,
-        *,
-        bodies: Bodies,
-    ) -> None:
-        self.dispatcher, self.workers, self.intake = dispatcher, workers, intake
-        self.bodies = bodies
+    def __init__(self, dispatcher: Dispatcher, intake: RequestIntake, *, bodies: Bodies) -> None:
+        self.dispatcher, self.workers = dispatcher, dispatcher.workers
+        self.intake, self.bodies = intake, bodies
         self.counts = Counter[str]()
 
     async def process(self, _: object, context: Context) -> None:
@@ -99,7 +92,7 @@ class _Stream:
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
-        self._life = RoutedLife(picker.dispatcher, picker.workers)
+        self._life = RoutedLife(picker.dispatcher)
         self._headers: CIMultiDict[str] | None = None
         self._subset: tuple[str, ...] | None = None
         self._pieces: list[bytes] = []

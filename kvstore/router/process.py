@@ -43,7 +43,7 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.discovery import Discovery, Slices, addresses_of, in_cluster
 from kvstore.router.engines.probes import Probes
-from kvstore.router.engines.workers import PoolWatch, Workers
+from kvstore.router.engines.workers import PoolWatch
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.door import FrontDoor, OpenDoor, open_door, server_context
 from kvstore.router.front.intake import Bodies, RequestIntake, load_tenants
@@ -58,11 +58,10 @@ from kvstore.router.picker import Picker
 from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.rpc import RouteService, RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import AbandonWorker, Prepare
+from kvstore.routing.events import Prepare
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.receipts import ReceiptDraft
-from kvstore.routing.rows import StateChange
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 
@@ -89,11 +88,7 @@ class Router:
         tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
         self.dispatcher = Dispatcher(self.core, clock=clock)
-        self.workers = Workers(self.dispatcher.note)
-        self.dispatcher.handlers = {
-            StateChange: self.workers.changed,
-            AbandonWorker: self.workers.give_up,
-        }
+        self.workers = self.dispatcher.workers
         self.discovery = Discovery(config, self.workers)
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
         self.refused_policy = ""
@@ -105,13 +100,7 @@ class Router:
         """Predicted and achieved times to the first token, of the same requests."""
         self.decided = deque[ReceiptDraft](maxlen=REQUESTS_SHOWN)
         """Decisions of the latest requests that ended."""
-        self.probes = Probes(
-            self.engines,
-            self.workers,
-            self.dispatcher.note,
-            settings=lambda: self.core.policy.probes,
-            clock=clock,
-        )
+        self.probes = Probes(self.engines, self.dispatcher)
         self.keys = KeyProcess(config.tokenizers)
         self.estimates = TokenEstimates()
         self.index: IndexCalls | None = None
@@ -140,7 +129,6 @@ class Router:
     def _make_front(self, config: RouterConfig, by_keys: KeyPrefixes | None) -> None:
         self.proxy = Proxy(
             self.dispatcher,
-            self.workers,
             self.engines,
             bodies=self.bodies,
             intake=self.intake,
@@ -150,17 +138,11 @@ class Router:
             probes=self.probes,
             traces=self.traces,
         )
-        self.picker = Picker(self.dispatcher, self.workers, self.intake, bodies=self.bodies)
+        self.picker = Picker(self.dispatcher, self.intake, bodies=self.bodies)
         self.exchange = LoadExchange(
-            config.peer_router,
-            config.tls,
-            name=self.proxy.name,
-            workers=self.workers,
-            dispatcher=self.dispatcher,
+            config.peer_router, config.tls, name=self.proxy.name, dispatcher=self.dispatcher
         )
-        self._route = RouteService(
-            self.dispatcher, self.workers, by_keys, suspected=self.probes.look_now
-        )
+        self._route = RouteService(self.dispatcher, by_keys, suspected=self.probes.look_now)
         self.door = FrontDoor(
             self.proxy.answer,
             connections_max=connections_max(config.connections),
@@ -170,29 +152,13 @@ class Router:
     def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:
         self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
         self.rendering = Rendering(
-            self.engines,
-            self.workers,
-            self.keys,
-            tokenizers=config.tokenizers,
+            self.engines, self.workers, self.keys, tokenizers=config.tokenizers
         )
         spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
-        self.parity = Parity(
-            self.engines,
-            self.workers,
-            self.rendering,
-            self.keys,
-            self.index,
-            spaces,
-        )
-        self.ahead = Preparations(
-            config.tls,
-            workers=self.workers,
-            index=self.index,
-            spaces=spaces,
-            answered=self.dispatcher.note,
-        )
+        self.parity = Parity(self.rendering, spaces)
+        self.ahead = Preparations(config.tls, spaces, answered=self.dispatcher.note)
         self.dispatcher.handlers[Prepare] = self.ahead.begin
-        return KeyPrefixes(self.rendering, self.index, spaces, by_bytes)
+        return KeyPrefixes(self.rendering, spaces, by_bytes)
 
     async def start(self) -> None:
         """Listen, and begin all work. Raises ConfigError."""

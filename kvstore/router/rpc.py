@@ -23,7 +23,7 @@ from kvstore.net.server import caller_identities, connection_limits, listen
 from kvstore.proto import picker_pb2, router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvstore.router.dispatch import Dispatcher, RoutedLife
-from kvstore.router.engines.workers import WORKERS_MAX, Worker, Workers
+from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.intake import NAME_BYTES_MAX, output_tokens, session_of
 from kvstore.router.keys.prefixes import (
@@ -68,7 +68,6 @@ class RouteService(RouterServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        workers: Workers,
         prefixes: KeyPrefixes | None,
         *,
         suspected: Callable[[Worker], None],
@@ -79,7 +78,7 @@ class RouteService(RouterServicer):
         self._suspected = suspected
         self._streams = Counter[str]()
         """Number of open streams by caller."""
-        self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
+        self._dispatcher, self._prefixes = dispatcher, prefixes
 
     async def Route(
         self, request_iterator: AsyncIterator[pb.RouteWord], context: Context
@@ -90,7 +89,7 @@ class RouteService(RouterServicer):
             text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         self._streams[caller] += 1
-        life = RoutedLife(self._dispatcher, self._workers)
+        life = RoutedLife(self._dispatcher)
         try:
             async with aclosing(self._decisions(request_iterator, context, life)) as decisions:
                 async for decision in decisions:

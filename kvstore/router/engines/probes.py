@@ -19,16 +19,16 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
+from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.failures import NoAnswer, NoConnection
-from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
-from kvstore.routing.events import Probed, RouteEvent, Scraped
+from kvstore.router.engines.workers import Worker, WorkerAdapter
+from kvstore.routing.events import Probed, Scraped
 from kvstore.routing.policy import PolicyProbes
 from kvstore.routing.values import LoadSample, ProbeResult, WorkerWord
 from kvstore.types import Latest
@@ -270,20 +270,9 @@ class Probes:
 
     pause_s: Final = TICK_S
 
-    def __init__(
-        self,
-        engines: EngineHttp,
-        workers: Workers,
-        note: Callable[[RouteEvent], None],
-        *,
-        settings: Callable[[], PolicyProbes],
-        clock: Callable[[], int],
-    ) -> None:
-        """`note`: takes events for the core. `settings`: the current settings of the policy.
-        `clock`: nanoseconds, of the core.
-        """
-        self._engines, self._workers, self._note = engines, workers, note
-        self._settings, self._clock = settings, clock
+    def __init__(self, engines: EngineHttp, dispatcher: Dispatcher) -> None:
+        self._engines, self._workers, self._dispatcher = engines, dispatcher.workers, dispatcher
+        self._note, self._clock = dispatcher.note, dispatcher.clock
         self._due: list[tuple[float, int, Worker]] = []
         """Heap of (time of the next probe, number, worker)."""
         self._budget: float = PROBES_PER_S
@@ -301,12 +290,12 @@ class Probes:
         self._round_due_s = 0.0
         self._sought = Latest[str, float](SOUGHT_MAX)
         """Names of models that nobody listed → when they were looked for; the oldest first."""
-        workers.read_again = self.read_again
+        self._workers.read_again = self.read_again
 
     async def once(self) -> None:
         """Begin the probes that are due, and look at those without an answer."""
         loop = asyncio.get_running_loop()
-        now_s, settings = loop.time(), self._settings()
+        now_s, settings = loop.time(), self._dispatcher.core.policy.probes
         if now_s - self._looked_s > STALL_S:  # what came meanwhile is not read yet
             self._awake_s = now_s
         self._looked_s = now_s

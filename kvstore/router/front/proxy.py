@@ -53,7 +53,7 @@ from kvstore.router.engines.connections import (
 )
 from kvstore.router.engines.failures import Beaten, LegFailure
 from kvstore.router.engines.probes import Probes
-from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front import answers, paths
 from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
 from kvstore.router.front.door import Relayed
@@ -253,7 +253,6 @@ class Proxy:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        workers: Workers,
         engines: EngineHttp,
         *,
         bodies: Bodies,
@@ -270,7 +269,7 @@ class Proxy:
             traces: None: headers of traces are passed on as the client sent them.
         """
         self._traces = traces
-        self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
+        self._dispatcher, self._workers, self._engines = dispatcher, dispatcher.workers, engines
         self._bodies, self._intake, self._origins = bodies, intake, origins
         self._estimates, self._parity, self._probes = estimates, parity, probes
         self._begun_s = int(time.time())
@@ -468,7 +467,7 @@ class Proxy:
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
         if self._traces is not None:
             self._traces.begin(job.request_id, client.headers, job.came_ns)
-        life = RoutedLife(self._dispatcher, self._workers)
+        life = RoutedLife(self._dispatcher)
         routed = await life.enter(job.asked)
         refusal: web.Response | None = None
         name = ""

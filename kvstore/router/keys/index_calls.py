@@ -203,7 +203,7 @@ class Spaces:
     def __init__(
         self, workers: Workers, index: IndexCalls, policy: Callable[[], RoutingPolicy]
     ) -> None:
-        self._workers, self._index, self._policy = workers, index, policy
+        self.workers, self.index, self._policy = workers, index, policy
         self._made: dict[str, PrefixScope | None] = {}
         self._version, self._made_by = (-1, -1), policy()
 
@@ -214,7 +214,7 @@ class Spaces:
         address = worker.address
         if address.space:
             return [(address.tenant, bytes.fromhex(address.space))]
-        entries = [each.entry for each in self._index.listed if each.node == address.node]
+        entries = [each.entry for each in self.index.listed if each.node == address.node]
         if address.engine:
             entries = [each for each in entries if each.engine == address.engine]
         elif len(entries) > 1 and worker.models:
@@ -223,7 +223,7 @@ class Spaces:
 
     def scope(self, model: str) -> PrefixScope | None:
         """Scope of a model as a client names it; None: its prefixes are not in the index."""
-        policy, version = self._policy(), (self._workers.version, self._index.epoch)
+        policy, version = self._policy(), (self.workers.version, self.index.epoch)
         if version != self._version or policy is not self._made_by or len(self._made) > MODELS_MAX:
             self._made.clear()
             self._version, self._made_by = version, policy
@@ -235,7 +235,7 @@ class Spaces:
         names = self._served(model)
         able = [
             worker
-            for worker in self._workers
+            for worker in self.workers
             if worker.address.node
             and worker.block_tokens
             and any(worker.serves(name) for name in names)

@@ -20,13 +20,11 @@ from typing import Final
 
 import msgspec
 
-from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.failures import NoAnswer, NoConnection
-from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
+from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
-from kvstore.router.keys.index_calls import IndexCalls, Spaces
-from kvstore.router.keys.process import KeyProcess
+from kvstore.router.keys.index_calls import Spaces
 from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, KeyPlan, Rendering, probe_body
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
@@ -62,17 +60,9 @@ class Parity:
 
     pause_s: Final = PAUSE_S
 
-    def __init__(
-        self,
-        engines: EngineHttp,
-        workers: Workers,
-        rendering: Rendering,
-        keys: KeyProcess,
-        index: IndexCalls,
-        spaces: Spaces,
-    ) -> None:
-        self._engines, self._workers, self._rendering = engines, workers, rendering
-        self._keys, self._index, self._spaces = keys, index, spaces
+    def __init__(self, rendering: Rendering, spaces: Spaces) -> None:
+        self._rendering, self._spaces = rendering, spaces
+        self._workers, self._index = spaces.workers, spaces.index
         self._due_s: dict[Worker, float] = {}
 
     async def once(self) -> None:
@@ -180,7 +170,9 @@ class Parity:
         url = worker.url.with_path("/v1/completions")
         try:
             async with asyncio.timeout(COMPUTED_S):
-                found = await self._engines.fetch(url, body=body, bytes_max=ANSWER_BYTES_MAX)
+                found = await self._rendering.engines.fetch(
+                    url, body=body, bytes_max=ANSWER_BYTES_MAX
+                )
         except TimeoutError:
             return f"a probe was not computed within {COMPUTED_S:g} s"
         except (NoConnection, NoAnswer) as error:
@@ -191,7 +183,7 @@ class Parity:
         """Wait until the index shows the blocks of a probe at the worker's node. Returns why it
         does not; empty: it does.
         """
-        made = await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
+        made = await self._rendering.keys.make(msgspec.structs.replace(order, rendered=rendered))
         if made is None or made.why or not made.keys:
             return f"no keys of a probe: {made.why if made else 'late'}"
         keys, places = made.keys, self._spaces.of(worker)

@@ -28,7 +28,7 @@ import xxhash
 from kvstore.index.chain import adapter_keys
 from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.intake import Peek, edited, peek
-from kvstore.router.keys.index_calls import IndexCalls, PrefixScope, Spaces, prefix_answer
+from kvstore.router.keys.index_calls import PrefixScope, Spaces, prefix_answer
 from kvstore.router.keys.rendering import Rendering
 from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
@@ -103,11 +103,9 @@ class BytePrefixes:
 class KeyPrefixes:
     """Source of prefixes by keys of tokens, with the index's answer; else by keys of bytes."""
 
-    def __init__(
-        self, rendering: Rendering, index: IndexCalls, spaces: Spaces, by_bytes: BytePrefixes
-    ) -> None:
-        self._rendering, self._index, self._spaces = rendering, index, spaces
-        self._by_bytes = by_bytes
+    def __init__(self, rendering: Rendering, spaces: Spaces, by_bytes: BytePrefixes) -> None:
+        self._rendering, self._spaces, self._by_bytes = rendering, spaces, by_bytes
+        self._index = spaces.index
 
     async def of(
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""

@@ -159,7 +159,7 @@ class Rendering:
         *,
         tokenizers: Mapping[str, Path],
     ) -> None:
-        self._engines, self._workers, self._keys = engines, workers, keys
+        self.engines, self._workers, self.keys = engines, workers, keys
         self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
         """Model → reason why its local tokenizer is not used; empty: it is used."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
@@ -192,7 +192,7 @@ class Rendering:
             source = source_of(path, body)
         if source:
             order.model = model if source == "local" else ""
-            made = await self._keys.make(order, tenant)
+            made = await self.keys.make(order, tenant)
             if made is None or not made.why:
                 if made and source == "local" and self.counts["local"] % CHECK_EVERY == 0:
                     self._later_compared(path, body, model)
@@ -202,7 +202,7 @@ class Rendering:
             return self._counted("none", None)
         return self._counted(
             "engine",
-            await self._keys.make(msgspec.structs.replace(order, rendered=rendered), tenant),
+            await self.keys.make(msgspec.structs.replace(order, rendered=rendered), tenant),
         )
 
     async def keys_of_ids(self, ids: list[int], plan: KeyPlan, tenant: str) -> KeyAnswer | None:
@@ -210,7 +210,7 @@ class Rendering:
         in time.
         """
         body = msgspec.json.encode({"prompt": ids})
-        return self._counted("ids", await self._keys.make(plan.order(body), tenant))
+        return self._counted("ids", await self.keys.make(plan.order(body), tenant))
 
     def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
         found = answer if answer is not None and not answer.why else None
@@ -246,7 +246,7 @@ class Rendering:
             url = worker.url.with_path(path + "/render")
             try:
                 async with asyncio.timeout_at(until_s):
-                    found = await self._engines.fetch(url, body=body, bytes_max=RENDERED_BYTES_MAX)
+                    found = await self.engines.fetch(url, body=body, bytes_max=RENDERED_BYTES_MAX)
             except TimeoutError:
                 worker.render_pause_s = min(max(2 * worker.render_pause_s, PAUSE_S), PAUSE_S_MAX)
                 worker.renders_after_s = loop.time() + worker.render_pause_s
@@ -293,7 +293,7 @@ class Rendering:
         """
         why = ""
         for _ in range(2 if source_of(path, body) == "local" else 0):
-            ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
+            ours = await self.keys.make(KeyOrder(model=model, body=body, wants_ids=True))
             if ours is None or (ours.why and path == COMPLETIONS):
                 raise _UncomparedError(f"no tokens ({ours.why if ours else 'late'})")
             if ours.why:
@@ -301,7 +301,7 @@ class Rendering:
             rendered = await self.rendered(path, body, [worker], timeout_s=COMPARE_TIMEOUT_S)
             if rendered is None:
                 raise _UncomparedError("no engine renders")
-            theirs = await self._keys.make(KeyOrder(rendered=rendered, wants_ids=True))
+            theirs = await self.keys.make(KeyOrder(rendered=rendered, wants_ids=True))
             if theirs is None or theirs.why:
                 raise _UncomparedError(f"no tokens ({theirs.why if theirs else 'late'})")
             if ours.ids == theirs.ids:

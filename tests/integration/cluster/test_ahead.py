@@ -240,7 +240,9 @@ class Listing:
     """What an index lists: n1's space, and places of nodes."""
 
     def __init__(self, **addresses: str) -> None:
-        self.addresses = addresses
+        self.index, self.addresses = self, addresses
+        self.workers = Workers(lambda _: None)
+        self.workers.replace([WorkerAddress(name="w", url="http://127.0.0.1:1", node="n1")])
 
     def of(self, _worker: Worker) -> list[tuple[str, bytes]]:
         return [(TENANT, SPACE)]
@@ -251,11 +253,7 @@ async def say(
 ) -> tuple[list[PrepareAnswered], str]:
     """The answers that a router's core gets, and the trouble that its page shows."""
     found = asyncio.Queue[PrepareAnswered]()
-    workers = Workers(lambda _: None)
-    workers.replace([WorkerAddress(name="w", url="http://127.0.0.1:1", node="n1")])
-    calls = Preparations(
-        tls, workers=workers, index=listing, spaces=listing, answered=found.put_nowait
-    )
+    calls = Preparations(tls, listing, answered=found.put_nowait)
     answers = []
     for command in commands:
         calls.begin(command)

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.workers import Workers
 from kvstore.router.exchange import BEAT_S, RETRY_S, LoadExchange
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy
@@ -78,12 +77,9 @@ def run(
     monkeypatch.setattr("kvstore.router.exchange.resolved", streams.resolved)
     monkeypatch.setattr("kvstore.router.exchange.aio_channel", streams.channel)
     dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1), clock=loop.clock_ns)
-    workers = Workers(dispatcher.note)
 
     async def running() -> None:
-        exchange = LoadExchange(
-            ["routers:1"], None, name=OWN, workers=workers, dispatcher=dispatcher
-        )
+        exchange = LoadExchange(["routers:1"], None, name=OWN, dispatcher=dispatcher)
         await test(streams, exchange)
         await exchange.close()
 

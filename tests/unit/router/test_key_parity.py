@@ -82,9 +82,9 @@ class Site:
             engines, self.workers, keys, tokenizers=tokenizers or {}
         )
         spaces = Spaces(self.workers, index, RoutingPolicy)
-        self.parity = Parity(engines, self.workers, rendering, keys, index, spaces)
+        self.parity = Parity(rendering, spaces)
         by_bytes = BytePrefixes(TokenEstimates())
-        prefixes = KeyPrefixes(rendering, index, spaces, by_bytes)
+        prefixes = KeyPrefixes(rendering, spaces, by_bytes)
         self.intake = RequestIntake(prefixes, TENANTS, self.workers, lambda: "m")
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.router.dispatch import Dispatcher, RoutedLife
-from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
+from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, Rejected, Routed
 from kvstore.routing.policy import RoutingPolicy, parse
@@ -22,7 +22,7 @@ class Site:
 
     def __init__(self, loop: VirtualLoop, policy: RoutingPolicy, *more: WorkerAddress) -> None:
         self.dispatcher = Dispatcher(RouterCore(policy, seed=1), clock=loop.clock_ns)
-        self.workers = Workers(self.dispatcher.note)
+        self.workers = self.dispatcher.workers
         self.workers.replace([WorkerAddress(name="a", url="http://a:1", models=("m",)), *more])
         self.workers.read_again = self._read
         self.reads = 0
@@ -35,7 +35,7 @@ class Site:
         self.workers.describe(worker)
 
     async def enter(self, model: str) -> tuple[RoutedLife, Routed | Rejected]:
-        life = RoutedLife(self.dispatcher, self.workers)
+        life = RoutedLife(self.dispatcher)
         return life, await life.enter(Arrived(request("r", model=model)))
 
 

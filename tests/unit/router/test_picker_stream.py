@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import BODIES_SHARE, Bodies, RequestIntake, Tenants
 from kvstore.router.keys.prefixes import BytePrefixes
@@ -25,7 +25,6 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import FirstToken, Probed, RequestEnded, RouteEvent
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
@@ -83,8 +82,7 @@ class Site:
         self._step, numbers = self.core.step, itertools.count()
         self.core.step = self._noted  # type: ignore[method-assign]
         self.dispatcher = Dispatcher(self.core, clock=lambda: next(numbers))
-        self.workers = Workers(self.dispatcher.note)
-        self.dispatcher.handlers = {StateChange: self.workers.changed}
+        self.workers = self.dispatcher.workers
         self.workers.replace(
             WorkerAddress(name=name, url=f"http://{name}:1", models=("m",)) for name in "ab"
         )
@@ -93,7 +91,7 @@ class Site:
         prefixes = BytePrefixes(TokenEstimates())
         intake = RequestIntake(prefixes, tenants, self.workers, lambda: "m")
         self.bodies = Bodies(bytes_max=BODY_BYTES_MAX)
-        self.picker = Picker(self.dispatcher, self.workers, intake, bodies=self.bodies)
+        self.picker = Picker(self.dispatcher, intake, bodies=self.bodies)
 
     def _noted(self, event: RouteEvent, now_ns: int) -> Any:
         self.events.append(event)

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.router.ahead import CALLS_MAX, FAILURES_MAX, Preparations
 from kvstore.router.engines.workers import WorkerAddress, Workers
-from kvstore.router.keys.index_calls import IndexCalls, Spaces
+from kvstore.router.keys.index_calls import Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.wire.peers import PrepareReply, PrepareRequest, encode
 from tests.kit.virtual_loop import VirtualLoop
@@ -50,13 +50,9 @@ class Site:
         self.addresses = {"n": "n:1"}
         self.workers = workers = Workers(lambda _: None)
         workers.replace([WorkerAddress(name="a", url="http://a:1", node="n")])
-        self.ahead = Preparations(
-            None,
-            workers=workers,
-            index=cast("IndexCalls", SimpleNamespace(addresses=self.addresses)),
-            spaces=cast("Spaces", SimpleNamespace(of=lambda _: [("", b"space")])),
-            answered=self.answers.append,
-        )
+        index = SimpleNamespace(addresses=self.addresses)
+        spaces = SimpleNamespace(of=lambda _: [("", b"space")], index=index, workers=workers)
+        self.ahead = Preparations(None, cast("Spaces", spaces), answered=self.answers.append)
 
     async def prepare(self, count: int) -> list[str]:
         """So many at the same time; why each was refused, empty: it was not."""

@@ -22,11 +22,10 @@ from kvstore.router.engines.probes import (
     TICK_S,
     Probes,
 )
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import WorkerAddress
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, WorkerWord
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check_fleet
@@ -75,21 +74,16 @@ class Site:
         self.loop, self.engines, self.address = loop, Engines(), address
         self.core = RouterCore(RoutingPolicy(), seed=1)
         self.dispatcher = Dispatcher(self.core, clock=loop.clock_ns)
-        self.workers = Workers(self.dispatcher.note)
-        self.dispatcher.handlers = {StateChange: self.workers.changed}
+        self.workers = self.dispatcher.workers
         self.told: list[RouteEvent] = []
-        self.probes = Probes(
-            cast("EngineHttp", self.engines),
-            self.workers,
-            self._note,
-            settings=lambda: self.core.policy.probes,
-            clock=loop.clock_ns,
-        )
+        self._heard = self.dispatcher.note
+        self.dispatcher.note = self._note  # type: ignore[method-assign]
+        self.probes = Probes(cast("EngineHttp", self.engines), self.dispatcher)
         self.crew(count)
 
     def _note(self, event: RouteEvent) -> None:
         self.told.append(event)
-        self.dispatcher.note(event)
+        self._heard(event)
 
     def crew(self, count: int, begin: int = 0) -> None:
         self.workers.replace(

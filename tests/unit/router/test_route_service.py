@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
-from kvstore.router.engines.workers import WORKERS_MAX, Worker, WorkerAddress, Workers
+from kvstore.router.engines.workers import WORKERS_MAX, Worker, WorkerAddress
 from kvstore.router.front.intake import NAME_BYTES_MAX
 from kvstore.router.keys.prefixes import KEY_BYTES, TOKENS_PER_PIECE, KeyPrefixes, Prefix
 from kvstore.router.rpc import (
@@ -35,7 +35,7 @@ from kvstore.routing.events import (
     RouteEvent,
 )
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import FAULTS_MAX, StateChange
+from kvstore.routing.rows import FAULTS_MAX
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
@@ -101,12 +101,10 @@ class Site:
     def __init__(self, loop: VirtualLoop, count: int, prefixes: Any = None) -> None:
         self.loop, self.core = loop, RouterCore(RoutingPolicy(), seed=1)
         self.dispatcher = Dispatcher(self.core, clock=loop.clock_ns)
-        self.workers = Workers(self.dispatcher.note)
-        self.dispatcher.handlers = {StateChange: self.workers.changed}
+        self.workers = self.dispatcher.workers
         self.suspected: list[Worker] = []
         self.service = RouteService(
             self.dispatcher,
-            self.workers,
             cast("KeyPrefixes | None", prefixes),
             suspected=self.suspected.append,
         )
@@ -126,7 +124,7 @@ class Site:
 
     async def own(self, name: str = "own") -> tuple[RoutedLife, Routed | Rejected]:
         """A request of another front end."""
-        life = RoutedLife(self.dispatcher, self.workers)
+        life = RoutedLife(self.dispatcher)
         request = RouteRequest(request_id=name, model="m", prompt_tokens=1000)
         async with asyncio.timeout(1):
             return life, await life.enter(Arrived(request))
