@@ -20,8 +20,7 @@ from aiohttp import web
 from bench.routing.drive import OUTPUT_TOKENS_MAX
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace
-from kvstore.config.router import load_router_config
-from kvstore.router.engines.workers import WorkerAddress
+from kvstore.config.router import WorkerAddress, load_router_config
 from kvstore.router.front.intake import Peek
 from kvstore.router.keys.prefixes import Prefix
 from kvstore.router.process import Router

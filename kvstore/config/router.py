@@ -1,6 +1,6 @@
 """The configuration of `kvstore router`: its settings, and what is made of several of them.
 
-    NAME=URL[,KEY=VALUE…] ─▶ WorkerText       addresses beyond this machine need TLS or --insecure
+    NAME=URL[,KEY=VALUE…] ─▶ WorkerAddress    addresses beyond this machine need TLS or --insecure
 
 Does not cover: contents of the policy file (`kvstore.routing.policy`) and of API keys
 (`kvstore.router.front.intake`).
@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from kvstore.client.tls import Tls
 from kvstore.config.cluster import resolve_tls
@@ -23,6 +24,7 @@ from kvstore.config.values import is_exposed, joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.values import WorkerFacts, WorkerRole
 from kvstore.wire.load import is_base_url
 from kvstore.wording import did_you_mean
 
@@ -46,32 +48,37 @@ def load_policy(path: Path | None, *, is_again: bool = False) -> RoutingPolicy:
 # ── router ────────────────────────────────────────────────────────────────────────────────────────
 
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
-ROLES: Final = ("both", "prefill", "decode", "any")
+ROLES: Final = tuple(WorkerRole)
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
 INDEX_KEYS: Final = ("node", "engine", "tenant", "space", "seed", "rank")
 """Options of a worker that have no effect without an index."""
 TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 SLICE_KEYS: Final = (*KEYS, "scheme")
+_FIELDS: Final = {"block": "block_tokens", "seed": "hash_seed"}
+"""Option → its field, where that has another name."""
 _PATTERNS: Final = {
     "kind": ("|".join(KINDS), f"kind is one of {', '.join(KINDS)}"),
     "role": ("|".join(ROLES), f"role is one of {', '.join(ROLES)}"),
-    "block": (r"\d+", "block is a number"),
-    "rank": (r"\d+", "rank is a number"),
+    "block": ("[0-9]+", "block is a number"),
+    "rank": ("[0-9]+", "rank is a number"),
     "space": ("[0-9a-f]{64}", "space has 64 hex digits, as 'kvstore inspect' shows"),
 }
 """Option → (pattern of its values, error message for another value)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerText:
-    """An engine as an operator writes it."""
+class WorkerAddress(WorkerFacts, frozen=True, kw_only=True):
+    """A worker, as its source describes it: flags, DNS, the index, Kubernetes."""
 
     name: str
     url: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Option of `KEYS` → value."""
-    written: str = ""
-    """Flag and text as given, for error messages."""
+    kind: str = "vllm"
+    """Kind of engine, of `KINDS`."""
+    tenant: str = ""
+    space: str = ""
+    """Space in hex; empty: from the registry of the index."""
+    block_tokens: int = 0
+    """Tokens of a block; 0: as its metrics page has it."""
+    hash_seed: str = "vllm-none-hash"
 
 
 class RouterConfig(RouterSettings):
@@ -81,11 +88,11 @@ class RouterConfig(RouterSettings):
     """Certificates within the cluster; None: plain."""
     front: Tls | None
     """Certificates for clients of `listen`; None: plain HTTP."""
-    workers: tuple[WorkerText, ...]
-    names: tuple[WorkerText, ...]
+    workers: tuple[WorkerAddress, ...]
+    names: tuple[WorkerAddress, ...]
     """DNS names, each of which stands for several engines."""
-    slices: WorkerText | None
-    """Kubernetes service of engines, as a URL with the scheme `kubernetes`; None: none."""
+    slices: WorkerAddress | None
+    """Kubernetes service of engines, SCHEME://NAMESPACE/SERVICE/PORT; None: none."""
     worker_key: str
     tokenizers: Mapping[str, Path]
     """Model → directory of its local tokenizer."""
@@ -110,14 +117,9 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
             " kvstore certs DIRECTORY --client NAME"
         )
     config.workers = _workers(config)
-    config.names = tuple(
-        worker_of("--worker-dns", text, insecure=config.insecure, is_name=True)
-        for text in config.worker_dns or ()
-    )
-    config.slices = _slices(config.worker_slices, insecure=config.insecure)
-    if not config.index:
-        slices = (config.slices,) if config.slices else ()
-        _refuse_names_in_the_index((*config.workers, *config.names, *slices))
+    names = config.worker_dns or ()
+    config.names = tuple(worker_of("--worker-dns", each, config, is_name=True) for each in names)
+    config.slices = _slices(config)
     config.worker_key = _secret(config.worker_key_file)
     config.tokenizers = dict(map(_tokenizer, config.tokenizer or ()))
     return config
@@ -166,9 +168,8 @@ def _front(settings: RouterConfig) -> Tls | None:
     return load_listening(Path(cert), Path(key), ca_path=Path(ca) if ca else None)
 
 
-def _workers(settings: RouterSettings) -> tuple[WorkerText, ...]:
-    texts, insecure = settings.worker or (), settings.insecure
-    found = [worker_of("--worker", text, insecure=insecure) for text in texts]
+def _workers(settings: RouterSettings) -> tuple[WorkerAddress, ...]:
+    found = [worker_of("--worker", text, settings) for text in settings.worker or ()]
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
@@ -178,29 +179,26 @@ def _workers(settings: RouterSettings) -> tuple[WorkerText, ...]:
             "name the engines: --worker NAME=URL, --worker-dns, --worker-slices, or --index whose"
             " nodes list theirs"
         )
-    if len(found) == sum(each.options.get("role") == "prefill" for each in found) > 0 and not (
+    if len(found) == sum(each.role is WorkerRole.PREFILL for each in found) > 0 and not (
         settings.worker_dns or settings.worker_slices or settings.index
     ):
         raise ConfigError("--worker names prefillers only: add an engine with role=decode or both")
+    from yarl import URL  # only here: it comes with aiohttp
+
+    places = dict[object, WorkerAddress]()
+    for each in found:
+        url = URL(each.url)
+        if (same := places.setdefault((url.host, url.port, each.rank), each)) is not each:
+            raise ConfigError(
+                f"--worker names {each.url} twice, as {same.name!r} and {each.name!r}: leave one"
+                " out, or with --index give each data-parallel rank its rank=N"
+            )
     return tuple(found)
 
 
-def _refuse_names_in_the_index(workers: Sequence[WorkerText]) -> None:
-    """Raises ConfigError if workers have options that do nothing without an index. `node` and
-    `engine` are allowed where engines may prefill, since they lead blocks from prefill to decode
-    engines.
-    """
-    may_prefill = any(each.options.get("role") in ("prefill", "any") for each in workers)
-    useless = set(INDEX_KEYS) - ({"node", "engine"} if may_prefill else set())
-    for each in workers:
-        if named := [key for key in each.options if key in useless]:
-            raise ConfigError(
-                f"{each.written}: {', '.join(named)} does nothing without an index: add"
-                " --index HOST:PORT, or leave it out"
-            )
-
-
-def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) -> WorkerText:
+def worker_of(
+    option: str, text: str, settings: RouterSettings, *, is_name: bool = False
+) -> WorkerAddress:
     """An engine of NAME=URL[,KEY=VALUE…]; or of URL[,…] if the host is a DNS name of several
     (`is_name`).
 
@@ -214,19 +212,30 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     if not equals or not name or not name.isprintable() or not is_base_url(url):
         form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
         raise ConfigError(f"{written} must be {form}:8000: scheme, host and port, without a path")
-    options = _options(written, pairs, KEYS)
-    for key, (pattern, sentence) in _PATTERNS.items():
-        if key in options and not re.fullmatch(pattern, options[key]):
-            raise ConfigError(f"{written}: {sentence}")
-    if is_exposed(url, is_name=is_name) and not insecure:
+    options = _options(written, pairs, KEYS, settings)
+    if is_exposed(url, is_name=is_name) and not settings.insecure:
         raise ConfigError(
             f"{option} {url} is beyond this machine, and everybody on the way can read prompts: use"
             " https://, or --insecure where the network is trusted"
         )
-    return WorkerText(name=name, url=url, options=options, written=written)
+    return _address(name, url, options)
 
 
-def _options(written: str, pairs: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+def _address(name: str, url: str, options: Mapping[str, str]) -> WorkerAddress:
+    fields: dict[str, object] = {_FIELDS.get(key, key): its for key, its in options.items()}
+    fields |= {
+        _FIELDS.get(key, key): int(options[key]) for key in ("block", "rank") if key in options
+    }
+    return msgspec.convert({"name": name, "url": url, **fields}, WorkerAddress)
+
+
+def _options(
+    written: str, pairs: Sequence[str], keys: Sequence[str], settings: RouterSettings
+) -> dict[str, str]:
+    """Options of engines by their key, checked; without an index those that it alone gives an
+    effect are refused. `node` and `engine` have one where engines may prefill, since they lead
+    blocks from prefill to decode engines.
+    """
     found: dict[str, str] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
@@ -235,25 +244,36 @@ def _options(written: str, pairs: Sequence[str], keys: Sequence[str]) -> dict[st
             near = did_you_mean(key, keys) if key not in keys else ""
             raise ConfigError(f"{written}: {what}{near or '; keys are ' + ', '.join(keys)}")
         found[key] = value
+    texts = (*(settings.worker or ()), *(settings.worker_dns or ()), settings.worker_slices or "")
+    may_prefill = {"role=prefill", "role=any"} & set(",".join(texts).split(","))
+    useless = set(INDEX_KEYS) - ({"node", "engine"} if may_prefill else set())
+    if not settings.index and (named := [key for key in found if key in useless]):
+        raise ConfigError(
+            f"{written}: {', '.join(named)} does nothing without an index: add"
+            " --index HOST:PORT, or leave it out"
+        )
+    for key, (pattern, sentence) in _PATTERNS.items():
+        if key in found and not re.fullmatch(pattern, found[key]):
+            raise ConfigError(f"{written}: {sentence}")
     return found
 
 
-def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:
-    if text is None:
+def _slices(settings: RouterSettings) -> WorkerAddress | None:
+    if (text := settings.worker_slices) is None:
         return None
     written, (place, *pairs) = f"--worker-slices {text!r}", text.split(",")
     namespace, slash, service = place.partition("/")
     name, colon, port = service.partition(":")
     if not (namespace and slash and name and colon and port):
         raise ConfigError(f"{written} must be NAMESPACE/SERVICE:PORT")
-    options = _options(written, pairs, SLICE_KEYS)
-    if options.get("scheme") != "https" and not insecure:
+    options = _options(written, pairs, SLICE_KEYS, settings)
+    scheme = "https" if options.pop("scheme", "") == "https" else "http"
+    if scheme == "http" and not settings.insecure:
         raise ConfigError(
             f"{written} are beyond this machine, and everybody on the way can read prompts: add"
             " scheme=https, or --insecure where the network is trusted"
         )
-    url = f"kubernetes://{namespace}/{name}/{port}"
-    return WorkerText(name=name, url=url, options=options, written=written)
+    return _address(name, f"{scheme}://{namespace}/{name}/{port}", options)
 
 
 def _tokenizer(text: str) -> tuple[str, Path]:

@@ -41,7 +41,7 @@ from kvstore.obs.metrics import Timings
 from kvstore.router.ahead import Preparations
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp
-from kvstore.router.engines.discovery import Discovery, Slices, addresses_of, in_cluster
+from kvstore.router.engines.discovery import Discovery, Slices, in_cluster
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import PoolWatch
 from kvstore.router.exchange import LoadExchange
@@ -178,7 +178,7 @@ class Router:
     async def begin(self) -> None:
         """Begin all work but the listening socket. Raises ConfigError."""
         config = self.config
-        self.workers.replace(addresses_of(config.workers))
+        self.workers.replace(config.workers)
         if (place := config.route_listen) is not None:
             self.servers["route"] = await serve_route(place, config.tls, self._route, self.exchange)
         if (place := config.picker_listen) is not None:

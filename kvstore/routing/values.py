@@ -172,32 +172,37 @@ class PrefixAnswer(msgspec.Struct, frozen=True):
     """Nodes that fetch blocks from each other; None: all."""
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker: one engine with one HTTP address, data-parallel ranks each by itself."""
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core knows of a worker as its source describes it."""
 
-    worker: str
-    """Unique name, in receipts and metrics."""
-    address: str
-    """Host and port, or a URL."""
-    pool: str
+    pool: str = "default"
     models: tuple[str, ...] = ()
     """Base models that it serves; empty: any."""
-    takes_any_model: bool = False
-    """Its engine serves its model by names that no worker lists, too."""
-    adapters: tuple[str, ...] = ()
-    """LoRA adapters that it serves."""
     role: WorkerRole = WorkerRole.BOTH
     node: str = ""
     """Name of the kvstore node beside it; empty: none."""
     engine: str = ""
     """Name of the engine in the index; empty: not followed."""
     rank: int = 0
+    is_terminating: bool = False
+    """Finishes its requests, and gets new ones where no other worker can take them."""
+
+
+class WorkerSpec(WorkerFacts, frozen=True, kw_only=True):
+    """A worker: one engine with one HTTP address, data-parallel ranks each by itself."""
+
+    worker: str
+    """Unique name, in receipts and metrics."""
+    address: str
+    """Host and port, or a URL."""
+    takes_any_model: bool = False
+    """Its engine serves its model by names that no worker lists, too."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it serves."""
     memory_tokens: int = 0
     """Tokens that its KV cache holds; 0: not known, never filtered by memory."""
     context_tokens: dict[str, int] = {}
     """Model → longest prompt with its output; not named: not known."""
-    is_terminating: bool = False
-    """Finishes its requests, and gets new ones where no other worker can take them."""
 
     def context_of(self, model: str) -> float:
         """Longest prompt with its output of a model, in tokens; infinite if it is not known."""

@@ -20,14 +20,15 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
 import msgspec
-from yarl import URL
+from msgspec.structs import replace
 
-from kvstore.config.router import ROLES, RouterConfig, WorkerText
+from kvstore.config.router import ROLES, RouterConfig, WorkerAddress
 from kvstore.config.values import is_exposed, joined
 from kvstore.errors import ConfigError
 from kvstore.net.aio import resolved
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.router.keys.index_calls import Listed
+from kvstore.routing.values import WorkerRole
 from kvstore.wire.load import is_base_url
 
 PERIOD_S: Final = 5.0
@@ -50,7 +51,7 @@ class Discovery:
         self._names, self._workers = config.names, workers
         self._insecure = config.insecure
         self._known: dict[str, tuple[WorkerAddress, ...]] = {
-            "flags": addresses_of(config.workers),
+            "flags": config.workers,
             INDEX: (),
         }
         self._listed: tuple[Listed, ...] = ()
@@ -74,7 +75,7 @@ class Discovery:
         for each in every:
             if each.name not in names and (each.url, each.rank) not in places:
                 is_terminating = each.url in terminating
-                names[each.name] = msgspec.structs.replace(each, is_terminating=is_terminating)
+                names[each.name] = replace(each, is_terminating=is_terminating)
                 places.add((each.url, each.rank))
         self._workers.replace(names.values())
 
@@ -116,7 +117,7 @@ class Discovery:
         if self._known[INDEX]:
             self.listed(self._listed)
 
-    async def _resolve(self, name: WorkerText) -> None:
+    async def _resolve(self, name: WorkerAddress) -> None:
         parts = urlsplit(name.url)
         source = f"--worker-dns {parts.netloc}"
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -126,21 +127,8 @@ class Discovery:
             self.failed(source, str(error))
             return
         urls = [urlunsplit((parts.scheme, place, "", "", "")) for place in places]
-        texts = [WorkerText(name=urlsplit(u).netloc, url=u, options=name.options) for u in urls]
-        self.found(source, map(address_of_text, texts))
-
-
-def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
-    """Workers as flags name them. Raises ConfigError: two of them are one engine."""
-    found, places = tuple(map(address_of_text, texts)), dict[object, WorkerAddress]()
-    for each in found:
-        url = URL(each.url)
-        if (same := places.setdefault((url.host, url.port, each.rank), each)) is not each:
-            raise ConfigError(
-                f"--worker names {each.url} twice, as {same.name!r} and {each.name!r}: leave one"
-                " out, or with --index give each data-parallel rank its rank=N"
-            )
-    return found
+        its = {url: urlsplit(url).netloc for url in urls}
+        self.found(source, (replace(name, name=place, url=url) for url, place in its.items()))
 
 
 def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
@@ -158,18 +146,9 @@ def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
                 tenant=entry.tenant,
                 space=bytes(entry.space).hex(),
                 models=(entry.model,) if entry.model else (),
-                role=entry.role if entry.role in ROLES else "both",
+                role=WorkerRole(entry.role if entry.role in ROLES else "both"),
                 rank=entry.rank,
             )
-
-
-def address_of_text(text: WorkerText) -> WorkerAddress:
-    """Address of a worker from its text, whose options are already checked."""
-    given = dict(text.options)
-    block, seed, rank = given.pop("block", "0"), given.pop("seed", ""), given.pop("rank", "0")
-    fields = {"name": text.name, "url": text.url, **given}
-    fields |= {"hash_seed": seed} if seed else {}
-    return msgspec.convert({**fields, "block_tokens": int(block), "rank": int(rank)}, WorkerAddress)
 
 
 # ── EndpointSlices ────────────────────────────────────────────────────────────────────────────────
@@ -268,7 +247,7 @@ class Slices:
 
     def __init__(
         self,
-        text: WorkerText,
+        service: WorkerAddress,
         api: KubernetesApi,
         *,
         found: Callable[[str, Iterable[WorkerAddress]], None],
@@ -276,19 +255,19 @@ class Slices:
     ) -> None:
         """
         Args:
-            text: kubernetes://NAMESPACE/SERVICE/PORT and options of its workers.
+            service: SCHEME://NAMESPACE/SERVICE/PORT, and what holds for all of its workers.
             api: the API server.
             found: takes the workers that there are now.
             failed: takes why there is no answer.
         """
-        namespace, service, self._port = _parts(text.url)
+        parts = urlsplit(service.url)
+        namespace, (name, self._port) = parts.netloc, parts.path.strip("/").split("/")
         self._api, self._found, self._failed = api, found, failed
-        self._options = dict(text.options)
-        self._scheme = "https" if self._options.pop("scheme", "") == "https" else "http"
-        self._source = f"--worker-slices {namespace}/{service}"
+        self._service, self._scheme = service, parts.scheme
+        self._source = f"--worker-slices {namespace}/{name}"
         self._url = (
             f"{api.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-            f"?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
+            f"?labelSelector=kubernetes.io%2Fservice-name%3D{name}"
         )
         self._slices: dict[str, _Slice] = {}
 
@@ -358,13 +337,5 @@ class Slices:
                     place = joined(endpoint.addresses[0], port)
                     target, url = endpoint.target_ref, f"{self._scheme}://{place}"
                     name = (target.name if target else "") or place
-                    yield msgspec.structs.replace(
-                        address_of_text(WorkerText(name=name, url=url, options=self._options)),
-                        is_terminating=bool(endpoint.conditions.terminating),
-                    )
-
-
-def _parts(url: str) -> tuple[str, str, str]:
-    parts = urlsplit(url)
-    service, port = parts.path.strip("/").split("/")
-    return parts.netloc, service, port
+                    ends = bool(endpoint.conditions.terminating)
+                    yield replace(self._service, name=name, url=url, is_terminating=ends)

@@ -20,10 +20,11 @@ from typing import Any, Final
 import msgspec
 from yarl import URL
 
+from kvstore.config.router import WorkerAddress
 from kvstore.routing.events import AbandonWorker, Joined, Judged, RouteEvent, WorkerLeft
 from kvstore.routing.policy import ModelPool, RoutingPolicy
 from kvstore.routing.rows import StateChange
-from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.values import WorkerFacts, WorkerRole, WorkerSpec, WorkerWord
 
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"
@@ -33,29 +34,6 @@ SERVING: Final = (WorkerWord.UP, WorkerWord.LATE, WorkerWord.HALF_OPEN, WorkerWo
 """States of workers whose engine has answered, and that get requests."""
 
 _log = logging.getLogger(__name__)
-
-
-class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, as its source describes it."""
-
-    name: str
-    url: str
-    kind: str = "vllm"
-    """Kind of engine: a row of `probes.ENGINES`."""
-    pool: str = "default"
-    node: str = ""
-    engine: str = ""
-    tenant: str = ""
-    space: str = ""
-    """Space in hex; empty: from the registry of the index."""
-    block_tokens: int = 0
-    """Tokens of a block; 0: as its metrics page has it."""
-    hash_seed: str = "vllm-none-hash"
-    models: tuple[str, ...] = ()
-    role: str = "both"
-    rank: int = 0
-    is_terminating: bool = False
-    """Its pod terminates; a change of this alone makes no new worker."""
 
 
 class WorkerAdapter:
@@ -136,20 +114,15 @@ class Worker:
     def spec(self) -> WorkerSpec:
         """Description of the worker for the core."""
         a = self.address
+        facts: dict[str, Any] = {name: getattr(a, name) for name in WorkerFacts.__struct_fields__}
         return WorkerSpec(
             worker=self.name,
             address=self.url.authority,
-            pool=a.pool,
-            models=self.models,
             takes_any_model=a.kind not in STRICT_KINDS,
             adapters=tuple(self.adapters),
-            role=WorkerRole(a.role),
-            node=a.node,
-            engine=a.engine,
-            rank=a.rank,
             memory_tokens=self.memory_tokens,
             context_tokens=self.contexts,
-            is_terminating=a.is_terminating,
+            **facts | {"models": self.models},
         )
 
     @property
@@ -166,7 +139,7 @@ class Worker:
     @property
     def serves_requests(self) -> bool:
         """Whether it serves whole requests, or their decode leg: false for a prefiller."""
-        return self.address.role != WorkerRole.PREFILL
+        return self.address.role is not WorkerRole.PREFILL
 
     def serves(self, model: str) -> bool:
         """Whether requests may name this model or adapter there; true if its models are
@@ -226,7 +199,8 @@ class Workers:
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """Adopt the workers that discovery has now. Returns those that are new. An address that
-        changed is a new worker. A worker that left finishes its requests.
+        changed, in more than `is_terminating`, is a new worker. A worker that left finishes its
+        requests.
         """
         wanted = {each.name: each for each in list(found)[:WORKERS_MAX]}
         for worker in self:

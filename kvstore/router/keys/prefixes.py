@@ -25,8 +25,8 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 import xxhash
 
+from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import adapter_keys
-from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.intake import Peek, edited, peek
 from kvstore.router.keys.index_calls import PrefixScope, Spaces, prefix_answer
 from kvstore.router.keys.rendering import Rendering

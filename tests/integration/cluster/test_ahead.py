@@ -17,9 +17,10 @@ import pytest
 from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Tls
+from kvstore.config.router import WorkerAddress
 from kvstore.peers.preparer import KEYS_PER_S
 from kvstore.router.ahead import DEADLINE_S, FAILURES_MAX, Preparations
-from kvstore.router.engines.workers import Worker, WorkerAddress, Workers
+from kvstore.router.engines.workers import Worker, Workers
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys

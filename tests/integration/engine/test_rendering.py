@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.demo.engine import SERVED_NAME
 from kvstore.index.chain import block_keys
 from kvstore.router.engines.calls import EngineHttp
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import PLAIN_FIELDS, KeyPlan, Rendering

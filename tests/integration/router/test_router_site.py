@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from kvstore.config.router import WorkerAddress
 from kvstore.net.site import REQUESTS_SHOWN, ROWS_MAX, STATE_BYTES_MAX
-from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.pages import make_router_pages
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse

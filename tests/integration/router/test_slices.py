@@ -12,14 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
-from kvstore.config.router import WorkerText, load_router_config
+from kvstore.config.router import WorkerAddress, load_router_config
 from kvstore.router.engines.discovery import Discovery, KubernetesApi, Slices
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.testing.process import Lab
 from tests.kit.coroutines import on_loop
 
 WAIT_S = 10.0
-TEXT = WorkerText(name="svc", url="kubernetes://ns/svc/http", options={"kind": "sglang"})
+SERVICE = WorkerAddress(name="svc", url="http://ns/svc/http", kind="sglang")
 
 
 Conditions = dict[str, bool | None]
@@ -131,7 +131,7 @@ async def test_pods_come_and_go(tmp_path: Path) -> None:
     api, heard = ApiServer(), Heard()
     api.listed = [piece("s1", ("a", True), ("b", False), ("c", None))]
     async with served(api, tmp_path) as place:
-        slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+        slices = Slices(SERVICE, place, found=heard.found, failed=heard.failed)
         task = asyncio.create_task(slices.once())
         await heard.until("a", "c")
         assert heard.names["a"] == "http://10.0.0.1:8000"
@@ -175,7 +175,7 @@ async def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: 
     api, heard = ApiServer(), Heard()
     api.listed = [piece("s", *pods.items())]
     async with served(api, tmp_path) as place:
-        slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+        slices = Slices(SERVICE, place, found=heard.found, failed=heard.failed)
         task = asyncio.create_task(slices.once())
         await heard.until("null", "plain", "published", *ends)
         assert heard.terminating == ends

@@ -15,10 +15,11 @@ import pytest
 from aiohttp.http import HttpVersion11
 from yarl import URL
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.connections import Attempt, EngineConnection
 from kvstore.router.engines.failures import Fault, LegFailure, NoConnection, fault_of
-from kvstore.router.engines.workers import Worker, WorkerAddress
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front.proxy import tokens_of
 from kvstore.routing.events import Failure, Lack
 from tests.kit.coroutines import on_loop

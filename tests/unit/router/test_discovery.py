@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvstore.config.router import WorkerText
+from kvstore.config.router import WorkerAddress
 from kvstore.router.engines.discovery import Discovery, addresses_listed
-from kvstore.router.engines.workers import WORKERS_MAX, WorkerAddress, Workers
+from kvstore.router.engines.workers import WORKERS_MAX, Workers
 from kvstore.router.keys.index_calls import Listed
 from kvstore.routing.events import Joined, RouteEvent, WorkerLeft
 from kvstore.routing.values import WorkerWord
@@ -28,7 +28,7 @@ def listed(engine: str, address: str = HERE, **more: Any) -> Listed:
 
 
 class Site:
-    def __init__(self, *flags: WorkerText, insecure: bool = False) -> None:
+    def __init__(self, *flags: WorkerAddress, insecure: bool = False) -> None:
         self.workers = Workers(lambda _: None)
         config = SimpleNamespace(names=(), workers=flags, insecure=insecure)
         self.discovery = Discovery(cast("Any", config), self.workers)
@@ -84,12 +84,12 @@ def test_an_engine_whose_node_restarts_stays_while_it_answers() -> None:
 
 
 def test_flags_win_over_the_list_and_an_engine_counts_once() -> None:
-    site = Site(WorkerText(name="a", url=HERE, options={"node": "n1"}))
+    site = Site(WorkerAddress(name="a", url=HERE, node="n1"))
     assert site.list(listed("e"), listed("e", rank=1)) == ["a", "n1/e/1"]
 
 
 def test_an_engine_terminates_if_one_source_says_so_and_stays_the_same_worker() -> None:
-    site = Site(WorkerText(name="a", url=HERE))
+    site = Site(WorkerAddress(name="a", url=HERE))
     events: list[RouteEvent] = []
     site.workers._note = events.append
     known, pod = site.workers["a"], WorkerAddress(name="pod", url=HERE, is_terminating=True)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from kvstore.config.router import WorkerAddress
 from kvstore.proto import router_pb2 as pb
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.router.front import intake
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import (

@@ -17,11 +17,12 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Holder, Trust
 from kvstore.index.index import Answer, Match
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
-from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
+from kvstore.router.engines.workers import WorkerAdapter, Workers
 from kvstore.router.front.intake import RequestIntake, RequestJob
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to

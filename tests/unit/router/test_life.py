@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.dispatch import Dispatcher, RoutedLife
-from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress
+from kvstore.router.engines.workers import WorkerAdapter
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, Rejected, Routed
 from kvstore.routing.policy import RoutingPolicy, parse

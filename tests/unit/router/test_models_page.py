@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from kvstore.router.engines.workers import Worker, WorkerAdapter, WorkerAddress
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.router.front.answers import models_answer
 from kvstore.routing.policy import RoutingPolicy, parse
 

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from kvstore.config.router import WorkerAddress
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import BODIES_SHARE, Bodies, RequestIntake, Tenants
 from kvstore.router.keys.prefixes import BytePrefixes

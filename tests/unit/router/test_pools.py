@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.engines.workers import Worker, WorkerAddress, faults
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import Worker, faults
 from kvstore.routing.policy import parse
+from kvstore.routing.values import WorkerRole
 
 
 def worker(pool: str, *models: str, role: str = "both") -> Worker:
-    return Worker(WorkerAddress(name="w", url="http://h", pool=pool, models=models, role=role))
+    return Worker(
+        WorkerAddress(name="w", url="http://h", pool=pool, models=models, role=WorkerRole(role))
+    )
 
 
 def found(rule: dict[str, Any], *workers: Worker, **limits: Any) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.engines.workers import Worker, WorkerAddress
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front.intake import can_split, edited, peek
 from kvstore.router.front.legs import PARAMETERS, ahead, parameters_of, prefill_order, source_of
 from kvstore.wire.requests import PrefillPart, answer_of, read_transfer

@@ -10,8 +10,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.ahead import CALLS_MAX, FAILURES_MAX, Preparations
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.router.keys.index_calls import Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.wire.peers import PrepareReply, PrepareRequest, encode

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from yarl import URL
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.failures import NoAnswer, NoConnection
@@ -22,7 +23,6 @@ from kvstore.router.engines.probes import (
     TICK_S,
     Probes,
 )
-from kvstore.router.engines.workers import WorkerAddress
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import RoutingPolicy

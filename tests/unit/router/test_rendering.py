@@ -9,8 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
-from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
 from kvstore.router.keys import rendering
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to

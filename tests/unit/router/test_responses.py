@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.router.engines.workers import Worker, WorkerAddress
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import (
     PREFIX,
     RESPONSES,

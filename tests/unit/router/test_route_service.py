@@ -9,9 +9,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
-from kvstore.router.engines.workers import WORKERS_MAX, Worker, WorkerAddress
+from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.front.intake import NAME_BYTES_MAX
 from kvstore.router.keys.prefixes import KEY_BYTES, TOKENS_PER_PIECE, KeyPrefixes, Prefix
 from kvstore.router.rpc import (

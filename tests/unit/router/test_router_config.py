@@ -10,7 +10,6 @@ import pytest
 
 from kvstore.config.router import load_policy, load_router_config
 from kvstore.errors import ConfigError
-from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.intake import load_tenants
 from tests.style.tree import ROOT
 
@@ -21,7 +20,7 @@ INDEX: dict[str, Any] = {"index": ["127.0.0.1:9470"], "insecure": True}
 def test_a_worker_with_all_options() -> None:
     text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=any,rank=1"
     config = load_router_config(None, {"worker": [text], **INDEX})
-    (address,) = addresses_of(config.workers)
+    (address,) = config.workers
     assert (address.url, address.kind, address.node, address.engine) == (
         "http://[::1]:8000",
         *("sglang", "n1", "e"),
@@ -77,6 +76,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://127.0.0.1:1,kind=tgi,node=n"]}, "node does nothing without an ind"),
         ({"worker_dns": ["http://127.0.0.1:1,seed=s"], "insecure": True}, "seed does nothing"),
         ({"worker_slices": "n/s:http,scheme=https,space=0"}, "space does nothing without an ind"),
+        ({"worker_slices": "n/s:http,scheme=https,kind=x"}, "kind is one of"),
         ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
         ({"worker": HERE, "peer_router": ["a:1"]}, "route-listen"),
@@ -185,16 +185,15 @@ def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
 
 @pytest.mark.parametrize("other", ["b=http://127.0.0.1:80/", "b=https://127.0.0.1:80,pool=p"])
 def test_two_names_of_one_engine_are_refused(other: str) -> None:
-    config = load_router_config(None, {"worker": ["a=http://127.0.0.1", other]})
     says = r"twice, as 'a' and 'b': leave one out, or with --index give .* its rank=N"
     with pytest.raises(ConfigError, match=says):
-        addresses_of(config.workers)
+        load_router_config(None, {"worker": ["a=http://127.0.0.1", other]})
 
 
 def test_ranks_of_one_engine_share_its_url() -> None:
     ranks = [f"r{n}=http://127.0.0.1:1,node=n,engine=e,rank={n}" for n in range(2)]
     config = load_router_config(None, {"worker": ranks, **INDEX})
-    assert [each.rank for each in addresses_of(config.workers)] == [0, 1]
+    assert [each.rank for each in config.workers] == [0, 1]
 
 
 def test_prefill_and_decode_engines_have_nodes_without_an_index() -> None:

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import msgspec
 
-from kvstore.router.engines.workers import UNASKED, WorkerAdapter, WorkerAddress, Workers
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import UNASKED, WorkerAdapter, Workers
 from kvstore.router.keys.index_calls import OTHER_KEYS, IndexCalls, Listed, Spaces
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.wire.load import EngineEntry
