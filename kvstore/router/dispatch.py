@@ -175,29 +175,11 @@ class RoutedLife(msgspec.Struct):
         if self.routed is not None:
             self.dispatcher.note(FirstToken(self.routed.request_id, served_by))
 
-    def end(
-        self,
-        ending: Ending,
-        *,
-        cached_tokens: int | None = None,
-        output_tokens: int = 0,
-        served_by: str = "",
-        why: str = "",
-    ) -> None:
+    def end(self, ended: RequestEnded) -> None:
         """The request is over; no error if it is already."""
-        routed, worker = self.routed, self.worker
-        if routed is None:
-            return
-        self.routed = None
-        if worker is not None:
-            worker.has_served = True
-        self.dispatcher.note(
-            RequestEnded(
-                routed.request_id,
-                ending,
-                cached_tokens,
-                output_tokens,
-                served_by=served_by,
-                why=why,
-            )
-        )
+        worker = self.worker
+        if self.routed is not None:
+            self.routed = None
+            if worker is not None:
+                worker.has_served = True
+            self.dispatcher.note(ended)

@@ -34,7 +34,7 @@ from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
 from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
 from kvstore.router.front.proxy import new_id, tokens_of
-from kvstore.routing.events import Ending, Rejected
+from kvstore.routing.events import Ending, Rejected, RequestEnded
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -246,9 +246,8 @@ class _Stream:
         if is_elsewhere:
             why = f"Envoy was served by {self._served}"
         cached, _, made = tokens_of(self._tail)
-        self._life.end(
-            ending, cached_tokens=cached, output_tokens=made, served_by=self._served_by, why=why
-        )
+        ended = RequestEnded(routed.request_id, ending, cached, made, self._served_by, why)
+        self._life.end(ended)
 
 
 def _headers(found: pb.HeaderMap) -> CIMultiDict[str]:

@@ -109,9 +109,7 @@ class Router:
         self.ahead: Preparations | None = None
         by_bytes = BytePrefixes(self.estimates)
         by_keys = self._with_index(config, by_bytes) if config.index else None
-        self.intake = RequestIntake(
-            by_keys or by_bytes, tenants, self.workers, lambda: self.core.arrivals.models.sole
-        )
+        self.intake = RequestIntake(by_keys or by_bytes, tenants, self.dispatcher)
         self.bodies = Bodies(bytes_max=config.body_max)
         self.servers: dict[str, RpcServer] = {}
         """gRPC servers by name, `route` and `picker`, if configured."""

@@ -34,7 +34,16 @@ from kvstore.router.keys.prefixes import (
     predicted_tokens,
 )
 from kvstore.router.picker import SERVICE, Picker
-from kvstore.routing.events import Arrived, Ending, Failure, Leg, LegFailed, Rejected, Routed
+from kvstore.routing.events import (
+    Arrived,
+    Ending,
+    Failure,
+    Leg,
+    LegFailed,
+    Rejected,
+    RequestEnded,
+    Routed,
+)
 from kvstore.routing.values import RouteRequest
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
@@ -89,21 +98,25 @@ class RouteService(RouterServicer):
             text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         self._streams[caller] += 1
-        life = RoutedLife(self._dispatcher)
+        life, request_id = RoutedLife(self._dispatcher), f"rpc-{secrets.token_hex(8)}"
+        found = self._decisions(request_iterator, context, life, request_id)
         try:
-            async with aclosing(self._decisions(request_iterator, context, life)) as decisions:
+            async with aclosing(found) as decisions:
                 async for decision in decisions:
                     yield decision
         finally:
-            life.end(Ending.ABORTED)
+            life.end(RequestEnded(request_id, Ending.ABORTED))
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]
 
     async def _decisions(
-        self, words: AsyncIterator[pb.RouteWord], context: Context, life: RoutedLife
+        self,
+        words: AsyncIterator[pb.RouteWord],
+        context: Context,
+        life: RoutedLife,
+        request_id: str,
     ) -> AsyncGenerator[pb.Decision]:
-        request_id = f"rpc-{secrets.token_hex(8)}"
         prefix: Prefix | None = None
         while True:
             word = await _next(words, FIRST_WORD_S if prefix is None else SILENCE_S)
@@ -135,7 +148,7 @@ class RouteService(RouterServicer):
                     done = word.done
                     cached = done.cached_tokens if done.HasField("cached_tokens") else None
                     ending = Ending.REFUSED if done.is_refused else Ending.DONE
-                    life.end(ending, cached_tokens=cached, output_tokens=done.output_tokens)
+                    life.end(RequestEnded(request_id, ending, cached, done.output_tokens))
                     return
                 case _:
                     text = "a stream is Ask first, then about its request"

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from email.message import Message
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -27,13 +27,13 @@ from multidict import CIMultiDictProxy, istr
 from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.router.engines.connections import CONTENT_LENGTH, TRANSFER_ENCODING
-from kvstore.router.engines.workers import Workers
 from kvstore.router.front.answers import is_of, worker_of
 from kvstore.routing.events import Arrived
 from kvstore.routing.values import RouteRequest
 from kvstore.wire.identity import is_name
 
 if TYPE_CHECKING:
+    from kvstore.router.dispatch import Dispatcher
     from kvstore.router.keys.prefixes import Prefix, Prefixes
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────
@@ -623,18 +623,9 @@ def can_split(path: str, read: Peek) -> bool:
 class RequestIntake:
     """Makes requests of the decision core from heads and bodies; see the module."""
 
-    def __init__(
-        self,
-        prefixes: Prefixes,
-        tenants: Tenants | None,
-        workers: Workers,
-        sole: Callable[[], str],
-    ) -> None:
-        """`sole`: returns the model of a body that names none; empty: there are several, or none is
-        known.
-        """
-        self.prefixes, self.tenants, self._sole = prefixes, tenants, sole
-        self._workers = workers
+    def __init__(self, prefixes: Prefixes, tenants: Tenants | None, dispatcher: Dispatcher) -> None:
+        self.prefixes, self.tenants, self._dispatcher = prefixes, tenants, dispatcher
+        self._workers = dispatcher.workers
 
     def tenant(self, headers: CIMultiDictProxy[str]) -> str:
         """Tenant whose API key the headers have; empty: this router has no tenants. Raises
@@ -687,7 +678,7 @@ class RequestIntake:
         read, editable = await _read(body, headers.get(CONTENT_TYPE, ""), tenant)
         shown, is_fixed = editable or body, editable is not body
         drives_legs = drives_legs and not is_fixed
-        read.model = read.model or self._sole()
+        read.model = read.model or self._dispatcher.core.arrivals.models.sole
         salted, put = read.salt, dict[str, Any]()
         if tenant:
             salted = put["cache_salt"] = salt(tenant, read.salt)

@@ -90,6 +90,7 @@ from kvstore.routing.events import (
     Probed,
     RaceOver,
     Rejected,
+    RequestEnded,
     Routed,
 )
 from kvstore.routing.learning import TokenEstimates
@@ -694,7 +695,7 @@ class Proxy:
             if ending is Ending.DONE:
                 self._learn(attempt.worker, job, prompt, cached)
         finally:
-            life.end(ending, cached_tokens=cached, output_tokens=made)
+            life.end(RequestEnded(job.request_id, ending, cached, made))
 
     def _learn(
         self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None

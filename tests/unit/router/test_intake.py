@@ -12,7 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.config.router import WorkerAddress
 from kvstore.proto import router_pb2 as pb
-from kvstore.router.engines.workers import Workers
+from kvstore.router.dispatch import Dispatcher
 from kvstore.router.front import intake
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import (
@@ -30,7 +30,9 @@ from kvstore.router.front.intake import (
 )
 from kvstore.router.keys.prefixes import BytePrefixes, Prefix
 from kvstore.router.rpc import _request
+from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
+from kvstore.routing.policy import RoutingPolicy
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,12 @@ TENANTS = {hashlib.sha256(KEY.encode()).digest(): "team-a"}
 
 class Site:
     def __init__(self, tenants: Tenants | None = None) -> None:
-        self.workers = Workers(lambda _: None)
-        self.workers.replace(WorkerAddress(name=n, url=f"http://{n}") for n in "ab")
-        prefixes = BytePrefixes(TokenEstimates())
-        self.intake = RequestIntake(prefixes, tenants, self.workers, lambda: "sole")
+        dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
+        self.workers, prefixes = dispatcher.workers, BytePrefixes(TokenEstimates())
+        self.workers.replace(
+            WorkerAddress(name=n, url=f"http://{n}", models=("sole",)) for n in "ab"
+        )
+        self.intake = RequestIntake(prefixes, tenants, dispatcher)
 
     def job(
         self,

@@ -21,8 +21,9 @@ from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Holder, Trust
 from kvstore.index.index import Answer, Match
+from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
-from kvstore.router.engines.workers import WorkerAdapter, Workers
+from kvstore.router.engines.workers import WorkerAdapter
 from kvstore.router.front.intake import RequestIntake, RequestJob
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
@@ -31,6 +32,7 @@ from kvstore.router.keys.parity import Parity
 from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefix, predicted_tokens
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import COMPLETIONS, Rendering
+from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
@@ -64,7 +66,8 @@ class Site:
         # As an index looks from outside.
         self.lost = self.trouble = ""
         self.epoch, self.listed, self.peers = 1, (), frozenset[str]()
-        self.workers = Workers(lambda _: None)
+        dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
+        self.workers = dispatcher.workers
         address = WorkerAddress(
             name="a",
             url="http://a",
@@ -86,7 +89,7 @@ class Site:
         self.parity = Parity(rendering, spaces)
         by_bytes = BytePrefixes(TokenEstimates())
         prefixes = KeyPrefixes(rendering, spaces, by_bytes)
-        self.intake = RequestIntake(prefixes, TENANTS, self.workers, lambda: "m")
+        self.intake = RequestIntake(prefixes, TENANTS, dispatcher)
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
 

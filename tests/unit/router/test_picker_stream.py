@@ -89,7 +89,7 @@ class Site:
         for worker in self.workers:
             self.dispatcher.note(Probed(worker.name, ProbeResult.ANSWERED))
         prefixes = BytePrefixes(TokenEstimates())
-        intake = RequestIntake(prefixes, tenants, self.workers, lambda: "m")
+        intake = RequestIntake(prefixes, tenants, self.dispatcher)
         self.bodies = Bodies(bytes_max=BODY_BYTES_MAX)
         self.picker = Picker(self.dispatcher, intake, bodies=self.bodies)
 
