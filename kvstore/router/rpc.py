@@ -38,6 +38,7 @@ from kvstore.routing.events import (
     Arrived,
     Ending,
     Failure,
+    Fault,
     Leg,
     LegFailed,
     Rejected,
@@ -136,7 +137,7 @@ class RouteService(RouterServicer):
                         LegFailed(
                             request_id,
                             Leg.DECODE,
-                            Failure.BROKEN,  # costs nothing of the retries of all
+                            Fault(Failure.BROKEN),  # costs nothing of the retries of all
                             word.failed.has_streamed,
                             is_claim=True,
                         )

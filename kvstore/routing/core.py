@@ -397,7 +397,7 @@ class RouterCore:
 
     def _race_over(self, opened: OpenRequest, event: its.RaceOver, now_ns: int) -> None:
         if opened.race is not None:
-            if event.failure is not None:
+            if event.fault is not None:
                 self.blame.failed(opened, event.worker, event, now_ns)
             else:
                 self.fleet.record_no_fault(event.worker, now_ns)
@@ -410,18 +410,19 @@ class RouterCore:
         if placed is None or opened.is_held:
             return []
         worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
-        opened.was_sent |= event.failure is not its.Failure.CONNECT
+        failure = event.fault.failure
+        opened.was_sent |= failure is not its.Failure.CONNECT
         self.blame.failed(opened, worker, event, now_ns)
         self.placer.withdraw(opened.request, placed)
         self.legs.ended(opened, now_ns)
         has_budget = self._retries_left >= 1
-        self._retries_left -= event.failure is its.Failure.STATUS and has_budget
+        self._retries_left -= failure is its.Failure.STATUS and has_budget
         if event.leg is its.Leg.PREFILL:
             # No request depends on a prefiller: its decoder computes, with attempts of its own.
             opened.is_local |= not has_budget or opened.attempt >= PREFILLS_MAX
             is_over = False
         else:
-            is_over = not may_retry(opened, event.failure, has_budget=has_budget)
+            is_over = not may_retry(opened, failure, has_budget=has_budget)
         if event.has_streamed or opened.has_begun or is_over:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)

@@ -79,6 +79,16 @@ class Lack(enum.StrEnum):
     """A model that takes images, audio or video."""
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """Failure of a worker at a request."""
+
+    failure: Failure
+    lack: Lack | None = None
+    """The thing that the worker lacks; only with REFUSED. None: not known."""
+    why: str = ""
+    """Reason, in one clause for operators."""
+
+
 class Ending(enum.StrEnum):
     """How a request ended."""
 
@@ -163,9 +173,8 @@ class RequestEvent(msgspec.Struct, frozen=True, tag=True):
 class PrefillDone(RequestEvent, frozen=True, tag=True):
     """The remote prefill leg is over, and the request goes on where it is decoded."""
 
-    failure: Failure | None = None
+    fault: Fault | None = None
     """Why the prefill leg failed; None: its blocks were pushed or can be fetched."""
-    why: str = ""
 
 
 class FirstToken(RequestEvent, frozen=True, tag=True):
@@ -184,10 +193,8 @@ class RaceOver(RequestEvent, frozen=True, tag=True):
 
     worker: str
     """Worker of the attempt that ended."""
-    failure: Failure | None = None
+    fault: Fault | None = None
     """Failure of that attempt; None: it was slower, and its connection is closed."""
-    why: str = ""
-    lack: Lack | None = None
 
 
 class LegFailed(RequestEvent, frozen=True, tag=True):
@@ -196,13 +203,9 @@ class LegFailed(RequestEvent, frozen=True, tag=True):
     """
 
     leg: Leg
-    failure: Failure
+    fault: Fault
     has_streamed: bool = False
     """Bytes of the answer reached the client: no retry."""
-    why: str = ""
-    """Reason, in one clause for operators."""
-    lack: Lack | None = None
-    """The thing that the worker lacks; only with REFUSED."""
     is_claim: bool = False
     """A caller reports the failure, and the router has not seen it: it counts for this request
     only.

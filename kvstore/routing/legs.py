@@ -16,6 +16,7 @@ import msgspec
 from kvstore.routing.events import (
     Ending,
     Failure,
+    Fault,
     FirstToken,
     Lack,
     Leg,
@@ -281,8 +282,9 @@ class Blame:
         """Note that a worker failed at a request, which is not sent there again, and judge whose
         fault it is.
         """
-        failure = event.failure
-        assert failure is not None
+        fault = event.fault
+        assert fault is not None
+        failure = fault.failure
         opened.failed.add(worker)
         if failure is Failure.SILENT:
             opened.slow.add(worker)
@@ -294,39 +296,37 @@ class Blame:
             self._fleet.count_failure(worker)
         has_streamed = isinstance(event, LegFailed) and event.has_streamed
         if has_streamed and failure in _SUSPECT:
-            self._fleet.failed_unproven(worker, event.why, now_ns)
+            self._fleet.failed_unproven(worker, fault.why, now_ns)
             return
         is_prefill = isinstance(event, LegFailed) and event.leg is Leg.PREFILL
         opened.decode_suspects += failure in _SUSPECT and not is_prefill
-        if event.lack is Lack.CONTEXT:
+        if fault.lack is Lack.CONTEXT:
             opened.failed.update(self._fleet.no_longer(worker, opened.side.model))
-        if event.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:
+        if fault.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:
             if len(state.without_media) >= MODELS_MAX:  # clients invent names
                 state.without_media.clear()
             state.without_media.add(opened.side.model)
-        if failure is Failure.REFUSED and event.lack is None:  # others may not refuse it
-            opened.suspects.append((worker, event.why))
-            return
-        self._count(opened, worker, failure, event.why, now_ns)
-
-    def _count(
-        self, opened: OpenRequest, worker: str, failure: Failure, why: str, now_ns: int
-    ) -> None:
-        if failure is Failure.STATUS:
-            self._fleet.failed(worker, why, now_ns)
-        elif failure in _SUSPECT:  # a half-open breaker waits for the verdict
-            opened.suspects.append((worker, why))
+        if failure is Failure.REFUSED and fault.lack is None:  # others may not refuse it
+            opened.suspects.append((worker, fault.why))
         else:
-            self._fleet.record_no_fault(worker, now_ns, is_full=failure is Failure.BUSY)
+            self._count(opened, worker, fault, now_ns)
+
+    def _count(self, opened: OpenRequest, worker: str, fault: Fault, now_ns: int) -> None:
+        if fault.failure is Failure.STATUS:
+            self._fleet.failed(worker, fault.why, now_ns)
+        elif fault.failure in _SUSPECT:  # a half-open breaker waits for the verdict
+            opened.suspects.append((worker, fault.why))
+        else:
+            self._fleet.record_no_fault(worker, now_ns, is_full=fault.failure is Failure.BUSY)
 
     def prefilled(self, opened: OpenRequest, event: PrefillDone, now_ns: int) -> None:
         """A remote prefill is over, and its request goes on: judge the prefiller."""
         assert opened.placement is not None
         worker = opened.placement.prefill_worker
-        if event.failure is None:
+        if event.fault is None:
             self._fleet.answered(worker, now_ns, is_whole=True)
         else:
-            self._count(opened, worker, event.failure, event.why, now_ns)
+            self._count(opened, worker, event.fault, now_ns)
 
     def begun(self, opened: OpenRequest, event: FirstToken, now_ns: int) -> None:
         """The first byte of a response came, from another worker than the chosen one if a gateway

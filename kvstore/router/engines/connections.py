@@ -41,14 +41,13 @@ from kvstore.router.engines.failures import (
     NO_ENTRY,
     READ,
     Beaten,
-    Fault,
     LegFailure,
     NoConnection,
     fault_of,
     why_no_connection,
 )
 from kvstore.router.engines.workers import Worker
-from kvstore.routing.events import Failure
+from kvstore.routing.events import Failure, Fault
 
 KEEPALIVE_S: Final = 3.0
 """Time for which an idle connection is kept: less than the 5 s after which engines close them."""

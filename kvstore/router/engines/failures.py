@@ -13,11 +13,11 @@ import os
 import re
 import ssl
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from typing import Final
 
 from aiohttp import web
 
-from kvstore.routing.events import Failure, Lack, Leg
+from kvstore.routing.events import Failure, Fault, Lack, Leg
 
 NO_ENTRY: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _NOT_HERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
@@ -77,23 +77,14 @@ class LegFailure(Exception):
         listens at its address.
         """
         super().__init__(why)
-        self.failure, self.answer, self.has_streamed = failure, answer, has_streamed
-        self.leg, self.lack, self.is_gone = leg, lack, is_gone
+        self.fault, self.answer, self.has_streamed = Fault(failure, lack, why), answer, has_streamed
+        self.leg, self.is_gone = leg, is_gone
         self.worker = ""
         """Name of the worker that it was sent to; empty: none."""
 
 
 class Beaten(Exception):
     """Another attempt of the same request answers: this one has ended."""
-
-
-class Fault(NamedTuple):
-    """Failure that an error response shows, and the thing that the engine lacks, if that
-    is known.
-    """
-
-    failure: Failure
-    lack: Lack | None = None
 
 
 def fault_of(

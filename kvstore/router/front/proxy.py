@@ -82,6 +82,7 @@ from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
     Ending,
     Failure,
+    Fault,
     HintAnswer,
     Lack,
     Leg,
@@ -480,16 +481,8 @@ class Proxy:
                 refusal = error.answer
                 name = routed.worker if error.leg is Leg.PREFILL else error.worker or routed.worker
                 self.retried_count += not error.has_streamed
-                routed = await life.failed(
-                    LegFailed(
-                        job.request_id,
-                        error.leg,
-                        error.failure,
-                        error.has_streamed,
-                        str(error),
-                        error.lack,
-                    )
-                )
+                failed = LegFailed(job.request_id, error.leg, error.fault, error.has_streamed)
+                routed = await life.failed(failed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
@@ -552,10 +545,8 @@ class Proxy:
     def _race_over(self, job: RequestJob, attempt: Attempt, error: LegFailure | None) -> None:
         """One of two attempts has ended: count it, and report it to the core."""
         self.races["failed" if error is not None else "slower"] += 1
-        over = RaceOver(job.request_id, attempt.worker.name)
-        if error is not None:
-            over = RaceOver(over.request_id, over.worker, error.failure, str(error), error.lack)
-        self._dispatcher.note(over)
+        fault = None if error is None else error.fault
+        self._dispatcher.note(RaceOver(job.request_id, attempt.worker.name, fault))
 
     async def _decode(
         self,
@@ -605,7 +596,7 @@ class Proxy:
         error.worker = worker.name
         if error.is_gone:
             self._dispatcher.note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
-        if error.lack is Lack.MODEL:
+        if error.fault.lack is Lack.MODEL:
             self._probes.read_models(worker)
         self._probes.look_now(worker)
 
@@ -636,8 +627,7 @@ class Proxy:
                     # blocks as long as the prefill has not failed.
                     is_of_use = _is_prefilled(prefilling) is (early is not None)
                     if early is None and (error := _failure_of(prefilling)) is not None:
-                        over = PrefillDone(job.request_id, error.failure, str(error))
-                        self._dispatcher.note(over)
+                        self._dispatcher.note(PrefillDone(job.request_id, error.fault))
                     if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
                     is_too_late = True  # its first piece may come before it has ended
@@ -669,11 +659,11 @@ class Proxy:
             self._lost(worker, error)
             raise
         except PrefillRefused:
-            result, over = "refused", PrefillDone(job.request_id, Failure.REFUSED)
+            result, over = "refused", PrefillDone(job.request_id, Fault(Failure.REFUSED))
         else:
             result = "done" if found is not None else "useless"
             if found is None:  # computed twice: again and again, it is worse than no prefiller
-                over = PrefillDone(job.request_id, Failure.STATUS, USELESS)
+                over = PrefillDone(job.request_id, Fault(Failure.STATUS, why=USELESS))
         finally:
             self.prefills[result] += 1
         self._dispatcher.note(over)

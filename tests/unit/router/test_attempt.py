@@ -18,10 +18,10 @@ from yarl import URL
 from kvstore.config.router import WorkerAddress
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.connections import Attempt, EngineConnection
-from kvstore.router.engines.failures import Fault, LegFailure, NoConnection, fault_of
+from kvstore.router.engines.failures import LegFailure, NoConnection, fault_of
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.proxy import tokens_of
-from kvstore.routing.events import Failure, Lack
+from kvstore.routing.events import Failure, Fault, Lack
 from tests.kit.coroutines import on_loop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
@@ -149,7 +149,7 @@ async def test_a_piece_in_the_turn_in_which_it_is_given_up_is_no_first_one() -> 
         attempt._connection.data_received(SIZED)
         with pytest.raises(LegFailure) as failed:
             await running
-        assert failed.value.failure is Failure.SILENT
+        assert failed.value.fault.failure is Failure.SILENT
         assert not firsts, "the core would take it for begun, and try nobody else"
 
 
@@ -255,7 +255,7 @@ def test_an_answer_that_is_none_or_half_of_one_fails_the_attempt(
             return failed.value
 
     found = asyncio.run(broken())
-    assert (found.failure, found.has_streamed) == (Failure.BROKEN, has_streamed)
+    assert (found.fault.failure, found.has_streamed) == (Failure.BROKEN, has_streamed)
 
 
 FAULTS: list[tuple[int, bytes, Fault | None]] = [
@@ -329,7 +329,7 @@ def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) ->
             return failed.value
 
     found = asyncio.run(broken())
-    assert (found.failure, found.has_streamed) == (Failure.BROKEN, False)
+    assert (found.fault.failure, found.has_streamed) == (Failure.BROKEN, False)
 
 
 @on_loop
@@ -345,7 +345,7 @@ async def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> N
         writer.close()
         with pytest.raises(LegFailure) as failed:
             await running
-        assert failed.value.failure is Failure.BROKEN
+        assert failed.value.fault.failure is Failure.BROKEN
 
 
 @on_loop
@@ -381,7 +381,7 @@ async def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
         with pytest.raises(LegFailure) as failed:
             await running
         assert not attempt.worker.attempts
-        assert failed.value.failure is Failure.SILENT
+        assert failed.value.fault.failure is Failure.SILENT
 
 
 @pytest.mark.parametrize(

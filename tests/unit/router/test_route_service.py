@@ -28,6 +28,7 @@ from kvstore.routing.events import (
     Arrived,
     Ending,
     Failure,
+    Fault,
     Leg,
     LegFailed,
     Rejected,
@@ -281,7 +282,7 @@ async def test_failures_that_callers_claim_take_no_retries_from_others(site: Sit
         await stream.left()
     life, routed = await site.own()
     assert isinstance(routed, Routed)
-    again = await life.failed(LegFailed("own", Leg.DECODE, Failure.STATUS))
+    again = await life.failed(LegFailed("own", Leg.DECODE, Fault(Failure.STATUS)))
     assert isinstance(again, Routed)
     assert again.worker != routed.worker
 

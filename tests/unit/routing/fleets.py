@@ -10,7 +10,9 @@ from kvstore.routing.events import (
     AbandonWorker,
     Arrived,
     Failure,
+    Fault,
     Joined,
+    Lack,
     Leg,
     LegFailed,
     Prepare,
@@ -108,9 +110,19 @@ def arrive(
 
 
 def fail(
-    name: str, failure: Failure = Failure.STATUS, leg: Leg = Leg.DECODE, **more: Any
+    name: str,
+    failure: Failure = Failure.STATUS,
+    leg: Leg = Leg.DECODE,
+    *,
+    lack: Lack | None = None,
+    why: str = "",
+    **more: Any,
 ) -> LegFailed:
-    return LegFailed(name, leg, failure, **more)
+    return LegFailed(name, leg, Fault(failure, lack, why), **more)
+
+
+def fault(failure: Failure | None) -> Fault | None:
+    return None if failure is None else Fault(failure, why="status 503")
 
 
 def goes_down(core: RouterCore, worker: str, now_ns: int = S) -> list[Word]:

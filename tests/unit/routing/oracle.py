@@ -46,7 +46,7 @@ from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerRole, WorkerSpec, WorkerWord
 from tests.kit.routing_check import check
-from tests.unit.routing.fleets import S
+from tests.unit.routing.fleets import S, fault
 
 QUEUE_MAX: Final = 3
 RUNNING_MAX: Final = 5
@@ -317,7 +317,7 @@ class Oracle:
             self.sent[name] = msgspec.structs.replace(self.sent[name], worker=winner)
         if failure is not None:
             self.failed_at(name, loser, failure)
-        self.step(RaceOver(name, loser, failure))
+        self.step(RaceOver(name, loser, fault(failure)))
 
     def failed_at(
         self, name: str, worker: str, failure: Failure, *, is_decode: bool = True
@@ -332,23 +332,24 @@ class Oracle:
     def leg_failed(self, worker: str, event: LegFailed) -> None:
         """Which request was at the worker; then what must follow."""
         name, its = event.request_id, self.requests[event.request_id]
+        failure, lack = event.fault.failure, event.fault.lack
         if not event.has_streamed:
             is_decode = event.leg == "decode" and not event.is_claim
-            self.failed_at(name, worker, event.failure, is_decode=is_decode)
-        if event.lack is Lack.CONTEXT and not (event.is_claim or event.has_streamed):
+            self.failed_at(name, worker, failure, is_decode=is_decode)
+        if lack is Lack.CONTEXT and not (event.is_claim or event.has_streamed):
             most = self.specs[worker].context_of("m")
             alike = {w for w, its in self.specs.items() if its.context_of("m") <= most < math.inf}
             self.tried[name].failed |= alike
-        if event.lack is Lack.MEDIA and not event.is_claim and worker in self.known:
+        if lack is Lack.MEDIA and not event.is_claim and worker in self.known:
             self.known[worker].without_media = True
         del self.sent[name]
         self.prefilled.discard(name)
         tried, is_decode = self.tried[name], event.leg == "decode"
         self.step(event)
         is_over = event.has_streamed
-        if event.failure is Failure.REFUSED and is_decode:
+        if failure is Failure.REFUSED and is_decode:
             is_over |= tried.refusals >= REFUSALS_MAX and not its.is_bound_to_one
-        if event.failure in _SUSPECT and is_decode:
+        if failure in _SUSPECT and is_decode:
             is_over |= tried.suspects >= SUSPECTS_MAX
         assert name not in self.requests or not is_over, "it has failed often enough"
 

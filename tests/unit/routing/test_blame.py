@@ -12,6 +12,7 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Ending,
     Failure,
+    Fault,
     FirstToken,
     Lack,
     Late,
@@ -34,6 +35,7 @@ from tests.unit.routing.fleets import (
     comes_back,
     core_of,
     fail,
+    fault,
     goes_down,
     hbm,
     prefiller,
@@ -181,7 +183,7 @@ def test_a_race_that_one_of_two_wins_blames_the_one_that_failed() -> None:
     core = core_of(spec(0), spec(1))
     first = routed(arrive(core, request("r", 160, has_side_effects=False)))
     assert isinstance(turn(core, Late("r"), 20 * S)[0], Raced)
-    core.step(RaceOver("r", first.worker, Failure.BROKEN), 20 * S)
+    core.step(RaceOver("r", first.worker, Fault(Failure.BROKEN)), 20 * S)
     core.step(FirstToken("r"), 20 * S)
     other = "w1" if first.worker == "w0" else "w0"
     assert faults(core) == {first.worker: 1, other: 0}
@@ -338,7 +340,7 @@ def test_the_result_of_a_remote_prefill_counts_for_its_prefiller(failure: Failur
         now_ns = (n + 1) * S  # one that was busy has rested
         sent = routed(arrive(core, request(f"r{n}"), now_ns=now_ns))
         assert sent.prefill_worker == "w10"
-        core.step(PrefillDone(f"r{n}", failure, "status 503"), now_ns)
+        core.step(PrefillDone(f"r{n}", fault(failure)), now_ns)
         core.step(FirstToken(f"r{n}"), now_ns)
         core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns)
         check(core)

@@ -12,6 +12,7 @@ from kvstore.routing.events import (
     Arrived,
     Ending,
     Failure,
+    Fault,
     FirstToken,
     Late,
     Raced,
@@ -80,7 +81,7 @@ def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     core = racing(3)
     first, second = routed(arrive(core, pure("r"))), raced(core)
     lost, left = (first, second) if is_first else (second, first)
-    core.step(RaceOver("r", lost.worker, Failure.BROKEN), 2 * S)
+    core.step(RaceOver("r", lost.worker, Fault(Failure.BROKEN)), 2 * S)
     check(core)
     assert [flight.worker for flight in core.fleet.flights.values()] == [left.worker]
     third = routed(turn(core, fail("r"), 2 * S)[0])

@@ -14,6 +14,7 @@ from kvstore.routing.events import (
     Arrived,
     Ending,
     Failure,
+    Fault,
     FirstToken,
     Joined,
     Judged,
@@ -44,7 +45,7 @@ from kvstore.routing.values import (
     WorkerRole,
 )
 from kvstore.wire.peers import PrepareReply
-from tests.unit.routing.fleets import MS, S, keys, request, spec
+from tests.unit.routing.fleets import MS, S, fault, keys, request, spec
 from tests.unit.routing.oracle import (
     HELD_MAX,
     OPEN_MAX,
@@ -237,7 +238,7 @@ class Walk(Oracle):
         name = self._any_sent()
         if name is not None and self.sent[name].prefill_worker:
             self.prefilled.add(name)
-            self.step(PrefillDone(name, self.random.choice([None, None, *Failure]), "why"))
+            self.step(PrefillDone(name, fault(self.random.choice([None, None, *Failure]))))
 
     def finish(self) -> None:
         if self.requests:
@@ -271,7 +272,9 @@ class Walk(Oracle):
         assert worker is not None
         lack = self.random.choice([None, *Lack, Lack.MEDIA]) if failure is Failure.REFUSED else None
         has_streamed = name in self.begun
-        self.leg_failed(worker, LegFailed(name, leg, failure, has_streamed, "why", lack, is_claim))
+        self.leg_failed(
+            worker, LegFailed(name, leg, Fault(failure, lack, "why"), has_streamed, is_claim)
+        )
 
     # Workers
 
