@@ -27,7 +27,6 @@ from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.intake import NAME_BYTES_MAX, output_tokens, session_of
 from kvstore.router.keys.prefixes import (
-    KEY_BYTES,
     TOKENS_PER_PIECE,
     KeyPrefixes,
     Prefix,
@@ -46,6 +45,7 @@ from kvstore.routing.events import (
     Routed,
 )
 from kvstore.routing.values import RouteRequest
+from kvstore.types import KEY_BYTES
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
 # `kvstore.v1.Router/Route`: decisions for callers that send requests themselves.

@@ -11,7 +11,7 @@ their own, for bodies of the shapes in `rendering`.
 from __future__ import annotations
 
 import sys
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,18 @@ the engine.
 """
 
 
+class KeyPlan(NamedTuple):
+    """Parameters by which the keys of a model are made."""
+
+    block_tokens: int = 0
+    """Tokens of a block; 0: no keys are made."""
+    seed: str = ""
+    adapter: tuple[str, str] | None = None
+    """(name, path) of the LoRA adapter; None: none."""
+    digest: bytes = b""
+    """Digest of the adapter's weights."""
+
+
 class KeyOrder(msgspec.Struct, array_like=True):
     """Order to make keys, and tokens first where they are not given."""
 
@@ -33,15 +45,9 @@ class KeyOrder(msgspec.Struct, array_like=True):
     """JSON of the request."""
     rendered: bytes = b""
     """The engine's answer to the request at its render endpoint; empty: none."""
-    block_tokens: int = 0
-    """Tokens of a block; 0: no keys are made."""
-    seed: str = ""
+    plan: KeyPlan = KeyPlan()
     salt: str = ""
     wants_ids: bool = False
-    adapter: tuple[str, str] | None = None
-    """(name, path) of the LoRA adapter; None: none."""
-    digest: bytes = b""
-    """Digest of the adapter's weights."""
 
 
 class KeyAnswer(msgspec.Struct, array_like=True):
@@ -122,16 +128,16 @@ def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
         ids = _ids(order, tokenizers)
         if ids is None:
             return KeyAnswer(why="not rendered here")
-        keys = b""
-        if order.block_tokens:
+        keys, plan = b"", order.plan
+        if plan.block_tokens:
             made = block_keys(
                 ids,
-                block_tokens=order.block_tokens,
-                seed=order.seed,
+                block_tokens=plan.block_tokens,
+                seed=plan.seed,
                 cache_salt=order.salt,
-                adapter=order.adapter,
+                adapter=plan.adapter,
             )
-            keys = b"".join(adapter_keys(made, order.digest) if order.digest else made)
+            keys = b"".join(adapter_keys(made, plan.digest) if plan.digest else made)
         return KeyAnswer(len(ids), keys, ids if order.wants_ids else [])
     except Exception as error:  # noqa: BLE001 -- templates raise what they like
         return KeyAnswer(why=type(error).__name__)

@@ -23,11 +23,11 @@ import msgspec
 from kvstore.breaker import Breaker
 from kvstore.client.index import aio_channel, reason_of
 from kvstore.client.tls import Tls
-from kvstore.index.index import Answer, Member
+from kvstore.index.index import Member
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.keys.rendering import KeyPlan
+from kvstore.router.keys.child import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 from kvstore.wire.load import EngineEntry
@@ -77,7 +77,7 @@ class IndexCalls:
         """Nodes that serve blocks and fetch them."""
         return frozenset(self.addresses)
 
-    async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer | None:
+    async def match(self, tenant: str, space: bytes, keys: bytes) -> PrefixAnswer | None:
         """Matches of keys in a space; None: no answer in time."""
         if not self._breaker.allows(time.monotonic_ns()):
             return None
@@ -97,7 +97,15 @@ class IndexCalls:
         if self._breaker.succeeded():
             _log.info("the index answers again")
             self.trouble = ""
-        return forms.answer_of(reply)
+        matches = (
+            PrefixMatch(
+                *(each.node, each.engine, each.rank),
+                *(each.hbm_blocks, each.dram_blocks, each.file_blocks),
+                _trust(each.trust),
+            )
+            for each in reply.holders
+        )
+        return PrefixAnswer(_trust(reply.trust), tuple(matches), self.epoch, self.peers)
 
     def _failed(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         self.late_count += 1
@@ -146,27 +154,8 @@ class IndexCalls:
             await each.close()
 
 
-def prefix_answer(answers: Sequence[Answer], epoch: int, peers: frozenset[str]) -> PrefixAnswer:
-    """The index's answers about one prompt, a place of its blocks each, in the form that the core
-    takes."""
-    return PrefixAnswer(
-        trust=PrefixTrust[max(each.trust for each in answers).name],
-        matches=tuple(
-            PrefixMatch(
-                node=each.holder.node,
-                engine=each.holder.engine,
-                rank=each.holder.rank,
-                hbm_blocks=each.hbm_blocks,
-                dram_blocks=each.dram_blocks,
-                file_blocks=each.file_blocks,
-                trust=PrefixTrust[each.trust.name],
-            )
-            for answer in answers
-            for each in answer.matches
-        ),
-        peers=peers,
-        epoch=epoch,
-    )
+def _trust(number: int) -> PrefixTrust:
+    return PrefixTrust(forms.trust_of(number).word)
 
 
 # ── spaces ────────────────────────────────────────────────────────────────────────────────────────
@@ -182,6 +171,11 @@ def prefix_answer(answers: Sequence[Answer], epoch: int, peers: frozenset[str]) 
 MODELS_MAX: Final = 1000
 """Most model names that are remembered, unknown ones included."""
 OTHER_KEYS: Final = "most engines have other weights under that name, or another path"
+
+
+def plan_of(worker: Worker) -> KeyPlan:
+    """Parameters for the keys of a worker's base models."""
+    return KeyPlan(worker.block_tokens, worker.address.hash_seed)
 
 
 class PrefixScope(NamedTuple):
@@ -242,7 +236,7 @@ class Spaces:
         ]
         if any(name in worker.adapters for name in names for worker in able):
             return self._adapter_scope(names, able)
-        plans = {w: KeyPlan(w.block_tokens, w.address.hash_seed) for w in able if w.has_parity}
+        plans = {worker: plan_of(worker) for worker in able if worker.has_parity}
         if not plans:
             return None
         plan = Counter(plans.values()).most_common(1)[0][0]
@@ -261,8 +255,9 @@ class Spaces:
             if not adapter.is_wanted:
                 adapter.is_wanted, adapter.due_s = True, 0.0
             if worker.has_parity and not adapter.trouble:
-                its = KeyPlan(worker.block_tokens, worker.address.hash_seed)
-                plans[worker] = its._replace(adapter=(name, adapter.path), digest=adapter.digest)
+                plans[worker] = plan_of(worker)._replace(
+                    adapter=(name, adapter.path), digest=adapter.digest
+                )
         most = Counter(plans.values()).most_common(1)
         plan = most[0][0] if most else None
         load_only, served = dict[str, str](), ""

@@ -24,8 +24,8 @@ from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
-from kvstore.router.keys.index_calls import Spaces
-from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, KeyPlan, Rendering, probe_body
+from kvstore.router.keys.index_calls import Spaces, plan_of
+from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, Rendering, probe_body
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
 PAUSE_S: Final = 1.0
@@ -132,7 +132,9 @@ class Parity:
         answer = await self._computed(worker, body)
         if isinstance(answer, str):
             return answer
-        return await self._shown(worker, _plan(worker).order(body), rendered)
+        return await self._shown(
+            worker, KeyOrder(body=body, rendered=rendered, plan=plan_of(worker))
+        )
 
     async def _adapter_compared(self, worker: Worker, name: str, adapter: WorkerAdapter) -> str:
         """Compare the keys of one adapter of a worker, as `_compared`; its engine reports the
@@ -147,8 +149,8 @@ class Parity:
         if isinstance(found, str):
             return found or UNSAID
         adapter.digest = found
-        plan = _plan(worker)._replace(adapter=(name, adapter.path), digest=found)
-        return await self._shown(worker, plan.order(body), rendered)
+        plan = plan_of(worker)._replace(adapter=(name, adapter.path), digest=found)
+        return await self._shown(worker, KeyOrder(body=body, rendered=rendered, plan=plan))
 
     async def _probe(self, worker: Worker, model: str) -> tuple[bytes, bytes]:
         """(body of a request that was never sent before, its rendering; empty if its prompt is
@@ -179,11 +181,11 @@ class Parity:
             return f"a probe failed: {error}"
         return found.body if found.status == 200 else f"a probe got status {found.status}"
 
-    async def _shown(self, worker: Worker, order: KeyOrder, rendered: bytes) -> str:
+    async def _shown(self, worker: Worker, order: KeyOrder) -> str:
         """Wait until the index shows the blocks of a probe at the worker's node. Returns why it
         does not; empty: it does.
         """
-        made = await self._rendering.keys.make(msgspec.structs.replace(order, rendered=rendered))
+        made = await self._rendering.keys.make(order)
         if made is None or made.why or not made.keys:
             return f"no keys of a probe: {made.why if made else 'late'}"
         keys, places = made.keys, self._spaces.of(worker)
@@ -194,7 +196,7 @@ class Parity:
             for tenant, space in places:
                 answer = await self._index.match(tenant, space, keys)
                 for match in answer.matches if answer is not None else ():
-                    if match.holder.node == worker.address.node:
+                    if match.node == worker.address.node:
                         most = max(most, match.hbm_blocks, match.dram_blocks, match.file_blocks)
             if most >= min(BLOCKS, wanted):
                 return ""
@@ -226,7 +228,3 @@ class Parity:
         else:
             self._judge(worker, why)
             self._due_s[worker] = time.monotonic() + RETRY_S
-
-
-def _plan(worker: Worker) -> KeyPlan:
-    return KeyPlan(worker.block_tokens, worker.address.hash_seed)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
@@ -28,10 +28,11 @@ import xxhash
 from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import adapter_keys
 from kvstore.router.front.intake import Peek, edited, peek
-from kvstore.router.keys.index_calls import PrefixScope, Spaces, prefix_answer
+from kvstore.router.keys.index_calls import PrefixScope, Spaces
 from kvstore.router.keys.rendering import Rendering
 from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.types import KEY_BYTES
 
 PIECE_BYTES: Final = 512
 """Bytes of JSON per key: about 128 tokens."""
@@ -39,7 +40,6 @@ TOKENS_PER_PIECE: Final = round(PIECE_BYTES / BYTES_PER_TOKEN)
 PIECES_MAX: Final = 4096
 PROMPTS_MAX: Final = 16
 """Most prompts of a list that get keys; further ones are computed wherever the request goes."""
-KEY_BYTES: Final = 32
 _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
 """Trust from best to worst: an answer made of several scopes has the worst of theirs."""
 
@@ -149,7 +149,7 @@ class KeyPrefixes:
         found = [each for each in answers if each is not None]
         answer = None
         if found and len(found) == len(answers):
-            answer = prefix_answer(found, self._index.epoch, self._index.peers)
+            answer = _one_of(found, (match for each in found for match in each.matches))
         return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer, scope.load_only)
 
 
@@ -218,14 +218,14 @@ def _joined(found: list[Prefix]) -> Prefix:
         prompt_tokens=sum(each.prompt_tokens for each in found),
         keys=b"".join(each.keys for each in found),
         parts=tuple(len(each.keys) // KEY_BYTES for each in found),
-        answer=None
-        if len(answers) < len(found)
-        else msgspec.structs.replace(
-            answers[0],
-            trust=max((each.trust for each in answers), key=_ORDER.index),
-            matches=tuple(sums.values()),
-        ),
+        answer=None if len(answers) < len(found) else _one_of(answers, sums.values()),
     )
+
+
+def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[PrefixMatch]) -> PrefixAnswer:
+    """One answer with these matches, and the worst trust of several."""
+    trust = max((each.trust for each in answers), key=_ORDER.index)
+    return msgspec.structs.replace(answers[0], trust=trust, matches=tuple(matches))
 
 
 # ── prompts as bytes ──────────────────────────────────────────────────────────────────────────────

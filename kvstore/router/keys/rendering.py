@@ -21,7 +21,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.intake import Peek, fields_of
-from kvstore.router.keys.child import KeyAnswer, KeyOrder
+from kvstore.router.keys.child import KeyAnswer, KeyOrder, KeyPlan
 from kvstore.router.keys.process import KeyProcess
 
 # ── shapes ────────────────────────────────────────────────────────────────────────────────────────
@@ -133,21 +133,6 @@ class _UncomparedError(Exception):
     """The comparison gave no result; the message has the reason."""
 
 
-class KeyPlan(NamedTuple):
-    """Parameters by which the keys of a model are made."""
-
-    block_tokens: int
-    seed: str
-    adapter: tuple[str, str] | None = None
-    """(name, path) of the LoRA adapter; None: none."""
-    digest: bytes = b""
-    """Digest of the adapter's weights."""
-
-    def order(self, body: bytes, salt: str = "") -> KeyOrder:
-        """Order for the keys of a request."""
-        return KeyOrder(body=body, salt=salt, **self._asdict())
-
-
 class Rendering:
     """See the module."""
 
@@ -187,7 +172,7 @@ class Rendering:
         """Number of tokens, and keys, of the prompt of a request for a served model; None: not
         known in time.
         """
-        order, source = plan.order(body, salt), ""
+        order, source = KeyOrder(body=body, plan=plan, salt=salt), ""
         if self.local.get(model) == "" or bytes(read.prompt)[:1] == b"[":
             source = source_of(path, body)
         if source:
@@ -210,7 +195,7 @@ class Rendering:
         in time.
         """
         body = msgspec.json.encode({"prompt": ids})
-        return self._counted("ids", await self.keys.make(plan.order(body), tenant))
+        return self._counted("ids", await self.keys.make(KeyOrder(body=body, plan=plan), tenant))
 
     def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
         found = answer if answer is not None and not answer.why else None

@@ -18,8 +18,9 @@ from kvstore.index.chain import block_keys
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
+from kvstore.router.keys.child import KeyPlan
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import PLAIN_FIELDS, KeyPlan, Rendering
+from kvstore.router.keys.rendering import PLAIN_FIELDS, Rendering
 from kvstore.routing.values import WorkerWord
 from tests.integration.engine.nursery import EngineNursery
 from tests.kit.engines import EngineConfig, EngineServer

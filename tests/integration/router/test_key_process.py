@@ -16,7 +16,7 @@ import uvloop
 from kvstore.demo import models
 from kvstore.index.chain import block_keys
 from kvstore.router.keys import process
-from kvstore.router.keys.child import KeyOrder, Tokenizers, answer_to
+from kvstore.router.keys.child import KeyOrder, KeyPlan, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
 from kvstore.testing.process import stop_process
 from tests.kit.coroutines import on_loop
@@ -24,7 +24,7 @@ from tests.kit.coroutines import on_loop
 
 def order(count: int, **more: object) -> KeyOrder:
     body = json.dumps({"prompt": list(range(count))}).encode()
-    return msgspec.structs.replace(KeyOrder(body=body, block_tokens=4, seed="s"), **more)
+    return msgspec.structs.replace(KeyOrder(body=body, plan=KeyPlan(4, "s")), **more)
 
 
 def keys(count: int) -> bytes:

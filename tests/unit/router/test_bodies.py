@@ -20,12 +20,12 @@ from kvstore.router.front.intake import (
     plain,
 )
 from kvstore.router.keys.prefixes import (
-    KEY_BYTES,
     PIECE_BYTES,
     content_of,
     keys_of_bytes,
     prompts_of,
 )
+from kvstore.types import KEY_BYTES
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),

@@ -19,8 +19,6 @@ from yarl import URL
 
 from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Holder, Trust
-from kvstore.index.index import Answer, Match
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter
@@ -65,7 +63,7 @@ class Site:
         self.status = 200
         # As an index looks from outside.
         self.lost = self.trouble = ""
-        self.epoch, self.listed, self.peers = 1, (), frozenset[str]()
+        self.epoch, self.listed = 1, ()
         dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
         self.workers = dispatcher.workers
         address = WorkerAddress(
@@ -120,13 +118,13 @@ class Site:
         del tenant
         return answer_to(order, Bytes({}))
 
-    async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
+    async def match(self, tenant: str, space: bytes, keys: bytes) -> PrefixAnswer:
         self.asked.add((tenant, space))
         here = [keys[at : at + 32] in self.stored for at in range(0, len(keys), 32)]
         count = [*here, False].index(False)
-        of_n1 = Match(Holder("n1", "", 0), 0, count, count, Trust.EXACT)
-        other = Match(Holder("n2", "", 0), 0, len(here), len(here), Trust.EXACT)
-        return Answer(Trust.EXACT, [of_n1, other])
+        of_n1 = PrefixMatch("n1", "", 0, 0, count, count)
+        other = PrefixMatch("n2", "", 0, 0, len(here), len(here))
+        return PrefixAnswer(PrefixTrust.EXACT, (of_n1, other), 1, frozenset())
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────
 

@@ -14,9 +14,9 @@ from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
 from kvstore.router.keys import rendering
-from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
+from kvstore.router.keys.child import KeyAnswer, KeyOrder, KeyPlan, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, KeyPlan, Rendering
+from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, Rendering
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerWord
 from tests.kit.coroutines import on_loop

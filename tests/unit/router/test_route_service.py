@@ -14,7 +14,7 @@ from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.front.intake import NAME_BYTES_MAX
-from kvstore.router.keys.prefixes import KEY_BYTES, TOKENS_PER_PIECE, KeyPrefixes, Prefix
+from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, KeyPrefixes, Prefix
 from kvstore.router.rpc import (
     BLOCK_TOKENS_MAX,
     FIRST_WORD_S,
@@ -39,6 +39,7 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import FAULTS_MAX
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
+from kvstore.types import KEY_BYTES
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
 from tests.kit.virtual_loop import VirtualLoop
