@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvstore.config import machine
 from kvstore.config.cluster import resolve_cluster, resolve_tls
 from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.config.node import ARENA_BYTES_MIN, file_of
+from kvstore.config.node import ARENA_BYTES_MIN, disk_of
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import size_of
 from kvstore.errors import ConfigError, KVStoreError
@@ -460,7 +460,7 @@ class Machine:
             self.dram_bytes = self.node["tiers"][0].capacity_bytes
         else:
             self.dram_bytes = machine.available_memory()[0] // 2
-        self.file = file_of(settings.file, settings.node_name, dram_bytes=self.dram_bytes)
+        self.file = disk_of(settings, dram_bytes=self.dram_bytes)
         self.has_cluster = bool(settings.index or settings.index_listen)
         self.tls, self.tls_refusal, self.transport = None, "", "none"
         try:

@@ -26,10 +26,10 @@ from kvstore.config.defaults import EXAMPLE_EVENTS
 from kvstore.config.machine import available_memory, refuse_what_cannot_hold
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
-from kvstore.config.values import HostPort, address_of, joined, size_of, socket_path
+from kvstore.config.values import address_of, joined, size_of, socket_path
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import AUTO, FileConfig, ScrubRate
-from kvstore.types import MOVING_SHARE, QUOTA_COUNT_MAX, SLOT_BYTES_MIN, AdmissionMode
+from kvstore.types import MOVING_SHARE, QUOTA_COUNT_MAX, SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
 
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
@@ -51,12 +51,11 @@ class EventsConfig:
     """Hashes of 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeConfig:
-    """The whole configuration of a node, checked."""
+class NodeConfig(NodeSettings):
+    """The whole configuration of a node, checked: its settings, and what they come to on this
+    machine.
+    """
 
-    socket: Path
-    """Attach socket; all other files of the node lie beside it."""
     dram_bytes: int
     """Size of the arena; a multiple of SLOT_BYTES_MIN."""
     dram_note: str
@@ -67,28 +66,16 @@ class NodeConfig:
     """Number of the GPU with that slab, as CUDA counts for this process."""
     slab_bytes: int
     """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
-    policy: str
-    """Which block leaves dram next: a name of POLICIES."""
-    file: FileConfig | None
-    file_admission: AdmissionMode
-    """Which blocks are written to the disk tier."""
-    file_day_bytes: int
-    """Limit of writes to it in a day; 0: none."""
-    scrub: ScrubRate | None
+    disk: FileConfig | None
+    """The disk tier of `file`."""
+    scrub_rate: ScrubRate | None
     """Rate of the scrub of dram and disk, each; None: no scrub."""
-    http: HostPort | None
-    events: EventsConfig | None
+    published: EventsConfig | None
+    """Publication of `events`."""
     cluster: ClusterConfig | None
     """Index replicas and peers of this node; None: none."""
     quotas: tuple[tuple[str, int], ...]
     """Guaranteed bytes of dram by model label or tenant."""
-    allow_uids: frozenset[int]
-    """Users whose processes may attach: the trust domain of the arena."""
-    trace: str | None
-    """URL of a collector of traces."""
-    trace_sample: int
-    """Share of traces that begin here to export, in percent."""
-    log_level: str
 
 
 def load_config(
@@ -101,59 +88,48 @@ def load_config(
     Raises:
         ConfigError: one sentence: the error and how to mend it.
     """
-    settings = load_settings(path, flags, NodeSettings)
-    dram_bytes, note = arena or _dram(settings.dram)
-    slab_bytes = _slab(settings.slab, dram_bytes)
-    hbm_bytes, hbm_gpu = _hbm(settings.hbm, slab_bytes=slab_bytes)
-    scrub = _scrub(settings.scrub)
-    if settings.node_name is not None and not _has_use_for_a_name(settings):
+    config = load_settings(path, flags, NodeConfig)
+    config.dram_bytes, config.dram_note = arena or _dram(config.dram)
+    config.slab_bytes = _slab(config.slab, config.dram_bytes)
+    config.hbm_bytes, config.hbm_gpu = _hbm(config.hbm, slab_bytes=config.slab_bytes)
+    config.scrub_rate = _scrub(config.scrub)
+    if config.node_name is not None and not _has_use_for_a_name(config):
         raise ConfigError(
             "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
             " --file, or --events, or --index, or leave it out"
         )
-    file = file_of(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
-    if file is not None and arena is None:  # a later process has memory to serve without its disk
-        refuse_what_cannot_hold(file)
-    cluster = _cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes)
+    config.disk = disk_of(config, dram_bytes=config.dram_bytes, scrub=config.scrub_rate)
+    if config.disk is not None and arena is None:
+        refuse_what_cannot_hold(config.disk)  # a later process has memory to serve without its disk
+    config.cluster = cluster = _cluster(config)
     landing_bytes = cluster.peers.landing_bytes if cluster and cluster.peers else 0
-    return NodeConfig(
-        socket=settings.socket,
-        dram_bytes=dram_bytes,
-        dram_note=note,
-        hbm_bytes=hbm_bytes,
-        hbm_gpu=hbm_gpu,
-        slab_bytes=slab_bytes,
-        policy=settings.policy,
-        file=file,
-        file_admission=AdmissionMode(settings.file_admission),
-        file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
-        scrub=scrub,
-        http=settings.metrics,
-        events=_events(settings),
-        cluster=cluster,
-        quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes - landing_bytes),
-        allow_uids=settings.allow_uid,
-        trace=settings.trace,
-        trace_sample=settings.trace_sample,
-        log_level=settings.log_level,
-    )
+    # A block is never larger than a slab: each can be written some day. Its page comes on top.
+    least = 2 * config.slab_bytes
+    if config.file_writes_per_day is not None and config.file_writes_per_day < least:
+        raise ConfigError(
+            f"file-writes-per-day of {format_size(config.file_writes_per_day)} is too small: give"
+            f" at least {format_size(least)}, two slabs, with its unit, such as 1TiB"
+        )
+    config.published = _events(config)
+    config.quotas = _quotas(config.quota or {}, dram_bytes=config.dram_bytes - landing_bytes)
+    return config
 
 
-def _cluster(settings: NodeSettings, *, dram_bytes: int, slab_bytes: int) -> ClusterConfig | None:
+def _cluster(config: NodeConfig) -> ClusterConfig | None:
     """The cluster configuration, with the landing slab sized in whole slabs. None: no cluster.
     Raises ConfigError.
     """
-    cluster = resolve_cluster(settings)
-    if cluster is None or cluster.peers is None or settings.landing in (False, "off"):
+    cluster, slab_bytes = resolve_cluster(config), config.slab_bytes
+    if cluster is None or cluster.peers is None or config.landing in (False, "off"):
         return cluster
     takes_writes = cluster.peers.transport.takes_writes
-    if settings.landing in (None, "auto"):
-        size = min(dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
+    if config.landing in (None, "auto"):
+        size = min(config.dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
         size -= size % slab_bytes
     else:
-        size = size_of("landing", str(settings.landing))
+        size = size_of("landing", str(config.landing))
         size += -size % slab_bytes
-        if size > dram_bytes // 2:
+        if size > config.dram_bytes // 2:
             raise ConfigError(
                 f"landing of {format_size(size)}, whole slabs of {format_size(slab_bytes)}, is more"
                 " than half of dram: choose a smaller --landing or --slab"
@@ -173,13 +149,13 @@ def _has_use_for_a_name(settings: NodeSettings) -> bool:
     return has_events or has_cluster or (settings.file or "").endswith(",shared")
 
 
-def file_of(
-    text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None = None
+def disk_of(
+    settings: NodeSettings, *, dram_bytes: int, scrub: ScrubRate | None = None
 ) -> FileConfig | None:
     """Disk tier of PATH:SIZE, with `,shared` behind it for a directory of several nodes; None: no
     disk tier. Raises ConfigError.
     """
-    if text is None:
+    if (text := settings.file) is None:
         return None
     path, colon, size = text.rpartition(":")
     if not colon or not path:
@@ -189,12 +165,11 @@ def file_of(
     size, comma, mode = size.partition(",")
     if comma and mode != "shared":
         raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
-    directory, capacity_bytes = Path(path).absolute(), size_of("file", size)
     return FileConfig(
-        directory=directory,
-        capacity_bytes=capacity_bytes,
+        directory=Path(path).absolute(),
+        capacity_bytes=size_of("file", size),
         shared=bool(comma),
-        node=node_name or platform.node(),
+        node=settings.node_name or platform.node(),
         # As much as the engine core may have in motion each way.
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
         scrub=scrub,
@@ -219,19 +194,6 @@ def _scrub(text: str | int | bool) -> ScrubRate | None:
             f" {format_size(SCRUB_BYTES_MIN)}, such as 64MiB, or auto, or off"
         )
     return ScrubRate(size, daily=False)
-
-
-def _file_day_bytes(settings: NodeSettings, *, slab_bytes: int) -> int:
-    size = settings.file_writes_per_day
-    if size is None:
-        return 0
-    # A block is never larger than a slab: each can be written some day. Its page comes on top.
-    if size < 2 * slab_bytes:
-        raise ConfigError(
-            f"file-writes-per-day of {format_size(size)} is too small: give at least"
-            f" {format_size(2 * slab_bytes)}, two slabs, with its unit, such as 1TiB"
-        )
-    return size
 
 
 def _dram(text: str | int) -> tuple[int, str]:

@@ -50,7 +50,7 @@ from kvstore.supervisor.sockets import Door
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier
-from kvstore.types import SLOT_BYTES_MIN, Incarnation
+from kvstore.types import SLOT_BYTES_MIN, AdmissionMode, Incarnation
 from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.load import Learned
 from kvstore.wire.peers import PrepareRequest
@@ -105,7 +105,8 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         SupervisorGone: it ended.
     """
     with contextlib.ExitStack() as stack:
-        node = NodeAssembly(_in_place(config, handover.begin.places), handover, stack)
+        _restore_ports(config, handover.begin.places)
+        node = NodeAssembly(config, handover, stack)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: node.driver.stop())
         signal.signal(signal.SIGTERM, lambda *_: node.leave())
@@ -128,14 +129,13 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         node.driver.run(ThreadPriority(time.monotonic_ns()))
 
 
-def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
-    """The config with the ports at which the last process could be reached."""
-    http, events = config.http, config.events
-    if http is not None and places.metrics_port:
-        http = http._replace(port=places.metrics_port)
-    if events is not None and places.events:
-        events = dataclasses.replace(
-            events, endpoint=places.events, replay_endpoint=places.events_replay
+def _restore_ports(config: NodeConfig, places: Addresses) -> None:
+    """Have the config name the ports at which the last process could be reached."""
+    if config.metrics is not None and places.metrics_port:
+        config.metrics = config.metrics._replace(port=places.metrics_port)
+    if config.published is not None and places.events:
+        config.published = dataclasses.replace(
+            config.published, endpoint=places.events, replay_endpoint=places.events_replay
         )
     cluster = config.cluster
     if cluster is not None and cluster.replica is not None and places.index_port:
@@ -144,7 +144,7 @@ def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
     if cluster is not None and cluster.peers is not None and places.peer_port:
         peers = dataclasses.replace(cluster.peers, port=places.peer_port)
         cluster = dataclasses.replace(cluster, peers=peers)
-    return dataclasses.replace(config, http=http, events=events, cluster=cluster)
+    config.cluster = cluster
 
 
 class NodeAssembly:
@@ -184,8 +184,8 @@ class NodeAssembly:
         self._http = self._serve_pages(pages)
         self._own(InspectServer(config.socket, loop, driver, pages["/state.json"]))
         tier.start()
-        if config.scrub is not None:
-            self._own(DramScrub(driver, tier, config.scrub)).start()
+        if config.scrub_rate is not None:
+            self._own(DramScrub(driver, tier, config.scrub_rate)).start()
         if publisher is not None:
             publisher.start(lambda row: self._ask(lambda engine: engine.held(row)))
         if member is not None:
@@ -209,7 +209,7 @@ class NodeAssembly:
     def _make_attach(self, door: Door) -> Attach:
         return Attach(
             door,
-            allow_uids=self._config.allow_uids,
+            allow_uids=self._config.allow_uid,
             # A process that attaches again holds two sockets for a moment.
             connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
             clock=self._clock,
@@ -221,7 +221,7 @@ class NodeAssembly:
     # ── made where the configuration has it ──────────────────────────────────────────────────────
 
     def _open_publisher(self) -> Publisher | None:
-        config = self._config.events
+        config = self._config.published
         if config is None:
             return None
         try:
@@ -273,10 +273,10 @@ class NodeAssembly:
         return self._own(NodeTraces(config.trace, name, config.trace_sample))
 
     def _serve_pages(self, pages: Mapping[str, PageMaker]) -> HttpServer | None:
-        if self._config.http is None:
+        if self._config.metrics is None:
             return None
         held_fd = self._handover.places.pop(control.METRICS, -1)
-        http = self._own(HttpServer(self._config.http, pages, held_fd=held_fd))
+        http = self._own(HttpServer(self._config.metrics, pages, held_fd=held_fd))
         self._handover.keep(control.METRICS, http.fileno())
         http.start()
         return http
@@ -300,7 +300,7 @@ class NodeAssembly:
     def ready_line(self) -> str:
         """The line that announces to an operator, and a script, that the node is ready."""
         config, http, parts = self._config, self._http, self._parts
-        events, member, file = parts.publisher, parts.member, config.file
+        events, member, file = parts.publisher, parts.member, config.disk
         facts = {
             "version": __version__,
             "socket": config.socket,
@@ -373,9 +373,9 @@ def _supervisor_ended(driver: Driver) -> list[Event]:
 def _open_files(
     config: NodeConfig, arena: Arena, clock: Clock, handover: Handover, stack: contextlib.ExitStack
 ) -> FileEnd | None:
-    if config.file is None:
+    if config.disk is None:
         return None
-    where, lock_fd = config.file, handover.places.get(control.STORE, -1)
+    where, lock_fd = config.disk, handover.places.get(control.STORE, -1)
 
     def open_tier(outbox: Outbox | None) -> FileTier:
         tier = FileTier(
@@ -394,12 +394,12 @@ def _open_files(
             raise
         tier = LateTier(where.home, open_tier, str(error))
     stack.callback(tier.close)
-    return FileEnd(tier, day_bytes=config.file_day_bytes, on_hang=handover.disk_hangs)
+    return FileEnd(tier, day_bytes=config.file_writes_per_day or 0, on_hang=handover.disk_hangs)
 
 
 def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Executor) -> Engine:
     files, member, hbm = parts.files, parts.member, parts.hbm
-    file_bytes = config.file.capacity_bytes if config.file else 0
+    file_bytes = config.disk.capacity_bytes if config.disk else 0
     peers = config.cluster.peers if config.cluster else None
     return Engine(
         EngineConfig(
@@ -414,13 +414,13 @@ def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Execu
             hbm=hbm.slab if hbm else None,
             file_bytes=file_bytes,
             policy=config.policy,
-            file_admission=config.file_admission,
-            file_day_bytes=config.file_day_bytes,
+            file_admission=AdmissionMode(config.file_admission),
+            file_day_bytes=config.file_writes_per_day or 0,
             file_spent_bytes=files.spent_bytes() if files else 0,
             learned=files.learned if files else Learned(),
             connection_count_max=CONNECTION_COUNT_MAX,
             quotas=config.quotas,
-            tell_changes=config.events is not None,
+            tell_changes=config.published is not None,
             tell_offers=config.cluster is not None,
             tell_stories=config.trace is not None,
             follows=member is not None and member.memory is not None,

@@ -504,7 +504,7 @@ def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
     return Start(
         settings=settings,
         socket=str(config.socket),
-        others_may_connect=bool(config.allow_uids - {0, os.geteuid()}),
+        others_may_connect=bool(config.allow_uid - {0, os.geteuid()}),
         dram_bytes=config.dram_bytes,
         dram_note=config.dram_note,
         log_level=config.log_level,

@@ -495,7 +495,7 @@ def test_flags_of_every_kind_reach_the_command_line(monkeypatch: pytest.MonkeyPa
     made = node_config(flags(found, "node"), monkeypatch)
     assert made.dram_bytes == 16 * GIB
     assert dict(made.quotas)["b"] == 2 * GIB
-    assert made.allow_uids >= {10001, 20002}
+    assert made.allow_uid >= {10001, 20002}
     assert (made.scrub, made.log_level) == (None, "debug")
     found = rendered(
         {
@@ -678,7 +678,7 @@ def test_users_who_may_attach_reach_the_socket(
     owners = {each["name"]: each["command"][-1] for each in pod(found, "node")["initContainers"]}
     assert owners["own-socket"].startswith(f"chmod {mode} /run/kvstore ")
     assert owners["own-blocks"].startswith("chmod 0700 "), "the tier is the node's alone"
-    allowed = node_config(flags(found, "node"), monkeypatch).allow_uids
+    allowed = node_config(flags(found, "node"), monkeypatch).allow_uid
     assert allowed >= {*(uids if isinstance(uids, list) else [uids])}
 
 

@@ -244,7 +244,7 @@ def test_volumes_that_are_mounted_are_there(name: str) -> None:
 def test_the_node_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     found = objects(ONE_NODE)
     config = node_config(flags(found, "node"), monkeypatch)
-    assert config.allow_uids >= {pod(found, "node")["securityContext"]["runAsUser"]}
+    assert config.allow_uid >= {pod(found, "node")["securityContext"]["runAsUser"]}
     resources = container(found, "node")["resources"]
     assert config.dram_bytes + 2 * GIB == parse_size(resources["limits"]["memory"] + "B")
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
@@ -253,7 +253,7 @@ def test_the_node_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_probes_reach_the_health_page(monkeypatch: pytest.MonkeyPatch) -> None:
     found = objects(ONE_NODE)
-    http = node_config(flags(found, "node"), monkeypatch).http
+    http = node_config(flags(found, "node"), monkeypatch).metrics
     assert http is not None
     assert http.host == POD_IP
     node = container(found, "node")

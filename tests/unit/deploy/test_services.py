@@ -192,7 +192,7 @@ def test_node_and_engine_share_a_socket_and_pin_memory(monkeypatch: pytest.Monke
     node, engine = services()["node"], services()["engine"]
     config = node_config(given("node"), monkeypatch)
     assert str(config.socket) == SOCKET
-    assert config.allow_uids == {0, 10001}, "root always is"
+    assert config.allow_uid == {0, 10001}, "root always is"
     assert node["volumes"] == ["socket:/run/kvstore", "blocks:/var/lib/kvstore"]
     assert engine["volumes"][0] == "socket:/run/kvstore:ro"
     assert node["ulimits"]["memlock"] == engine["ulimits"]["memlock"] == -1
