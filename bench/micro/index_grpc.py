@@ -157,7 +157,7 @@ def measure(lab: Lab, directory: Path, flags: tuple[str, ...]) -> dict[str, Any]
     tls = lab.flags("index", "i1")
     keys = make_keys(SNAPSHOT_BLOCKS, seed=0)
     with (
-        IndexProcess.start(directory, (*tls, *flags), ready_timeout_s=PATIENCE_S) as index,
+        IndexProcess.start(directory, (*tls, *flags), timeout_s=PATIENCE_S) as index,
         IndexClient([index.address], tls=lab.files("client", "c1"), timeout_s=10) as client,
     ):
         with contextlib.closing(Node(lab, index.address, "full", keys)) as node:

@@ -381,6 +381,10 @@ class VllmServer(CompletionClient):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
+    def as_worker(self, name: str, node: str) -> str:
+        """Flag of a router for this engine. `node`: its node, and any further settings."""
+        return f"--worker={name}=http://127.0.0.1:{self.port},node={node}"
+
     def warm_up(self, *, timeout_s: float | None = REQUEST_TIMEOUT_S) -> None:
         """Run a short prompt once; None: without a limit, as a first forward may compile.
 

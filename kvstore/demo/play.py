@@ -21,11 +21,11 @@ import threading
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 from rich import box
@@ -68,32 +68,17 @@ class DemoError(KVStoreError):
     """A failure of the demo, in one sentence."""
 
 
-class Measure(NamedTuple):
-    """A column of the table."""
-
-    title: str
-    cell: Callable[[Replay, Replay], str]
-    """Text of a cell, from a run and the first run."""
-
-
-class Claim(NamedTuple):
-    """A result that an act has shown."""
-
-    sentence: str
-    holds: bool = True
-    failure: str = ""
-    """Error message if the claim does not hold."""
-
-
-COLUMNS: Final = (
-    Measure("TTFT\np50 ms", lambda run, _: f"{run.median_ms:.0f}"),
-    Measure("TTFT\np95 ms", lambda run, _: f"{np.percentile(run.ttft_ms(LATER_ROUNDS), 95):.0f}"),
-    Measure("speed-up\n", lambda run, one: f"{one.median_ms / run.median_ms:.1f} ×"),
-    Measure("prefix-\ncache hits", lambda run, _: f"{run.own_hit_tokens:,}"),
-    Measure("hits in\nkvstore", lambda run, _: f"{run.kvstore_hit_tokens:,}"),
-    Measure("tokens\ncomputed", lambda run, _: f"{run.computed_tokens:,}"),
-    Measure("answers\nidentical", lambda run, one: f"{run.same_answers(one)}/{len(run.answers)}"),
-)
+Columns = Mapping[str, Callable[[Replay, Replay], str]]
+"""Title of a column → text of its cell, from a run and the first run."""
+COLUMNS: Final[Columns] = {
+    "TTFT\np50 ms": lambda run, _: f"{run.median_ms:.0f}",
+    "TTFT\np95 ms": lambda run, _: f"{np.percentile(run.ttft_ms(LATER_ROUNDS), 95):.0f}",
+    "speed-up\n": lambda run, one: f"{one.median_ms / run.median_ms:.1f} ×",
+    "prefix-\ncache hits": lambda run, _: f"{run.own_hit_tokens:,}",
+    "hits in\nkvstore": lambda run, _: f"{run.kvstore_hit_tokens:,}",
+    "tokens\ncomputed": lambda run, _: f"{run.computed_tokens:,}",
+    "answers\nidentical": lambda run, one: f"{run.same_answers(one)}/{len(run.answers)}",
+}
 
 
 class Act(ABC):
@@ -104,7 +89,7 @@ class Act(ABC):
     """Names of its runs, in order."""
     requests = LATER
     """Words for the requests that the table is about."""
-    columns: tuple[Measure, ...] = COLUMNS
+    columns: ClassVar[Columns] = COLUMNS
     picture = ""
     """File name of its picture; empty: there is none."""
 
@@ -113,8 +98,10 @@ class Act(ABC):
         """Do all runs, one after the other, and yield the result of each."""
 
     @abstractmethod
-    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """Claims about the runs, besides equal answers."""
+    def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
+        """Yield what the runs have shown, besides equal answers. Raises DemoError: it is not what
+        they should have shown.
+        """
 
     def introduction(self, plan: ConversationPlan) -> str:
         """Text that is printed before the runs."""
@@ -144,11 +131,6 @@ class Act(ABC):
 
     # ── shown ────────────────────────────────────────────────────────────────────────────────────
 
-    def introduce(self, console: Console, plan: ConversationPlan) -> None:
-        """Print name and introduction."""
-        console.rule(f"[bold]{self.heading}")
-        console.print(f"seed {plan.seed}: {self.introduction(plan)}", highlight=False)
-
     def show(self, console: Console, runs: Sequence[Replay]) -> None:
         """Print the table."""
         table = Table(
@@ -157,10 +139,10 @@ class Act(ABC):
             title=f"Time to first token (TTFT) {self.requests}, and sources of prompt tokens",
         )
         table.add_column("", no_wrap=True)
-        for column in self.columns:
-            table.add_column(column.title, justify="right", no_wrap=True)
+        for title in self.columns:
+            table.add_column(title, justify="right", no_wrap=True)
         for run in runs:
-            table.add_row(run.name, *(column.cell(run, runs[0]) for column in self.columns))
+            table.add_row(run.name, *(cell(run, runs[0]) for cell in self.columns.values()))
         console.print(table)
 
     def conclude(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
@@ -171,12 +153,8 @@ class Act(ABC):
             if differ := len(run.answers) - run.same_answers(runs[0]):
                 those = f"{differ} answers of the run '{run.name}'"
                 raise DemoError(f"{those} differ from {runs[0].name}.")
-        claims = [*self.claims(runs), Claim("All answers are identical, token by token (float32).")]
-        for claim in claims:
-            if not claim.holds:
-                raise DemoError(claim.failure)
-        for claim in claims:
-            console.print(f"[green]✓[/] {claim.sentence}")
+        for claim in [*self.claims(runs), "All answers are identical, token by token (float32)."]:
+            console.print(f"[green]✓[/] {claim}")
         if self.picture:
             self._draw(console, runs, picture)
 
@@ -240,26 +218,19 @@ class RestartsAct(Act):
     def _start_node(self, stage: Stage) -> NodeProcess:
         return stage.node("--file", f"{stage.work / 'files'}:{FILE}")
 
-    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+    def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """Claims that the node served prompt tokens in each run but the first."""
         alone, shared, restarted, from_disk = runs
+        for run in runs[1:]:
+            if not run.kvstore_hit_tokens:
+                raise DemoError(f"The node served no prompt token in the run '{run.name}'.")
         fewer = 1 - shared.computed_tokens / alone.computed_tokens
         first = np.median(restarted.ttft_ms(range(1))) / np.median(alone.ttft_ms(range(1)))
         kept, disk = (run.kvstore_hit_tokens / run.prompt_tokens for run in (restarted, from_disk))
-        spared = f"kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
-        from_dram = f"After a restart of the engine dram served {kept:.0%} of all prompt tokens."
-        later = f"After the node was killed its disk served {disk:.0%} of all prompt tokens."
-        return [
-            _served(shared, spared),
-            _served(restarted, from_dram),
-            Claim(f"First questions then took {first:.2f} × as long as with vLLM alone."),
-            _served(from_disk, later),
-        ]
-
-
-def _served(run: Replay, sentence: str) -> Claim:
-    failure = f"The node served no prompt token in the run '{run.name}'."
-    return Claim(sentence, run.kvstore_hit_tokens > 0, failure)
+        yield f"kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
+        yield f"After a restart of the engine dram served {kept:.0%} of all prompt tokens."
+        yield f"First questions then took {first:.2f} × as long as with vLLM alone."
+        yield f"After the node was killed its disk served {disk:.0%} of all prompt tokens."
 
 
 # ── --cluster: two nodes and two engines are one cache ────────────────────────────────────────────
@@ -291,17 +262,15 @@ class ClusterAct(Act):
         run.moved = round(other.metrics().get(PEER_TOKENS, 0))
         yield run
 
-    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+    def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """The claim that node b got blocks from node a."""
         *_, other = runs
-        return [
-            Claim(
-                f"{other.moved:,} of {other.prompt_tokens:,} prompt tokens came to node b from node"
-                " a. Its engine computes first, to measure which waits pay.",
-                other.moved > 0,
-                "No prompt token came from the other node.",
-            )
-        ]
+        if not other.moved:
+            raise DemoError("No prompt token came from the other node.")
+        yield (
+            f"{other.moved:,} of {other.prompt_tokens:,} prompt tokens came to node b from node a."
+            " Its engine computes first, to measure which waits pay."
+        )
 
 
 # ── --pd: prefill on one engine and node, decode on another, behind a router ──────────────────────
@@ -339,10 +308,7 @@ class PdAct(Act):
         stage.note(1, "two nodes and two engines are starting")
         nodes = [stage.peer(name, "--landing", LANDING) for name in "pd"]
         p, d = stage.engines_on(nodes)
-        workers = [
-            *("--worker", f"p=http://127.0.0.1:{p.port},role=prefill,node=p"),
-            *("--worker", f"d=http://127.0.0.1:{d.port},role=decode,node=d"),
-        ]
+        workers = [p.as_worker("p", "p,role=prefill"), d.as_worker("d", "d,role=decode")]
         with RouterProcess.start(stage.work, workers) as router:
             router.await_worker()
             client = CompletionClient(router.port)
@@ -358,23 +324,21 @@ class PdAct(Act):
             " engine computed what was pushed, and node d keeps it for the next turn."
         )
 
-    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+    def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """Claims that blocks were pushed, and how long an answer pauses."""
         alone, split = runs
-        return [
-            Claim(
-                f"{split.moved:,} blocks were pushed from node p to node d. Time to first token"
-                f" {LATER}: {split.median_ms / alone.median_ms:.2f} × that of one engine (median).",
-                split.moved > 0,
-                "No block was pushed from the prefill node to the decode node.",
-            ),
-            Claim(
-                f"Longest gap between two tokens of an answer while {LONG_PROMPTS} prompts of"
-                f" {LONG_TOKENS:,} tokens are computed: {longest_gap_ms(split):.0f} ms, on one"
-                f" engine {longest_gap_ms(alone):.0f} ms. (Both engines share the cores of this"
-                " machine.)"
-            ),
-        ]
+        if not split.moved:
+            raise DemoError("No block was pushed from the prefill node to the decode node.")
+        yield (
+            f"{split.moved:,} blocks were pushed from node p to node d. Time to first token"
+            f" {LATER}: {split.median_ms / alone.median_ms:.2f} × that of one engine (median)."
+        )
+        yield (
+            f"Longest gap between two tokens of an answer while {LONG_PROMPTS} prompts of"
+            f" {LONG_TOKENS:,} tokens are computed: {longest_gap_ms(split):.0f} ms, on one"
+            f" engine {longest_gap_ms(alone):.0f} ms. (Both engines share the cores of this"
+            " machine.)"
+        )
 
     def gain(self, runs: Sequence[Replay]) -> str:
         """Ratio of the longest gaps."""
@@ -451,17 +415,15 @@ class RouterAct(Act):
     heading = "kvstore demo --router"
     names = ("round robin", "kvstore router")
     requests = "of all requests"
-    columns = (
-        Measure("TTFT\nmean ms", lambda run, _: f"{np.mean(run.ttft_ms()):.0f}"),
-        Measure("TTFT\np95 ms", lambda run, _: f"{np.percentile(run.ttft_ms(), 95):.0f}"),
-        Measure("round 2 on\nmean ms", lambda run, _: f"{np.mean(run.ttft_ms(LATER_ROUNDS)):.0f}"),
-        Measure("tokens\nreused", lambda run, _: f"{run.prompt_tokens - run.computed_tokens:,}"),
-        Measure("tokens\ncomputed", lambda run, _: f"{run.computed_tokens:,}"),
-        Measure(
-            "requests\nat a, b", lambda run, _: f"{requests_at(run, 'a')}, {requests_at(run, 'b')}"
-        ),
-        Measure("turns at\none engine", lambda run, _: "{}/{}".format(*stays(run))),
-    )
+    columns: ClassVar[Columns] = {
+        "TTFT\nmean ms": lambda run, _: f"{np.mean(run.ttft_ms()):.0f}",
+        "TTFT\np95 ms": lambda run, _: f"{np.percentile(run.ttft_ms(), 95):.0f}",
+        "round 2 on\nmean ms": lambda run, _: f"{np.mean(run.ttft_ms(LATER_ROUNDS)):.0f}",
+        "tokens\nreused": lambda run, _: f"{run.prompt_tokens - run.computed_tokens:,}",
+        "tokens\ncomputed": lambda run, _: f"{run.computed_tokens:,}",
+        "requests\nat a, b": lambda run, _: ", ".join(str(requests_at(run, at)) for at in "ab"),
+        "turns at\none engine": lambda run, _: "{}/{}".format(*stays(run)),
+    }
     picture = "router.png"
 
     def introduction(self, plan: ConversationPlan) -> str:
@@ -487,8 +449,7 @@ class RouterAct(Act):
         log = stage.work / f"receipts-{policy}"
         flags = ["--insecure", "--index", stage.nodes[0].index, "--index-timeout", "500"]
         flags += ["--receipts", str(log)]
-        for name, engine in zip("ab", stage.engines, strict=True):
-            flags += ["--worker", f"{name}=http://127.0.0.1:{engine.port},node={name}"]
+        flags += [its.as_worker(name, name) for name, its in zip("ab", stage.engines, strict=True)]
         rules = f"policy: {policy}"  # all else is as it is by default
         with RouterProcess.start(stage.work, flags, name=policy, policy=rules) as router:
             stage.note(index, "the router compares its keys with the engines'")
@@ -524,18 +485,17 @@ class RouterAct(Act):
         typed = " ".join(["kvstore", *explain, routed.receipt_log.name])
         return f"[dim]$ {typed}[/]\n{escape(done.stdout)}"
 
-    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+    def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """The claim that `cost` is faster than `round-robin`."""
         turns, routed = runs
         ratio = np.mean(routed.ttft_ms()) / np.mean(turns.ttft_ms())
-        return [
-            Claim(
-                f"Mean time to first token: {ratio:.2f} × that of round robin. Policy `cost` weighs"
-                " the history that an engine's node holds against the queue in front of it.",
-                bool(ratio < 1),
-                f"The router's mean time to first token is {ratio:.2f} × round robin's.",
-            )
-        ]
+        if not ratio < 1:
+            times = f"{ratio:.2f} × round robin's"
+            raise DemoError(f"The router's mean time to first token is {times}.")
+        yield (
+            f"Mean time to first token: {ratio:.2f} × that of round robin. Policy `cost` weighs"
+            " the history that an engine's node holds against the queue in front of it."
+        )
 
     def gain(self, runs: Sequence[Replay]) -> str:
         """Text with the ratio of the mean times to the first token."""
@@ -612,7 +572,8 @@ def main(
     console.width = max(console.width, 96)  # the table must not fold when this is no terminal
     begin = time.monotonic()
     try:
-        act.introduce(console, plan)
+        console.rule(f"[bold]{act.heading}")
+        console.print(f"seed {plan.seed}: {act.introduction(plan)}", highlight=False)
         with Stage(console, plan, act.names, cache=cache) as stage:
             with stage.progress:
                 runs = list(act.runs(stage))

@@ -243,12 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = f"{len(configs)} engine{'s' if len(configs) > 1 else ''}"
             console.print(f"{count}: starting, for a minute or more", highlight=False)
             engines = start_engines(console, stack, configs, work)
-            workers = [
-                f"--worker={name}=http://127.0.0.1:{engine.port},node={NODE}"
-                for name, engine in engines.items()
-            ]
             flags = ["--listen", f"127.0.0.1:{chosen.port}", "--insecure", "--index", node.index]
-            flags += workers
+            flags += [engine.as_worker(name, NODE) for name, engine in engines.items()]
             router = RouterProcess.start(work, flags, timeout_s=math.inf)
             stack.enter_context(router).await_worker(math.inf)
             _name_commands(console, router, engines, node, configs[0].served_name, chosen.file)

@@ -25,7 +25,7 @@ from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs import reasons
-from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family, histogram
+from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family
 from kvstore.peers.changes import EventCounters
 from kvstore.supervisor.handover import LoadedCode
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
@@ -111,7 +111,7 @@ class NodeCollector:
                 "kvstore_datagrams_total",
                 [(("received",), door.datagrams_received), (("sent",), door.datagrams_sent)],
             ),
-            histogram("kvstore_step_seconds", [loop.steps.row((), STEPS)]),
+            family("kvstore_step_seconds", [loop.steps.row((), STEPS)]),
             family("kvstore_loop_failures_total", [((), loop.failures)]),
             family("kvstore_heartbeat_gap_seconds", [((), loop.beat_gap_ns_max / NS_PER_S)]),
             family("kvstore_queries_total", [((), loop.queries)]),
@@ -153,7 +153,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_landing_bytes", engine.landing_bytes().items()),
         family("kvstore_pushes", engine.push_counts().items()),
         *_ledger_families(engine.explain.ledger),
-        histogram(
+        family(
             "kvstore_eviction_age_seconds",
             [_age_buckets(tier, ages) for tier, ages in engine.eviction_ages().items()],
         ),

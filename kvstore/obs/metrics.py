@@ -10,14 +10,18 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from kvstore.units import NS_PER_S
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
+_FAMILIES: Final = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -291,39 +295,26 @@ Buckets = tuple[Sequence[str], Mapping[float, int], float]
 """(label values, count up to each bound of which the last is infinite, total) of a histogram."""
 
 
-def family(name: str, samples: Iterable[Sample]) -> Family:
-    """The family of a listed counter or gauge with its (label values, value) samples."""
+def family(name: str, samples: Iterable[Sample | Buckets]) -> Family:
+    """The family of a listed metric with its samples: Buckets of a histogram, else
+    (label values, value).
+    """
     metric = BY_NAME[name]
-    made: CounterMetricFamily | GaugeMetricFamily
-    if metric.kind == "counter":
-        made = CounterMetricFamily(name, metric.help, labels=metric.labels)
-    else:
-        assert metric.kind == "gauge", f"{name} is a {metric.kind}"
-        made = GaugeMetricFamily(name, metric.help, labels=metric.labels)
-    for labels, value in samples:
-        made.add_metric(labels, value)
+    made: Family = _FAMILIES[metric.kind](name, metric.help, labels=metric.labels)
+    add: Any = made.add_metric
+    for labels, value, *total in samples:
+        if isinstance(value, Mapping):
+            counts = [("+Inf" if math.isinf(b) else repr(b), float(n)) for b, n in value.items()]
+            add(labels, counts, *total)
+        else:
+            add(labels, value)
     return made
 
 
 def absent(found: Iterable[Family]) -> list[Family]:
     """The node's families that are not among these, without a value."""
-    names = {each.name for each in found}
-    return [
-        histogram(metric.name, ()) if metric.kind == "histogram" else family(metric.name, ())
-        for metric in METRICS
-        if metric.name.removesuffix("_total") not in names  # as prometheus_client names counters
-    ]
-
-
-def histogram(name: str, rows: Iterable[Buckets]) -> HistogramMetricFamily:
-    """The family of a listed histogram."""
-    metric = BY_NAME[name]
-    assert metric.kind == "histogram", f"{name} is a {metric.kind}"
-    made = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-    for labels, buckets, total in rows:
-        counts = [("+Inf" if math.isinf(b) else repr(b), float(n)) for b, n in buckets.items()]
-        made.add_metric(labels, counts, total)
-    return made
+    names = {each.name for each in found}  # counters without _total, as in prometheus_client
+    return [family(m.name, ()) for m in METRICS if m.name.removesuffix("_total") not in names]
 
 
 # ── durations ─────────────────────────────────────────────────────────────────────────────────────

@@ -41,7 +41,7 @@ from kvstore.net.server import (
     listen,
     warn_of_its_end,
 )
-from kvstore.obs.metrics import TRANSFERS, Family, Timings, family, histogram
+from kvstore.obs.metrics import TRANSFERS, Family, Timings, family
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
@@ -265,7 +265,7 @@ class Peering:
             family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
             family("kvstore_transfer_worker_restarts_total", [((), self.transfer_worker.restarts)]),
             family("kvstore_transfer_worker_refused_total", [((), self.transfer_worker.refused)]),
-            histogram(
+            family(
                 "kvstore_transfer_seconds",
                 [
                     its.row((kind, self.transport), TRANSFERS if kind in WHOLE else range(0))

@@ -23,7 +23,7 @@ from kvstore.net.aio import call_on
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
-from kvstore.obs.metrics import TTFTS, Family, family, histogram
+from kvstore.obs.metrics import TTFTS, Family, family
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
@@ -80,7 +80,7 @@ def _families(router: Router) -> Iterator[Family]:
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
     yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
     ttfts = [each.row((kind,), TTFTS) for kind, each in router.ttfts.items()]
-    yield histogram("kvstore_router_ttft_seconds", ttfts)
+    yield family("kvstore_router_ttft_seconds", ttfts)
     yield family("kvstore_router_connections", [((), door.connection_count)])
     yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
     states = Counter(worker.state for worker in workers)

@@ -135,6 +135,32 @@ class ChildServer:
         self.ready_line = ready_line
         self.log_file = log_file
 
+    @classmethod
+    def _run(
+        cls,
+        log: Path,
+        command: str,
+        *flags: str,
+        timeout_s: float,
+        program: Sequence[str] = ("-m", "kvstore.cli.main"),
+        python: str | Path = sys.executable,
+    ) -> Self:
+        """Start a command of kvstore, with /metrics on a port that the kernel chooses, and wait for
+        its ready line. The last of equal `flags` wins. `program`: arguments of `python` for
+        `kvstore`.
+
+        Raises:
+            NodeFailed: it exited, or was not ready within `timeout_s`.
+        """
+        process, line = start_ready(
+            [*program, command, "--metrics", "127.0.0.1:0", *flags],
+            log=log,
+            says=f"kvstore {command} ready:",
+            timeout_s=timeout_s,
+            python=python,
+        )
+        return cls(process, line, log)
+
     @property
     def address(self) -> str:
         """HOST:PORT of its service; empty for a node, which has a socket."""
@@ -189,10 +215,6 @@ class ChildServer:
 class NodeProcess(ChildServer):
     """One `kvstore node` in a directory of its own; `process` is its supervisor."""
 
-    def __init__(self, process: subprocess.Popen[str], directory: Path, ready_line: str) -> None:
-        super().__init__(process, ready_line, directory / "node.log")
-        self.directory = directory
-
     @classmethod
     def start(
         cls,
@@ -201,28 +223,22 @@ class NodeProcess(ChildServer):
         dram: str = "64MiB",
         flags: Sequence[str] = (),
         timeout_s: float = READY_TIMEOUT_S,
-        program: Sequence[str] = ("-m", "kvstore.cli.main"),
-        python: str | Path = sys.executable,
+        **how: Any,
     ) -> NodeProcess:
         """Start a node with its log and its socket in `directory`, and wait for its ready line.
-
-        /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
-        another socket too. `program`: arguments of `python` for `kvstore`.
+        `flags` come last, so they win, that of another socket too. `how`: `program` and `python`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
         """
-        process, line = start_ready(
-            [
-                *(*program, "node", "--socket", str(directory / "node.sock")),
-                *("--dram", dram, "--metrics", "127.0.0.1:0", *flags),
-            ],
-            log=directory / "node.log",
-            says="kvstore node ready:",
-            timeout_s=timeout_s,
-            python=python,
-        )
-        return cls(process, directory, line)
+        own = ("--socket", str(directory / "node.sock"), "--dram", dram)
+        log = directory / "node.log"
+        return cls._run(log, "node", *own, *flags, timeout_s=timeout_s, **how)
+
+    @property
+    def directory(self) -> Path:
+        assert self.log_file is not None
+        return self.log_file.parent
 
     @property
     def socket(self) -> Path:
@@ -359,12 +375,21 @@ class Lab:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def files(self, role: Role, name: str, *, days: int = 2, with_index: bool = False) -> TlsFiles:
+    def files(
+        self,
+        role: Role,
+        name: str,
+        *,
+        days: int = 2,
+        with_index: bool = False,
+        hosts: Sequence[str] = (),
+    ) -> TlsFiles:
         """Files of a component's certificate, which is made if missing."""
         cert = self.directory / f"{role}-{name}.crt"
         if not cert.exists():
+            identity = Identity(role, name)
             make_certificates(
-                self.directory, [Identity(role, name)], days=days, nodes_are_indexes=with_index
+                *(self.directory, [identity]), hosts=hosts, days=days, nodes_are_indexes=with_index
             )
         return TlsFiles(ca=self.directory / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
@@ -372,11 +397,8 @@ class Lab:
         """Options of the tcp transport, for a transfer worker whose certificate names
         just `name`.
         """
-        cert = self.directory / f"node-{name}.crt"
-        if not cert.exists():
-            make_certificates(self.directory, [Identity("node", name)], hosts=[name], days=2)
-        key = cert.with_suffix(".key")
-        return {"ca": str(self.directory / "ca.crt"), "certificate": str(cert), "key": str(key)}
+        files = self.files("node", name, hosts=[name])
+        return {"ca": str(files.ca), "certificate": str(files.cert), "key": str(files.key)}
 
     def flags(self, role: Role, name: str, *, with_index: bool = False) -> tuple[str, ...]:
         """Flags of a command for a component's certificate."""
@@ -395,24 +417,15 @@ class IndexProcess(ChildServer):
         *,
         listen: str = "127.0.0.1:0",
         name: str = "index",
-        ready_timeout_s: float = READY_TIMEOUT_S,
+        timeout_s: float = READY_TIMEOUT_S,
     ) -> IndexProcess:
         """Start an index and wait for its ready line. `flags` come last, so they take precedence.
 
         Raises:
             NodeFailed: it exited, or was not ready in time.
         """
-        log = directory / f"{name}.log"
-        process, line = start_ready(
-            [
-                *("-m", "kvstore.cli.main", "index", "--listen", listen),
-                *("--metrics", "127.0.0.1:0", "--plain", *flags),
-            ],
-            log=log,
-            says="kvstore index ready:",
-            timeout_s=ready_timeout_s,
-        )
-        return cls(process, line, log)
+        log, own = directory / f"{name}.log", ("--listen", listen, "--plain")
+        return cls._run(log, "index", *own, *flags, timeout_s=timeout_s)
 
 
 # ── router process ────────────────────────────────────────────────────────────────────────────────
@@ -445,21 +458,12 @@ class RouterProcess(ChildServer):
         Raises:
             NodeFailed: it exited, or was not ready in time.
         """
-        log, file = directory / f"{name}.log", directory / f"{name}.yaml"
-        rules: tuple[str, ...] = ()
+        log, own = directory / f"{name}.log", ["--listen", "127.0.0.1:0", "--drain-delay", "0"]
         if policy:
+            file = log.with_suffix(".yaml")
             file.write_text(policy, encoding="utf-8")
-            rules = ("--policy", str(file))
-        process, line = start_ready(
-            [
-                *("-m", "kvstore.cli.main", "router", "--listen", "127.0.0.1:0"),
-                *("--metrics", "127.0.0.1:0", "--drain-delay", "0", *rules, *flags),
-            ],
-            log=log,
-            says="kvstore router ready:",
-            timeout_s=timeout_s,
-        )
-        return cls(process, line, log)
+            own += ["--policy", str(file)]
+        return cls._run(log, "router", *own, *flags, timeout_s=timeout_s)
 
     @property
     def port(self) -> int:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvstore.obs.metrics import METRICS, Metric, family, histogram
+from kvstore.obs.metrics import METRICS, Metric, family
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
@@ -36,6 +36,6 @@ def test_samples_carry_their_labels() -> None:
 
 
 def test_buckets_are_cumulative() -> None:
-    made = histogram("kvstore_step_seconds", [((), {0.1: 1, 0.2: 3, math.inf: 6}, 1.5)])
+    made = family("kvstore_step_seconds", [((), {0.1: 1, 0.2: 3, math.inf: 6}, 1.5)])
     values = [(s.name.removeprefix("kvstore_step_seconds"), s.value) for s in made.samples]
     assert values == [("_bucket", 1), ("_bucket", 3), ("_bucket", 6), ("_count", 6), ("_sum", 1.5)]
