@@ -89,11 +89,12 @@ class Fetcher:
     def __init__(self, context: PeerContext, *, jitter: Callable[[], float] = aio.jitter) -> None:
         """`jitter`: returns a random number from 0 to 1."""
         self.damaged = 0
-        """Blocks that the peer kept until they were read, and whose checksum differs; from there on
-        counted since the start."""
+        """Blocks since the start that the peer kept until they were read, and whose checksum
+        differs."""
         self.not_kept = 0
-        """Blocks that did not stay until they were read."""
+        """Blocks since the start that did not stay until they were read."""
         self.fetched_bytes = 0
+        """Bytes since the start."""
         self.index: IndexClient | None = None
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who

@@ -99,7 +99,7 @@ class Watch:
             if not each.overdue:
                 each.overdue = True
                 overdue.add(each.peer)
-        # Whose end only the transfer worker's death would prove.
+        # The end of these only the transfer worker's death would prove.
         limbo = (each.size_bytes for each in self._transfers.values() if each.limbo)
         if sum(limbo) > self._limbo_max:
             return Recycle("too many reads have no end")
