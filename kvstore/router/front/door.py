@@ -27,7 +27,7 @@ from aiohttp.web_protocol import RequestHandler
 from kvstore.client.tls import Tls
 from kvstore.router.engines.connections import CONNECTION, CONTENT_LENGTH, answer_head
 from kvstore.router.front.answers import error_response
-from kvstore.router.front.intake import NO_MEMORY, Bodies
+from kvstore.router.front.intake import BODIES_SHARE, NO_MEMORY, Bodies
 
 HEAD_BYTES_MAX: Final = 4 << 20
 """Longest head: vLLM's bound where it parses them with h11. With httptools it has none."""
@@ -67,11 +67,11 @@ _http_log.addFilter(_is_bug)
 class _Connection(RequestHandler):
     """One client's connection. Errors of the parser are answered in OpenAI's form, too."""
 
-    __slots__ = ("_head_bytes", "_memory")
+    __slots__ = ("_door", "_head_bytes")
 
     def __init__(self, door: FrontDoor, **settings: Any) -> None:
         super().__init__(door, **settings)
-        self._memory, self._head_bytes = door.memory, 0
+        self._door, self._head_bytes = door, 0
 
     def data_received(self, data: bytes) -> None:
         count, was_in_head = self._request_count, self._is_in_head
@@ -83,8 +83,7 @@ class _Connection(RequestHandler):
         is_long = self._head_bytes > HEAD_BYTES_MAX
         if (is_long or not is_room) and self.transport is not None:
             if self._current_request is None:  # else its answer may be half sent
-                refusal = _refusal(LONG_HEAD) if is_long else _refusal(NO_MEMORY, 503)
-                self.transport.write(refusal)
+                self.transport.write(_refusal(LONG_HEAD) if is_long else _refusal(NO_MEMORY, 503))
             self.transport.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -92,12 +91,14 @@ class _Connection(RequestHandler):
         super().connection_lost(exc)
 
     def _count(self, size: int) -> bool:
-        """Set the length of the head that is coming, and its share of the memory. Returns whether
-        there is room.
+        """Set the length of the head that is coming, and its share of the memory, of which such
+        heads get a half: they have shown no API key yet. Returns whether there is room.
         """
         before, self._head_bytes = self._head_bytes, size
         more = max(size, FREE_BYTES) - max(before, FREE_BYTES)
-        return not more or self._memory.take(more)
+        self._door.head_bytes += more
+        is_fair = self._door.head_bytes <= self._door.memory.bytes_max * BODIES_SHARE // 2
+        return not more or (self._door.memory.take(more) and is_fair)
 
     @property
     def _is_in_head(self) -> bool:
@@ -172,7 +173,7 @@ class FrontDoor(web.Server):
         self._answer, self.connections_max, self.memory = answer, connections_max, memory
         self._idle: dict[RequestHandler, tuple[asyncio.Transport, float]] = {}
         """Connections without a request → (transport, since when); the longest idle first."""
-        self.connection_count = 0
+        self.connection_count = self.head_bytes = 0
         self.refused_count = 0
         """Number of idle connections that were closed to make room."""
         self.trouble = ""
@@ -218,8 +219,7 @@ class FrontDoor(web.Server):
     async def _one(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = request.protocol
         transport, _ = self._idle.pop(handler, (None, 0.0))
-        size = sum(map(len, chain([request.raw_path], *request.raw_headers)))
-        taken = max(0, size - FREE_BYTES)
+        taken = max(0, sum(map(len, chain([request.raw_path], *request.raw_headers))) - FREE_BYTES)
         try:
             if taken and not self.memory.take(taken):
                 answer = error_response(503, NO_MEMORY, "bad_request")

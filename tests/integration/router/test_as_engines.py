@@ -91,6 +91,28 @@ def test_long_heads_use_the_memory_of_bodies_and_give_it_back(router: RouterThre
     assert status(router.port, head()[:-2] + b"Content-Length: 0\r\n\r\n") == 400
 
 
+def test_heads_that_never_end_leave_memory_for_bodies(
+    pair: tuple[UvicornEngine, UvicornEngine],
+) -> None:
+    with (
+        RouterThread([pair[0].flag("a")], body_max=1 << 20) as router,
+        contextlib.ExitStack() as clients,
+    ):
+        until(lambda: all(worker.models for worker in router.router.workers))
+        refused = 0
+        for _ in range(10):
+            address = ("127.0.0.1", router.port)
+            client = clients.enter_context(socket.create_connection(address, timeout=0.5))
+            with contextlib.suppress(ConnectionError):
+                client.sendall(head(b"X: " + b"x" * 1_000_000)[:-4])
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                refused += client.recv(12) == b"HTTP/1.1 503"
+        assert refused >= 6
+        big = b"Content-Length: 900000\r\n\r\n"
+        text = LINE + b"Host: x\r\nContent-Type: application/json\r\n" + big
+        assert status(router.port, text + BODY.ljust(900_000)) == 200
+
+
 # ── paths ────────────────────────────────────────────────────────────────────────────────────────
 
 ASKED: list[tuple[str, str, bytes | None]] = [
