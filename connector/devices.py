@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvstore.connector.checks import NotServed
@@ -85,24 +84,25 @@ def _device_cache(group: GroupLayers, block_count: int) -> DeviceCache:
     )
 
 
+def cache_bytes(kv_caches: Mapping[str, torch.Tensor], *, block_count: int) -> list[torch.Tensor]:
+    """Per layer, in order, the cache as [block_count, page_bytes] u8, sharing its memory. Arguments
+    and errors as of `cache_pages`."""
+    import torch
+
+    found = []
+    pages = cache_pages(kv_caches, block_count=block_count)
+    for name, (_, stride, page_bytes) in zip(layers_in_order(kv_caches), pages, strict=True):
+        cache, size = kv_caches[name], kv_caches[name].element_size()
+        shape = block_count, page_bytes // size
+        found.append(cache.as_strided(shape, (stride // size, 1)).view(torch.uint8))
+    return found
+
+
 def cache_arrays(
     kv_caches: Mapping[str, torch.Tensor], *, block_count: int
 ) -> list[NDArray[np.uint8]]:
-    """Per layer, in order, the cache as [block_count, page_bytes] u8, sharing its memory, which is
-    the host's. Arguments as of `cache_pages`."""
-    import torch
-
-    pages = cache_pages(kv_caches, block_count=block_count)
-    arrays = []
-    for name, (_, stride, page_bytes) in zip(layers_in_order(kv_caches), pages, strict=True):
-        cache = kv_caches[name]
-        begin = cache.storage_offset() * cache.element_size()
-        memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).numpy()
-        assert begin + (block_count - 1) * stride + page_bytes <= memory.size
-        arrays.append(
-            as_strided(memory[begin:], shape=(block_count, page_bytes), strides=(stride, 1))
-        )
-    return arrays
+    """As `cache_bytes`, of caches in the host's memory."""
+    return [layer.numpy() for layer in cache_bytes(kv_caches, block_count=block_count)]
 
 
 def cache_pages(kv_caches: Mapping[str, torch.Tensor], *, block_count: int) -> list[LayerPages]:
@@ -182,8 +182,7 @@ class _Proof:
     ) -> None:
         """`memory`: room for a block that lies in two registrations."""
         self._copies, self._number = copies, number
-        names = layers_in_order(group.caches)
-        self._caches = [group.caches[name] for name in names]
+        self._layers = cache_bytes(group.caches, block_count=block_count)
         self._block_count, self._memory = block_count, memory
         self._size = copies.block_bytes(number)
         self._begin = CHUNK_BYTES - self._size // 2 if self._size <= CHUNK_BYTES else 0
@@ -244,26 +243,14 @@ class _Proof:
 
     # ── the engine's side ────────────────────────────────────────────────────────────────────────
 
-    def _pages(self, block: int) -> list[torch.Tensor]:
-        """The bytes of a block in each layer, in the order of memory."""
-        import torch
-
-        pages = []
-        for cache in self._caches:
-            count = cache.numel() // self._block_count
-            parts = cache.shape[0] // self._block_count
-            begin = cache.storage_offset() + block * parts * cache.stride(0)
-            pages.append(cache.as_strided((count,), (1,), begin).view(torch.uint8))
-        return pages
-
     def _read(self, block: int) -> bytes:
-        return b"".join(page.cpu().numpy().tobytes() for page in self._pages(block))
+        return b"".join(layer[block].cpu().numpy().tobytes() for layer in self._layers)
 
     def _write(self, block: int, data: bytes) -> None:
         """Write a block on the engine's stream, behind work that takes a while."""
         import torch
 
-        pages = self._pages(block)
+        pages = [layer[block] for layer in self._layers]
         held = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(pages[0].device)
         if held.device.type == "cuda":
             torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001 - torch's own tests of streams use it
