@@ -36,7 +36,6 @@ class S3Fifo:
         self._prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
         self._uses = np.zeros(len(stamps), dtype=np.int8)
         self._is_main = np.zeros(len(stamps), dtype=bool)
-        self._members = members
         self._small = OldestFirst(self._entered, among=lambda: members() & ~self._is_main)
         self._main = OldestFirst(self._entered, among=lambda: members() & self._is_main)
         self._ghost = RecentKeys(key_count=slot_count_max, seed=1)
@@ -97,10 +96,6 @@ class S3Fifo:
             victims.append(words)
             missing -= len(words)
         return np.concatenate(victims) if victims else NONE
-
-    def oldest_stamp(self) -> int | None:
-        stamps = self._stamps[self._members() & (self._stamps != 0)]
-        return int(stamps.min()) if len(stamps) else None
 
 
 def register() -> None:

@@ -32,6 +32,11 @@ class Held:
         first, self.next_stamp = self.next_stamp, self.next_stamp + len(words)
         return np.array(words[::-1], dtype=np.int64), np.arange(first, self.next_stamp)
 
+    def oldest_stamp(self) -> int | None:
+        """As `Slots.oldest_stamp` finds it."""
+        stamps = self.stamps[self.members & (self.stamps > 0)]
+        return int(stamps.min()) if len(stamps) else None
+
     def insert(self, *words: int, prints: list[int] | None = None) -> None:
         assert not self.held & set(words)
         batch, stamps = self._batch(list(words))
@@ -91,7 +96,7 @@ def test_one_that_is_not_there_is_named_with_those_that_are() -> None:
 
 def test_nothing_is_popped_when_nothing_is_held(held: Held) -> None:
     assert held.pop(3) == []
-    assert held.policy.oldest_stamp() is None
+    assert held.oldest_stamp() is None
 
 
 def test_a_chain_loses_its_end_before_its_start(held: Held) -> None:
@@ -126,7 +131,7 @@ def test_what_another_process_left_goes_in_the_order_of_its_stamps(held: Held) -
     held.insert(1)
     held.use(9)
     held.insert(5)
-    assert held.policy.oldest_stamp() == 10
+    assert held.oldest_stamp() == 10
     order = [held.pop(1)[0] for _ in range(5)]
     assert order[:2] == [2, 4]
     assert order.index(9) > order.index(1)
@@ -192,7 +197,7 @@ def test_what_comes_in_with_an_older_stamp_goes_before_what_is_younger(held: Hel
 def test_slots_of_other_pools_are_left_alone(held: Held) -> None:
     held.insert(1, 2)
     held.stamps[WORDS] = 1
-    assert held.policy.oldest_stamp() == held.stamps[2]
+    assert held.oldest_stamp() == held.stamps[2]
     assert held.policy.pop(9, held.may_go).tolist() == [2, 1]
     assert held.stamps[WORDS] == 1
 
@@ -201,7 +206,7 @@ def test_the_oldest_stamp_is_that_of_the_one_wanted_longest_ago(held: Held) -> N
     held.insert(1, 2, 3)
     held.use(3)
     held.touch(2)
-    assert held.policy.oldest_stamp() == held.stamps[1] == held.stamps[[1, 2, 3]].min()
+    assert held.oldest_stamp() == held.stamps[1] == held.stamps[[1, 2, 3]].min()
 
 
 steps = st.lists(

@@ -500,10 +500,7 @@ def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:
     tenant, space, shard = address
     body = msgspec.msgpack.encode(_Entry(id, tenant, space, msgspec.structs.astuple(shard)))
     text = id.to_bytes(8, "little") + len(body).to_bytes(8, "little") + body
-    words = np.zeros(_SCOPE_WORDS, np.uint64)
-    whole = (_digest(text) + text).ljust(8 * _SCOPE_WORDS, b"\0")
-    words[:] = np.frombuffer(whole, "<u8")
-    return words
+    return np.frombuffer((_digest(text) + text).ljust(8 * _SCOPE_WORDS, b"\0"), "<u8")
 
 
 def _address(words: NDArray[np.uint64], index: int) -> ScopeAddress | None:

@@ -83,9 +83,6 @@ class Policy(Protocol):
         """Up to `count` victims, in order. They are held no more; their stamps are negative until
         `forget`."""
 
-    def oldest_stamp(self) -> int | None:
-        """Least stamp of all held slots, leased or not; None without any."""
-
 
 # ── oldest ────────────────────────────────────────────────────────────────────────────────────────
 # Slots in the order of their stamps, without moving anything when a stamp changes.
@@ -219,7 +216,6 @@ class Lru:
 
     def __init__(self, stamps: Stamps, *, members: Members) -> None:
         self._stamps = stamps
-        self._members = members
         self._oldest = OldestFirst(stamps, among=members)
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
@@ -246,10 +242,6 @@ class Lru:
             victims.append(words)
             missing -= len(words)
         return np.concatenate(victims) if victims else NONE
-
-    def oldest_stamp(self) -> int | None:
-        stamps = self._stamps[self._members() & (self._stamps > 0)]
-        return int(stamps.min()) if len(stamps) else None
 
 
 # ── recent ────────────────────────────────────────────────────────────────────────────────────────
@@ -383,7 +375,6 @@ class Reuse:
         self._stamps = columns.stamps
         self._prints = columns.prints
         self._is_reused = columns.is_reused
-        self._members = members
         self._fresh = OldestFirst(self._stamps, among=lambda: members() & ~self._is_reused)
         self._reused = OldestFirst(self._stamps, among=lambda: members() & self._is_reused)
         self._gone = RecentKeys(key_count=REMEMBERED * slot_count_max, seed=_SEED)
@@ -462,10 +453,6 @@ class Reuse:
                 is_fresh = is_fresh[: int(np.flatnonzero(mine)[-1]) + 1]
         chosen = int(np.count_nonzero(is_fresh))
         return chosen, len(is_fresh) - chosen
-
-    def oldest_stamp(self) -> int | None:
-        stamps = self._stamps[self._members() & (self._stamps > 0)]
-        return int(stamps.min()) if len(stamps) else None
 
 
 # ── policies by name ──────────────────────────────────────────────────────────────────────────────

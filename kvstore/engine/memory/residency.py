@@ -100,7 +100,6 @@ class Residency:
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
         self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
         self._tombstones = tombstones
-        self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
@@ -111,25 +110,23 @@ class Residency:
 
     def scope(self, tenant: str, space: SpaceId, shard: Shard) -> int:
         """The number of a scope, made when new."""
-        address = (tenant, space, shard)
-        number = self._scopes.get(address)
+        number = self.shards(tenant, space).get(shard)
         if number is None:
             number = self._next_scope
             self._next_scope += 1
-            self._scopes[address] = number
-            self._scope_of[number] = address
+            self._scope_of[number] = (tenant, space, shard)
             self._shards.setdefault((tenant, space), {})[shard] = number
         return number
 
     def scopes(self) -> dict[Scope, int]:
         """Number of each known scope."""
-        return dict(self._scopes)
+        return {address: number for number, address in self._scope_of.items()}
 
     def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
         """Scopes of this tenant and space; None: of any."""
         return {
             number
-            for (its_tenant, its_space, _), number in self._scopes.items()
+            for number, (its_tenant, its_space, _) in self._scope_of.items()
             if tenant in (None, its_tenant) and space in (None, its_space)
         }
 
@@ -151,20 +148,19 @@ class Residency:
 
         Scans every row, so the next scan waits until a quarter more scopes exist than were left.
         """
-        if len(self._scopes) < self._forget_from:
+        if len(self._scope_of) < self._forget_from:
             return
         used = np.zeros(self._next_scope, dtype=bool)
         used[self.table.used_scopes] = True
         used[list(keep)] = True
-        for address, number in list(self._scopes.items()):
+        for number, (tenant, space, shard) in list(self._scope_of.items()):
             if not used[number]:
-                del self._scopes[address], self._scope_of[number]
-                tenant, space, shard = address
+                del self._scope_of[number]
                 del self._shards[tenant, space][shard]
                 if not self._shards[tenant, space]:
                     del self._shards[tenant, space]
                 self._journal.forget_scope(number)
-        self._forget_from = max(SCOPE_COUNT_MAX, len(self._scopes) * 5 // 4)
+        self._forget_from = max(SCOPE_COUNT_MAX, len(self._scope_of) * 5 // 4)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 

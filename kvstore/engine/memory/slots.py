@@ -385,6 +385,11 @@ class Slots:
         if len(words):
             pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
+    def oldest_stamp(self, pool: Pool) -> int | None:
+        """Least stamp of a pool's blocks, leased or not; None without any."""
+        stamps = self.stamps[self._members(pool.slot_bytes) & (self.stamps > 0)]
+        return int(stamps.min()) if len(stamps) else None
+
     def victims(self, pool: Pool, count: int) -> Words:
         """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
         return pool.policy.pop(count, self._evictable)
@@ -520,10 +525,6 @@ class Slots:
         self._pool_of_slab[slab] = None
         self._cut(slab, 0)
         self._slabs_free.append(slab)
-
-    def of_writer(self, writer: int) -> Words:
-        """Slots that this connection may still write."""
-        return self.writers.of(writer)
 
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 

@@ -103,7 +103,8 @@ class Admission:
             coldest = self._slots.coldest_slab(other, may_lose)
             if coldest is None or (best is not None and best[1] <= coldest[1]):
                 continue
-            if claims or needy or coldest[1] < (pool.policy.oldest_stamp() or coldest[1] + 1):
+            oldest = None if claims or needy else self._slots.oldest_stamp(pool)
+            if oldest is None or coldest[1] < oldest:
                 best = coldest
         if best is None:
             return False

@@ -165,16 +165,19 @@ class Owner(msgspec.Struct, eq=False):
     @property
     def rank_count(self) -> int:
         """Number of ranks that the scheduler's Hello reports; the scheduler must be attached."""
+        return self.hello.rank_count
+
+    @property
+    def hello(self) -> HelloScheduler:
+        """Hello of the scheduler, which must be attached."""
         assert self.scheduler is not None
-        hello = self.scheduler.hello
-        assert isinstance(hello, HelloScheduler)
-        return hello.rank_count
+        assert isinstance(self.scheduler.hello, HelloScheduler)
+        return self.scheduler.hello
 
     @property
     def title(self) -> str:
         """Text for people: the engine's id and the label of its model."""
-        hello = self.scheduler.hello if self.scheduler is not None else None
-        label = hello.label if isinstance(hello, HelloScheduler) else ""
+        label = self.hello.label if self.scheduler is not None else ""
         return f"{self.key[1]} ({label})" if label else self.key[1]
 
     @property
@@ -183,12 +186,8 @@ class Owner(msgspec.Struct, eq=False):
 
     def rank_hellos(self) -> list[HelloRank]:
         """Hellos of the attached ranks, by rank."""
-        hellos = []
-        for rank in sorted(self.ranks):
-            hello = self.ranks[rank].hello
-            assert isinstance(hello, HelloRank)
-            hellos.append(hello)
-        return hellos
+        hellos = (self.ranks[rank].hello for rank in sorted(self.ranks))
+        return [hello for hello in hellos if isinstance(hello, HelloRank)]
 
     def columns(self, group: int) -> dict[Shard, HelloRank]:
         """Distinct shards of a group in column order, each with the Hello of the rank that writes

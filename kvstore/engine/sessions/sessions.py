@@ -101,15 +101,11 @@ class Sessions:
     def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
         """Free the slots of ended connections of this rank and process: its new Hello shows that no
         copy of the process still writes."""
+        its = hello.rank, hello.process
         for old in list(self._state.connections.values()):
-            if (
-                old.ended
-                and old.owner.key == owner.key
-                and isinstance(old.hello, HelloRank)
-                and old.hello.rank == hello.rank
-                and old.hello.process == hello.process
-            ):
-                self._state.free(self._state.slots.of_writer(old.id))
+            same = isinstance(old.hello, HelloRank) and (old.hello.rank, old.hello.process) == its
+            if same and old.ended and old.owner.key == owner.key:
+                self._state.free(self._state.slots.writers.of(old.id))
                 self._forget(old)
 
     def _form(self, owner: Owner) -> None:
@@ -118,8 +114,6 @@ class Sessions:
         scheduler = owner.scheduler
         if scheduler is None or not owner.is_complete:
             return
-        hello = scheduler.hello
-        assert isinstance(hello, HelloScheduler)
         reason = objection(owner, slab_bytes=self._state.config.slab_bytes)
         if reason:
             self._state.refusals.add(owner.key, reason, self._state.now_ns)
@@ -127,7 +121,7 @@ class Sessions:
                 self._refuse(connection.id, reason, permanent=True)
                 self.ended(connection.id)
             return
-        self._quiesce(owner, hello.weights_epoch)
+        self._quiesce(owner, owner.hello.weights_epoch)
 
     def _quiesce(self, owner: Owner, weights_epoch: str) -> None:
         owner.forming = self._next_session
@@ -159,7 +153,7 @@ class Sessions:
         connection.quiet_session = session
         if session < connection.asked_session:
             return ""  # it was asked again meanwhile: its slots come back with that answer
-        mine = self._state.slots.of_writer(connection.id)
+        mine = self._state.slots.writers.of(connection.id)
         self._state.free(mine[self._state.slots.session[mine] < session])
         owner = connection.owner
         if (
@@ -171,10 +165,8 @@ class Sessions:
         return ""
 
     def _open(self, owner: Owner) -> None:
-        scheduler = owner.scheduler
+        scheduler, hello = owner.scheduler, owner.hello
         assert scheduler is not None
-        hello = scheduler.hello
-        assert isinstance(hello, HelloScheduler)
         self._state.forget_unused_scopes()
         spaces = [group.space for group in owner.rank_hellos()[0].groups]
         owner.groups = tuple(
@@ -253,14 +245,14 @@ class Sessions:
                 # Nobody will bind these credits any more: let the ranks give them back.
                 self._quiesce(owner, "")
         else:
-            rank = next((r for r, c in owner.ranks.items() if c is connection), None)
-            if rank is not None:
+            rank = connection.hello.rank
+            if owner.ranks.get(rank) is connection:
                 del owner.ranks[rank]
-            mine = self._state.slots.of_writer(id)
+            mine = self._state.slots.writers.of(id)
             granted = mine[self._state.slots.state[mine] == SlotState.GRANTED]
             self._state.slots.lose(granted)
             self._state.counters.slots_quarantined += len(granted)
-        if len(self._state.slots.of_writer(id)) == 0:
+        if len(self._state.slots.writers.of(id)) == 0:
             self._forget(connection)
         if owner.is_empty and self._state.owners.get(owner.key) is owner:
             del self._state.owners[owner.key]
@@ -273,7 +265,7 @@ class Sessions:
             # A forked grandchild may hold the socket open; the process is gone all the same.
             self._state.say(Hangup(id, "its process is gone"))
             self.ended(id)
-        self._state.free(self._state.slots.of_writer(id))
+        self._state.free(self._state.slots.writers.of(id))
         if id in self._state.connections:
             self._forget(connection)
 

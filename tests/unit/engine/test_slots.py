@@ -56,6 +56,18 @@ def test_slots_of_any_size_lie_in_their_slab_and_apart(pages: int) -> None:
 # ── slabs ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_oldest_block_is_that_of_the_pool_leased_or_not() -> None:
+    slots, pool = one_pool()
+    other = slots.pool(2 * SLOT_BYTES_MIN)
+    assert slots.extend(other)
+    assert slots.oldest_stamp(pool) is None
+    seal(slots, slots.grant(other, 1, writer=1, session=1))
+    words = slots.grant(pool, 2, writer=1, session=1)
+    seal(slots, words)
+    slots.pins.pin(words)
+    assert slots.oldest_stamp(pool) == slots.stamps[words].min() > slots.oldest_stamp(other)
+
+
 def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> None:
     slots = slots_of()
     pool = slots.pool(SLOT_BYTES_MIN)
