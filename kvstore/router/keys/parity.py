@@ -128,20 +128,16 @@ class Parity:
         """
         model = next(iter(worker.models), "")
         await self._rendering.compare(model, worker)
-        body, rendered = await self._probe(worker, model)
-        answer = await self._computed(worker, body)
-        if isinstance(answer, str):
-            return answer
-        return await self._shown(
-            worker, KeyOrder(body=body, rendered=rendered, plan=plan_of(worker))
-        )
+        order = await self._probe(worker, model)
+        answer = await self._computed(worker, order.body)
+        return answer if isinstance(answer, str) else await self._shown(worker, order)
 
     async def _adapter_compared(self, worker: Worker, name: str, adapter: WorkerAdapter) -> str:
         """Compare the keys of one adapter of a worker, as `_compared`; its engine reports the
         digest.
         """
-        body, rendered = await self._probe(worker, adapter.base)
-        asked = {**msgspec.json.decode(body), "model": name, PARAMETERS: ADAPTER_QUESTION}
+        order = await self._probe(worker, adapter.base)
+        asked = {**msgspec.json.decode(order.body), "model": name, PARAMETERS: ADAPTER_QUESTION}
         answer = await self._computed(worker, msgspec.json.encode(asked))
         if isinstance(answer, str):
             return answer
@@ -149,23 +145,23 @@ class Parity:
         if isinstance(found, str):
             return found or UNSAID
         adapter.digest = found
-        plan = plan_of(worker)._replace(adapter=(name, adapter.path), digest=found)
-        return await self._shown(worker, KeyOrder(body=body, rendered=rendered, plan=plan))
+        order.plan = order.plan._replace(adapter=(name, adapter.path), digest=found)
+        return await self._shown(worker, order)
 
-    async def _probe(self, worker: Worker, model: str) -> tuple[bytes, bytes]:
-        """(body of a request that was never sent before, its rendering; empty if its prompt is
-        token ids).
+    async def _probe(self, worker: Worker, model: str) -> KeyOrder:
+        """Order for the keys of a request that was never sent before. It is rendered, or its prompt
+        is token ids.
         """
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
         rendered = await self._rendering.rendered(
             "/v1/completions", body, [worker], timeout_s=COMPARE_TIMEOUT_S
         )
         if rendered is not None:
-            return body, rendered
+            return KeyOrder(body=body, rendered=rendered, plan=plan_of(worker))
         # Token ids need no rendering: what is compared is the chain alone.
         fields = msgspec.json.decode(body)
         fields["prompt"] = [5 + byte % 90 for byte in fields["prompt"].encode()]
-        return msgspec.json.encode(fields), b""
+        return KeyOrder(body=msgspec.json.encode(fields), plan=plan_of(worker))
 
     async def _computed(self, worker: Worker, body: bytes) -> bytes | str:
         """Body of the answer to a probe, or as a sentence the reason why there is none."""
