@@ -173,7 +173,7 @@ class PrefixAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core knows of a worker as its source describes it."""
+    """Facts about a worker that the core takes from its source unchanged."""
 
     pool: str = "default"
     models: tuple[str, ...] = ()

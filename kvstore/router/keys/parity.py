@@ -149,8 +149,8 @@ class Parity:
         return await self._shown(worker, order)
 
     async def _probe(self, worker: Worker, model: str) -> KeyOrder:
-        """Order for the keys of a request that was never sent before. It is rendered, or its prompt
-        is token ids.
+        """Order for the keys of a request that was never sent before, rendered unless its prompt is
+        given as token ids.
         """
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
         rendered = await self._rendering.rendered(

@@ -496,7 +496,7 @@ def test_flags_of_every_kind_reach_the_command_line(monkeypatch: pytest.MonkeyPa
     assert made.dram_bytes == 16 * GIB
     assert dict(made.quotas)["b"] == 2 * GIB
     assert made.allow_uid >= {10001, 20002}
-    assert (made.scrub, made.log_level) == (None, "debug")
+    assert (made.scrub_rate, made.log_level) == (None, "debug")
     found = rendered(
         {
             "insecure": True,
@@ -526,10 +526,10 @@ def test_a_router_without_an_index_finds_the_engines_by_dns() -> None:
     mine = {"enabled": True, "args": {"worker-dns": ["http://other:8000"]}}
     found = rendered({"insecure": True, "router": mine, "engines": engines})
     names = router_config(flags(found, "router")).names
-    assert [(each.url, each.options) for each in names] == [
-        ("http://other:8000", {}),
-        ("http://kvstore-a-engine.kvstore:8001", {"role": "both"}),
-        ("http://kvstore-p-engine.kvstore:8000", {"role": "prefill"}),
+    assert [(each.url, each.role) for each in names] == [
+        ("http://other:8000", "both"),
+        ("http://kvstore-a-engine.kvstore:8001", "both"),
+        ("http://kvstore-p-engine.kvstore:8000", "prefill"),
     ]
     (service,) = of_kind(found, "Service", "a-engine")
     assert service["spec"]["clusterIP"] == "None", "or its name has one address"
@@ -637,7 +637,7 @@ def test_a_router_may_have_engines_of_the_operator_alone(key: str) -> None:
 
 def test_the_node_takes_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rendered({"node": {"disk": {"size": "1TiB"}}})
-    file = node_config(flags(found, "node"), monkeypatch).file
+    file = node_config(flags(found, "node"), monkeypatch).disk
     assert file is not None
     assert file.capacity_bytes == TIB
     mounts = {m["mountPath"]: m["name"] for m in container(found, "node")["volumeMounts"]}
