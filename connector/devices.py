@@ -69,7 +69,7 @@ def host_caches(groups: Sequence[GroupLayers], block_count: int) -> list[PagedCa
     """The caches of groups whose memory is the host's."""
     return [
         PagedCache(
-            cache_arrays(group.caches, block_count=block_count),
+            [layer.numpy() for layer in cache_bytes(group.caches, block_count=block_count)],
             uncompared=group.uncompared,
             values=value_type(group.caches),
         )
@@ -96,13 +96,6 @@ def cache_bytes(kv_caches: Mapping[str, torch.Tensor], *, block_count: int) -> l
         shape = block_count, page_bytes // size
         found.append(cache.as_strided(shape, (stride // size, 1)).view(torch.uint8))
     return found
-
-
-def cache_arrays(
-    kv_caches: Mapping[str, torch.Tensor], *, block_count: int
-) -> list[NDArray[np.uint8]]:
-    """As `cache_bytes`, of caches in the host's memory."""
-    return [layer.numpy() for layer in cache_bytes(kv_caches, block_count=block_count)]
 
 
 def cache_pages(kv_caches: Mapping[str, torch.Tensor], *, block_count: int) -> list[LayerPages]:

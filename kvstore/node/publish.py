@@ -36,7 +36,7 @@ from kvstore.errors import ConfigError, NodeBusy
 from kvstore.mailbox import Wake
 from kvstore.peers.changes import ChangeLog, EventCounters, key_count, pieces
 from kvstore.ports import Clock
-from kvstore.supervisor.sockets import refuse_what_is_not_ours
+from kvstore.supervisor.sockets import SocketFile, refuse_what_is_not_ours
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire import kv_events as wire
@@ -61,11 +61,6 @@ _IPC: Final = "ipc://"
 
 Held = tuple[list[Changed], int]
 _Frames = tuple[bytes, bytes]
-
-
-class _Batch(NamedTuple):
-    topic: bytes
-    payload: bytes
 
 
 class _ReplayRequest(NamedTuple):
@@ -104,7 +99,7 @@ class Publisher:
         self._asked: dict[bytes, _ReplayRequest] = {}
         """Last request of each client, in the order in which they come up."""
         self._closing = False
-        self._files: dict[str, os.stat_result | None] = {}
+        self._files: list[SocketFile] = []
         """Files of ipc:// sockets, which ZeroMQ leaves behind."""
         self._ask: Callable[[int], Held] | None = None
         self._wake = Wake()
@@ -145,17 +140,15 @@ class Publisher:
         finally:
             os.umask(mask)
         if endpoint.startswith(_IPC):
-            file = endpoint.removeprefix(_IPC)
-            self._files[file] = _stat(file)
+            self._files.append(SocketFile(endpoint.removeprefix(_IPC)))
         return made
 
     @property
     def trouble(self) -> str:
         """Why nobody new reaches this publisher; empty while all is well. Any thread."""
-        for file, made in self._files.items():
-            found = _stat(file)
-            if found is None or made is None or not os.path.samestat(found, made):
-                return f"{file} is no longer this node's events socket: restart the node"
+        for file in self._files:
+            if not file.is_in_place:
+                return f"{file.path} is no longer this node's events socket: restart the node"
         return ""
 
     # ── of the loop ──────────────────────────────────────────────────────────────────────────────
@@ -174,7 +167,7 @@ class Publisher:
         self._context.destroy(linger=0)
         for file in self._files:
             with contextlib.suppress(OSError):
-                os.unlink(file)
+                os.unlink(file.path)
         self._wake.close()
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────
@@ -182,7 +175,7 @@ class Publisher:
     def _run(self) -> None:
         # Who kept what an earlier incarnation said is told that it is void.
         cleared = wire.AllBlocksCleared(kvstore=self._who)
-        self._publish(_Batch(self._topic(""), wire.encode_batch(time.time(), [cleared])))
+        self._publish(*self._batch("", [cleared]))
         self._publish_waiting()
         while not self._closing:
             self._turn()
@@ -216,19 +209,19 @@ class Publisher:
             self.counters.keys_lost += lost
             self._next_number += 1  # of what was lost: nobody will ever have it
         for batch in self._batches(self._changes.new()):
-            self._publish(batch)
+            self._publish(*batch)
 
-    def _publish(self, batch: _Batch) -> None:
-        number, payload = self._next_number, batch.payload
+    def _publish(self, topic: bytes, payload: bytes) -> None:
+        number = self._next_number
         self._next_number += 1
         self.counters.batches += 1
-        self._pub.send_multipart((batch.topic, _sequence(number), payload), zmq.NOBLOCK)
+        self._pub.send_multipart((topic, _sequence(number), payload), zmq.NOBLOCK)
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > KEPT_BATCHES_MAX or self._kept_bytes > KEPT_BYTES_MAX:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _batches(self, changes: Iterable[Changed]) -> Iterator[_Batch]:
+    def _batches(self, changes: Iterable[Changed]) -> Iterator[_Frames]:
         """Batches of these changes, in order; each is of one model, because its topic names it."""
         events: list[wire.KVEvent] = []
         label, count = "", 0
@@ -236,12 +229,12 @@ class Publisher:
             for piece in pieces(change, BATCH_KEYS_MAX):
                 size = key_count(piece)
                 if events and (change.label != label or count + size > BATCH_KEYS_MAX):
-                    yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
+                    yield self._batch(label, events)
                     events, count = [], 0
                 events.append(self._event(piece))
                 label, count = change.label, count + size
         if events:
-            yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
+            yield self._batch(label, events)
 
     def _event(self, change: Changed) -> wire.KVEvent:
         tenant, space, shard = change.scope
@@ -259,8 +252,10 @@ class Publisher:
             origin, tier=change.tier, stored=change.stored, whole_hashes=self._whole_hashes
         )
 
-    def _topic(self, label: str) -> bytes:
-        return f"kv@{self._who.node}@{label}".encode()
+    def _batch(self, label: str, events: list[wire.KVEvent]) -> _Frames:
+        """Topic and payload of events of one model."""
+        topic = f"kv@{self._who.node}@{label}".encode()
+        return topic, wire.encode_batch(time.time(), events)
 
     # ── replay and snapshot ──────────────────────────────────────────────────────────────────────
 
@@ -303,8 +298,8 @@ class Publisher:
                 held, row = self._ask(row)
             except NodeBusy:
                 return  # without an end: the client asks again
-            for batch in self._batches(held):
-                yield number, batch.payload
+            for _, payload in self._batches(held):
+                yield number, payload
         yield wire.END, b""
 
     def _advance(self, client: bytes, reply: _Reply) -> bool:
@@ -323,13 +318,6 @@ class Publisher:
                 return False  # it is gone
             reply.unsent, reply.moved_ns = None, now_ns
         return True
-
-
-def _stat(file: str) -> os.stat_result | None:
-    try:
-        return os.stat(file)
-    except OSError:
-        return None
 
 
 def _sequence(number: int) -> bytes:

@@ -36,24 +36,31 @@ INSPECT_SUFFIX: Final = ".rpc"
 _log = logging.getLogger(__name__)
 
 
-class Door:
-    """A listening attach socket, made here or given; files of a given one belong to its maker."""
+class SocketFile:
+    """The file of a listening socket, as it was when this was made."""
 
-    def __init__(self, path: Path, sock: socket.socket) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = path
-        self.socket = sock
         self._file: os.stat_result | None = None
         with contextlib.suppress(OSError):
             self._file = os.stat(path)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether engines that connect to the path still reach this socket. Any thread."""
+        """Whether processes that connect to the path still reach this socket. Any thread."""
         try:
             found = os.stat(self.path)
         except OSError:
             return False
         return self._file is not None and os.path.samestat(found, self._file)
+
+
+class Door(SocketFile):
+    """A listening attach socket, made here or given; files of a given one belong to its maker."""
+
+    def __init__(self, path: Path, sock: socket.socket) -> None:
+        super().__init__(path)
+        self.socket = sock
 
     def close(self) -> None:
         """Stop accepting. Idempotent."""
@@ -107,8 +114,9 @@ class Listener(Door):
         """Stop listening and remove the files. Idempotent."""
         if self.socket.fileno() < 0:
             return
-        left = self.path.with_name(self.path.name + INSPECT_SUFFIX)
-        for path in (self.path, *([left] if left.is_socket() else ())):
+        own = Path(self.path)
+        left = own.with_name(own.name + INSPECT_SUFFIX)
+        for path in (own, *([left] if left.is_socket() else ())):
             with contextlib.suppress(OSError):
                 path.unlink()
         self.socket.close()

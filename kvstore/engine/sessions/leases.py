@@ -202,12 +202,9 @@ class Leases:
     def _end(self, session: int, number: int, lease: Lease) -> None:
         self._count(session, -lease.size_bytes)
         self._agenda.drop((session, number))
-        self._unpin(lease)
-        if session > 0:
-            self.ended((session, number))
-
-    def _unpin(self, lease: Lease) -> None:
         for words, generations in lease.pieces:
             held = self._slots.generation[words] == generations
             self._slots.pins.unpin(words[held], lease.account)
         self._slots.retry_starved()
+        if session > 0:
+            self.ended((session, number))

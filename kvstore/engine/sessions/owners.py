@@ -227,7 +227,7 @@ def objection(owner: Owner, *, slab_bytes: int) -> str:
     # Replicas carry the very same shard; shards that only overlap have no one to write them.
     for index, space in enumerate(spaces):
         shards = list(owner.columns(index))
-        covered = sum(_layers(s) * _heads(s) for s in shards)
+        covered = sum((s.layer_end - s.layer_begin) * (s.head_end - s.head_begin) for s in shards)
         if covered != space.layer_count * space.kv_head_count or _overlap(shards):
             return "its ranks do not cover all layers and heads exactly once"
     return ""
@@ -255,14 +255,6 @@ def _group_objection(rank: int, group: Group, *, slab_bytes: int) -> str:
             f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
         )
     return ""
-
-
-def _layers(shard: Shard) -> int:
-    return shard.layer_end - shard.layer_begin
-
-
-def _heads(shard: Shard) -> int:
-    return shard.head_end - shard.head_begin
 
 
 def _overlap(shards: list[Shard]) -> bool:

@@ -15,7 +15,6 @@ from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.devices import (
     GroupLayers,
-    cache_arrays,
     cache_pages,
     device_of,
     host_caches,
@@ -46,10 +45,10 @@ def test_padded_pages_in_blocks_are_seen_without_their_padding() -> None:
         )
         for n in range(2)
     }
-    arrays = cache_arrays(caches, block_count=BLOCKS)
+    (cache,) = host_caches([GroupLayers(caches, frozenset())], BLOCKS)
     for n in range(2):
         expected = caches[f"layers.{n}"][4].contiguous().numpy().tobytes()
-        assert arrays[n][4].tobytes() == expected
+        assert cache.layers[n][4].tobytes() == expected
 
 
 def test_caches_whose_blocks_are_not_one_run_are_not_served() -> None:
@@ -125,7 +124,7 @@ class Broken(HostCopies):
 )
 def test_a_copy_that_fails_is_said(way: CopyWay, fault: dict[str, Any], said: str) -> None:
     caches = kv_caches()
-    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    (cache,) = host_caches([GroupLayers(caches, frozenset())], BLOCKS)
     copies = Broken(cache, way, lambda end: end._replace(**fault))
     assert said in prove(copies, [GroupLayers(caches, frozenset())], BLOCKS)
 
@@ -133,7 +132,7 @@ def test_a_copy_that_fails_is_said(way: CopyWay, fault: dict[str, Any], said: st
 @pytest.mark.parametrize("way", [CopyWay.LOAD, CopyWay.CLEAR])
 def test_a_copy_that_does_nothing_or_reaches_another_block_is_found(way: CopyWay) -> None:
     caches = kv_caches()
-    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    (cache,) = host_caches([GroupLayers(caches, frozenset())], BLOCKS)
 
     class Misses(HostCopies):
         def begin(self, copy: BlockCopy) -> None:
@@ -145,7 +144,7 @@ def test_a_copy_that_does_nothing_or_reaches_another_block_is_found(way: CopyWay
 
 def test_a_copy_that_never_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = kv_caches()
-    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    (cache,) = host_caches([GroupLayers(caches, frozenset())], BLOCKS)
     monkeypatch.setattr(devices, "PROOF_S_MAX", 0.01)
     copies = HostCopies([cache])
     monkeypatch.setattr(copies, "ended", list)
