@@ -96,12 +96,6 @@ class PeerConfig:
     """Bytes at the end of the arena that prefill nodes write to, a multiple of the slab size; 0:
     none do.
     """
-    is_fetched_always: bool = False
-    """Whether blocks are fetched even if computing is quicker."""
-    drain_s: int = 0
-    """Seconds in which the hottest blocks are handed to other nodes when this one ends; 0: they are
-    not.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +227,7 @@ def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
     chosen = parse_transport(transport, has_tls=has_tls)
     if chosen.port and chosen.port == listen.port:
         raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
-    always = settings.fetch == "always"
-    return PeerConfig(
-        **listen._asdict(), transport=chosen, is_fetched_always=always, drain_s=settings.drain_s
-    )
+    return PeerConfig(**listen._asdict(), transport=chosen)
 
 
 # ── transports ────────────────────────────────────────────────────────────────────────────────────
@@ -267,7 +258,8 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
         key, is_there, value = part.partition("=")
         if not is_there or not value or not _is_known(forms, key) or key in options:
             raise ConfigError(
-                f"transport {text!r} cannot have {part!r}: write {_written(forms)}, each once"
+                f"transport {text!r} cannot have {part!r}: write"
+                f" {', '.join(map('='.join, forms.items()))}, each once"
             )
         options[key] = value
     pace = options.pop("pace", "off")
@@ -290,10 +282,6 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
 def _is_known(forms: Mapping[str, str], key: str) -> bool:
     prefix, dot, rest = key.partition(".")
     return bool(rest) and f"{prefix}{dot}OPTION" in forms if dot else key in forms
-
-
-def _written(forms: Mapping[str, str]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in forms.items())
 
 
 # ── sources of KV events ──────────────────────────────────────────────────────────────────────────

@@ -136,14 +136,11 @@ def commands_to_try(
 
 def refuse_taken_port(port: int) -> None:
     """Raises OSError if a port is taken, before the minute in which the engines start."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise OSError(
-                f"port {port} is taken ({error.strerror}): give another --port"
-            ) from error
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(f"port {port} is taken ({why}): give another --port") from error
 
 
 def start_node(chosen: argparse.Namespace, work: Path) -> NodeProcess:

@@ -160,8 +160,7 @@ class HttpServer:
             ConfigError: the address cannot be listened on.
         """
         self._pages = pages
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        self._socket = socket.socket(fileno=held_fd) if held_fd >= 0 else _listen(config, family)
+        self._socket = socket.socket(fileno=held_fd) if held_fd >= 0 else _listen(config)
         # Another process may have it, too: nothing but `accept` is ever done to it, and that may
         # come too late.
         self._socket.setblocking(False)
@@ -332,14 +331,23 @@ def _response(page: Page) -> bytes:
     return f"{head}\r\n".encode() + page.body
 
 
-def _listen(config: HostPort, family: socket.AddressFamily) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def listening(option: str, host: str, port: int) -> socket.socket:
+    """A socket that listens on HOST:PORT. Raises ConfigError: it cannot, with the flag to change;
+    OSError: the kernel has no such addresses, as without IPv6.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((config.host, config.port))
+        sock.bind((host, port))
         sock.listen()
     except OSError as error:
         sock.close()
-        sentence = cannot_listen("--metrics", joined(config.host, config.port), error)
-        raise ConfigError(f"{sentence}, such as 127.0.0.1:0, or off") from None
+        raise ConfigError(cannot_listen(option, joined(host, port), error)) from None
     return sock
+
+
+def _listen(config: HostPort) -> socket.socket:
+    try:
+        return listening("--metrics", *config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, such as 127.0.0.1:0, or off") from None

@@ -18,10 +18,10 @@ interceptor of calls. Does not cover: certificate files, and the meaning of name
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import resource
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +30,8 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from kvstore.client.tls import Tls
-from kvstore.config.values import joined
 from kvstore.errors import ConfigError
+from kvstore.net.http import listening
 from kvstore.obs.metrics import Family, family
 from kvstore.wire.identity import Identity, identities_of
 from kvstore.wording import cannot_listen
@@ -65,17 +65,8 @@ def refuse_taken(option: str, host: str, port: int) -> None:
     """Raises ConfigError if HOST:PORT cannot be listened on now. For starts that take long before
     they listen.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.socket(family)
-    except OSError:  # a kernel without IPv6: gRPC may fall back, or says so
-        return
-    with sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            raise ConfigError(cannot_listen(option, joined(host, port), error)) from None
+    with contextlib.suppress(OSError):  # a kernel without IPv6: gRPC may fall back, or says so
+        listening(option, host, port).close()
 
 
 def listen(server: grpc.aio.Server, address: str, tls: Tls | None, option: str) -> int:

@@ -321,9 +321,9 @@ class NodeAssembly:
 
 
 def _make_leave(config: NodeConfig, driver: Driver, loop: LoopThread) -> Callable[[], None]:
-    member, cluster = driver.executor.member, config.cluster
-    peering, peers = member and member.peering, cluster and cluster.peers
-    if not peering or not peers or not peers.drain_s:
+    member = driver.executor.member
+    peering = member and member.peering
+    if not peering or not config.drain_s:
         return driver.stop
 
     def find_runs() -> list[PrepareRequest]:
@@ -339,7 +339,7 @@ def _make_leave(config: NodeConfig, driver: Driver, loop: LoopThread) -> Callabl
     async def drain() -> None:
         try:
             runs = await asyncio.to_thread(find_runs)
-            await peering.drain(runs, timeout_s=peers.drain_s)
+            await peering.drain(runs, timeout_s=config.drain_s)
         except NodeBusy as error:
             _log.warning("leaves without a drain: %s", error)
         finally:
@@ -427,7 +427,7 @@ def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Execu
             fetches=peers is not None,
             node=config.cluster.node if config.cluster else "",
             landing_bytes=peers.landing_bytes if peers else 0,
-            fetches_always=peers is not None and peers.is_fetched_always,
+            fetches_always=config.fetch == "always",
         ),
         memory.journal,
     )

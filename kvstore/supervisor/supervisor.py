@@ -500,7 +500,6 @@ class Supervisor:
 
 def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
     """Input of a supervisor."""
-    peers = config.cluster.peers if config.cluster else None
     return Start(
         settings=settings,
         socket=str(config.socket),
@@ -508,7 +507,7 @@ def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
         dram_bytes=config.dram_bytes,
         dram_note=config.dram_note,
         log_level=config.log_level,
-        drain_s=peers.drain_s if peers else 0,
+        drain_s=config.drain_s,
     )
 
 

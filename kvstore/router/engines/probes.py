@@ -441,8 +441,9 @@ class Probes:
 
     async def read_again(self, name: str, *, is_taken: bool) -> None:
         """Read the models of all engines now, because a request names an unknown one; joins a round
-        that is under way. Ends after ROUND_S, read or not. `is_taken`: an engine takes any name, so
-        one is looked for once in MODELS_S only, and its further requests do not wait.
+        that is under way. A round ends after ROUND_S, read or not, and with more than PROBES_PER_S
+        engines begins that much later. `is_taken`: an engine takes any name, so one is looked for
+        once in MODELS_S only, and its further requests do not wait.
         """
         now_s = asyncio.get_running_loop().time()
         if is_taken and now_s < self._sought.get(name, -math.inf) + MODELS_S:

@@ -156,7 +156,7 @@ ELSE: Mapping[str, Any] = {
 """Another value than the default, of every setting but those of TLS."""
 AS_GIVEN = (
     *("socket", "policy", "file_admission", "file_writes_per_day", "metrics", "allow_uid"),
-    *("trace", "trace_sample", "log_level"),
+    *("trace", "trace_sample", "log_level", "fetch", "drain_s"),
 )
 """Settings that a node uses as they are; fields of the configuration are made of all others."""
 BASE: Mapping[str, Any] = {

@@ -26,7 +26,7 @@ class Parts:
         self.loop = LoopThread("test")
         self.drains, self.has_ended = 0, False
         self.began, self.ended, self.may_end = (threading.Event() for _ in range(3))
-        config: Any = SimpleNamespace(cluster=SimpleNamespace(peers=SimpleNamespace(drain_s=9)))
+        config: Any = SimpleNamespace(drain_s=9)
         parts: Any = self
         self.executor = SimpleNamespace(member=self)
         self.leave = _make_leave(config, parts, self.loop)
