@@ -128,16 +128,12 @@ def inspect_prefix(
         tokens = prefix.tokenize(text, tokenizer)
     whole = prefix.hashing_of_keys(space, tenant or DEFAULT_TENANT)
     if asked is not None and keys and whole is not None:
-        prompt = prefix.prompt_of_keys(keys, whole)
+        prompt = prefix.prompt_of(whole, keys)
     else:
         with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
             known = client.rows("hashings", HashingReport)
             hashing = prefix.choose(known, space=space, tenant=tenant or "")
-            prompt = (
-                prefix.prompt_of_keys(keys, hashing)
-                if keys
-                else prefix.prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
-            )
+            prompt = prefix.prompt_of(hashing, keys, tokens, cache_salt or "")
             if asked is None:
                 found = prefix.look_up(client, prompt)
     if asked is not None:

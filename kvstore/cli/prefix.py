@@ -174,16 +174,14 @@ def hashing_of_keys(space: str, tenant: str) -> HashingReport | None:
     return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "") if is_whole else None
 
 
-def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
-    """A prompt with the keys that engines of the space make of its tokens."""
-    size, seed = hashing.block_tokens, hashing.hash_seed
-    keys = block_keys(tokens, block_tokens=size, seed=seed, cache_salt=cache_salt)
-    return Prompt(hashing, keys, len(tokens))
-
-
-def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
-    """A prompt made of its keys."""
-    return Prompt(hashing, keys, len(keys) * hashing.block_tokens)
+def prompt_of(
+    hashing: HashingReport, keys: Sequence[bytes], tokens: Sequence[int] = (), cache_salt: str = ""
+) -> Prompt:
+    """A prompt made of its keys, or of its tokens, of which engines of the space make the keys."""
+    size = hashing.block_tokens
+    if tokens:
+        keys = block_keys(tokens, block_tokens=size, seed=hashing.hash_seed, cache_salt=cache_salt)
+    return Prompt(hashing, keys, len(tokens) or len(keys) * size)
 
 
 def look_up(client: NodeClient, prompt: Prompt) -> PrefixRow:

@@ -174,14 +174,13 @@ def _workers(settings: RouterSettings) -> tuple[WorkerAddress, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--worker names {name!r} twice: each engine needs its own name")
-    if not (found or settings.worker_dns or settings.worker_slices or settings.index):
+    others = settings.worker_dns or settings.worker_slices or settings.index
+    if not (found or others):
         raise ConfigError(
             "name the engines: --worker NAME=URL, --worker-dns, --worker-slices, or --index whose"
             " nodes list theirs"
         )
-    if len(found) == sum(each.role is WorkerRole.PREFILL for each in found) > 0 and not (
-        settings.worker_dns or settings.worker_slices or settings.index
-    ):
+    if not others and all(each.role is WorkerRole.PREFILL for each in found):
         raise ConfigError("--worker names prefillers only: add an engine with role=decode or both")
     from yarl import URL  # only here: it comes with aiohttp
 

@@ -12,6 +12,7 @@ a node, an index or a router is configured.
 
 # No postponed annotations: the kinds of all fields are read whenever a command starts.
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -24,44 +25,36 @@ _A_CLUSTER: Final = ("index", "index_listen")
 _ENTRIES: Final = (defaults.ENTRIES_MIN, defaults.ENTRIES_MAX)
 
 
+@dataclass(eq=False)
 class Setting:
-    """One entry of the table: a field of a class of `Settings`.
-
-    Args:
-        group: heading on the reference page.
-        form: of the value, or its name in help texts.
-        meaning: for operators.
-        default: None: not given.
-        shown: text for the default, if it is not the value.
-        needs: names of settings, of which at least one must be given.
-        off: the flag that switches the setting off again.
-        within: bounds of a number, both included; K, M and G may stand for thousands.
+    """One entry of the table: a field of a class of `Settings`, which gives it its `name`; `key` is
+    that in YAML, and behind the dashes of the flag.
     """
 
-    name: str
-    key: str
-    """Name in YAML, and behind the dashes of the flag."""
-
-    def __init__(
-        self,
-        group: str,
-        form: Form | str,
-        meaning: str,
-        *,
-        default: object = None,
-        shown: str = "",
-        needs: tuple[str, ...] = (),
-        off: str = "",
-        within: tuple[int, int] | None = None,
-    ) -> None:
-        self.group, self.meaning, self.default = group, meaning, default
-        self.form = form if isinstance(form, Form) else Form(form)
-        self.needs, self.off, self.within = needs, off, within
-        is_told = default is not None and not isinstance(default, bool)
-        self.default_text = shown or (str(default) if is_told else "")
+    group: str
+    """Heading on the reference page."""
+    form: Form
+    meaning: str
+    """Text for operators."""
+    default: object = None
+    """None: not given."""
+    shown: str = ""
+    """Text for the default, if it is not the value."""
+    needs: tuple[str, ...] = ()
+    """Names of settings, of which at least one must be given."""
+    off: str = ""
+    """The flag that switches the setting off again."""
+    within: tuple[int, int] | None = None
+    """Bounds of a number, both included; K, M and G may stand for thousands."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self.key, self._owner = name, name.replace("_", "-"), owner
+
+    @property
+    def default_text(self) -> str:
+        """Default in help texts; empty: nothing is told."""
+        is_told = self.default is not None and not isinstance(self.default, bool)
+        return self.shown or (str(self.default) if is_told else "")
 
     @property
     def kind(self) -> Any:
@@ -90,7 +83,8 @@ def in_group(group: str) -> Callable[..., Callable[[str], Any]]:
     """Fields of this group on the reference page: the form of the value, then its meaning."""
 
     def of(form: Form | str = "", **more: Any) -> Callable[[str], Any]:
-        return lambda meaning: Setting(group, form, meaning, **more)
+        made = form if isinstance(form, Form) else Form(form)
+        return lambda meaning: Setting(group, made, meaning, **more)
 
     return of
 

@@ -21,8 +21,7 @@ from kvstore.cli.prefix import (
     choose,
     look_up,
     look_up_everywhere,
-    prompt_of_keys,
-    prompt_of_tokens,
+    prompt_of,
     read_keys,
     read_tokens,
     tokenize,
@@ -215,7 +214,7 @@ class Node:
 def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     monkeypatch.setattr(prefix, "PREFIX_KEYS_MAX", 5)
     node, tokens = Node(held), list(range(4 * 7 + 1))
-    prompt = prompt_of_tokens(tokens, LLAMA, cache_salt="")
+    prompt = prompt_of(LLAMA, [], tokens)
     found = look_up(cast("NodeClient", node), prompt)
     assert b"".join(node.asked) == b"".join(block_keys(tokens, block_tokens=4, seed="seed"))
     assert [len(keys) // 32 for keys in node.asked] == [5, 2]
@@ -258,7 +257,7 @@ class Index:
 def test_the_whole_cluster_is_asked_who_goes_how_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "KEYS_MAX", 6)
     index = Index()
-    prompt = prompt_of_keys([bytes([n]) * 32 for n in range(9)], LLAMA)
+    prompt = prompt_of(LLAMA, [bytes([n]) * 32 for n in range(9)])
     found = look_up_everywhere(cast("IndexClient", index), prompt)
     assert (index.asked, found["asked_blocks"], found["prompt_tokens"]) == (6, 6, 36)
     assert (found["held_tokens"], found["trust"]) == (20, "catching-up")
