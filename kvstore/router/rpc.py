@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -237,7 +237,6 @@ STREAMS_PER_CONNECTION_MAX: Final = 1024
 MESSAGE_BYTES_MAX: Final = 4 << 20
 DRAIN_S: Final = 1.0
 ALIVE: Final = "liveness"
-HEALTH_NAMES: Final = ("", "readiness")
 _HEALTH: Final = health_pb2.HealthCheckResponse
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -250,18 +249,23 @@ _OPTIONS: Final = (
 
 
 class RpcServer:
-    """One listening server."""
+    """A server for some services, and its health by their names."""
 
-    def __init__(
-        self,
-        server: grpc.aio.Server,
-        port: int,
-        state: health.aio.HealthServicer,
-        names: Sequence[str],
-    ) -> None:
-        self.port = port
-        self._server, self._health, self._names = server, state, names
-        self._is_ready = False
+    def __init__(self, *names: str) -> None:
+        options: list[tuple[str, Any]] = [*_OPTIONS, *connection_limits()]
+        self.server = grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS_MAX)
+        self.port = 0
+        self._health, self._names = health.aio.HealthServicer(), ("", "readiness", *names)
+        self._is_ready: bool | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    async def begun(self, option: str, place: tuple[str, int], tls: Tls | None) -> RpcServer:
+        """Listen, and report as alive but not serving. Raises ConfigError if it cannot listen."""
+        await self._health.set(ALIVE, _HEALTH.SERVING)
+        await self.show(is_ready=False)
+        self.port = listen(self.server, joined(*place), tls, option)
+        await self.server.start()
+        return self
 
     async def show(self, *, is_ready: bool) -> None:
         """Report as serving or not, by every name but `liveness`."""
@@ -274,51 +278,28 @@ class RpcServer:
     async def close(self) -> None:
         """Report as not serving, let streams end for a moment, and stop."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(DRAIN_S)
+        await self.server.stop(DRAIN_S)
 
 
 async def serve_route(
     place: tuple[str, int], tls: Tls | None, service: RouteService, exchange: LoadExchange
 ) -> RpcServer:
     """Start the server for Route and loads. Raises ConfigError if it cannot listen."""
-    server = _server()
-    add_RouterServicer_to_server(service, server)
-    server.add_generic_rpc_handlers((exchange.handler(),))
-    name = pb.DESCRIPTOR.services_by_name["Router"].full_name
-    return await _begun(server, "--route-listen", place, tls, (*HEALTH_NAMES, name))
+    its = RpcServer(pb.DESCRIPTOR.services_by_name["Router"].full_name)
+    add_RouterServicer_to_server(service, its.server)
+    its.server.add_generic_rpc_handlers((exchange.handler(),))
+    return await its.begun("--route-listen", place, tls)
 
 
 async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) -> RpcServer:
     """Start the server for the endpoint picker. Raises ConfigError if it cannot listen."""
-    server = _server()
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=picker_pb2.ProcessingRequest.FromString,
         response_serializer=picker_pb2.ProcessingResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
+    its = RpcServer(SERVICE)
+    its.server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
     )
-    return await _begun(server, "--picker-listen", place, tls, (*HEALTH_NAMES, SERVICE))
-
-
-def _server() -> grpc.aio.Server:
-    options: list[tuple[str, Any]] = [*_OPTIONS, *connection_limits()]
-    return grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS_MAX)
-
-
-async def _begun(
-    server: grpc.aio.Server,
-    option: str,
-    place: tuple[str, int],
-    tls: Tls | None,
-    names: Sequence[str],
-) -> RpcServer:
-    state = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(state, server)
-    await state.set(ALIVE, _HEALTH.SERVING)
-    for name in names:
-        await state.set(name, _HEALTH.NOT_SERVING)
-    port = listen(server, joined(*place), tls, option)
-    await server.start()
-    return RpcServer(server, port, state, names)
+    return await its.begun("--picker-listen", place, tls)
