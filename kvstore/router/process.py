@@ -191,9 +191,8 @@ class Router:
             ("loads of other routers", self.exchange.once, self.exchange.pause_s),
         ]
         if config.slices is not None:
-            source = self.discovery
-            slices = Slices(config.slices, in_cluster(), found=source.found, failed=source.failed)
-            works.append(("engines of a Kubernetes service", slices.once, source.pause_s))
+            slices = Slices(config.slices, in_cluster(), self.discovery)
+            works.append(("engines of a Kubernetes service", slices.once, self.discovery.pause_s))
         if self.index is not None and self.parity is not None:
             index = self.index
             follow = partial(index.follow, lambda: self.discovery.listed(index.listed))

@@ -146,12 +146,10 @@ class RouterCore:
         self._handlers: dict[type, Callable[[Any, int], Sequence[RouteCommand] | None]] = {
             its.Joined: self._joined,
             its.WorkerLeft: self._worker_left,
-            its.Judged: lambda e, _: self.fleet.judged(e.worker, is_red=e.is_parity_red),
+            its.Judged: self.fleet.judged,
             its.Probed: self._probed,
-            its.Scraped: lambda e, now_ns: self.fleet.scraped(
-                e.worker, e.sample, e.asked_ns, now_ns
-            ),
-            its.Shared: lambda e, _: self.fleet.set_router_loads(e.router, e.loads),
+            its.Scraped: self.fleet.scraped,
+            its.Shared: self.fleet.shared,
             its.Arrived: self._arrived,
             its.PrepareAnswered: self._prepared,
             its.RouteTick: lambda _, now_ns: self.ahead.due(now_ns),
@@ -215,7 +213,7 @@ class RouterCore:
         self.arrivals.forget_models()
 
     def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
-        self.fleet.probed(event.worker, event.result, event.why, event.late_s)
+        self.fleet.probed(event)
         # Once in each limit of silence: a request may have gone back there since.
         is_silent = event.result is ProbeResult.SILENT
         is_left = is_silent and self.fleet.silent_with_others(event.worker)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -33,8 +33,11 @@ from kvstore.routing.rows import (
     begin_as,
     may_replace,
 )
-from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
+from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec
 from kvstore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.routing.events import Judged, Probed, Scraped, Shared
 
 _ROWS_MIN: Final = 16
 
@@ -137,21 +140,19 @@ class Fleet:
         most = state.spec.context_of(model) if state is not None else 0
         return [s.spec.worker for s in self.workers if s.spec.context_of(model) <= most < math.inf]
 
-    def judged(self, worker: str, *, is_red: bool) -> None:
-        """Take in the result of a parity check; `is_red`: the keys differ. Ignored for a worker
-        that is not there.
-        """
-        if (state := self.state(worker)) is not None:
-            state.is_red = is_red
+    def judged(self, event: Judged, _now_ns: int) -> None:
+        """Take in the result of a parity check. Ignored for a worker that is not there."""
+        if (state := self.state(event.worker)) is not None:
+            state.is_red = event.is_parity_red
             self._doubt(state)
 
-    def probed(self, worker: str, result: ProbeResult, why: str, late_s: float) -> None:
+    def probed(self, event: Probed) -> None:
         """Take in a probe's result; ignored for a worker that is not there."""
-        if (row := self.row_of.get(worker)) is not None:
+        if (row := self.row_of.get(event.worker)) is not None:
             state = self.workers[row]
-            if state.health.is_down and result is ProbeResult.ANSWERED:
+            if state.health.is_down and event.result is ProbeResult.ANSWERED:
                 state.without_media.clear()  # it may be another engine
-            state.health.probed(result, why, late_s)
+            state.health.probed(event.result, event.why, event.late_s)
             self.columns[FleetColumn.LATE_S, row] = state.health.late_s
             self._doubt(state)
 
@@ -333,11 +334,11 @@ class Fleet:
         column[FleetColumn.HEAD_S] = next((each.work_s for each in queue.values()), 0.0)
         column[FleetColumn.HEAD_NS] = now_ns
 
-    def scraped(self, worker: str, sample: LoadSample, asked_ns: int, now_ns: int) -> None:
-        """Take in the numbers of an engine's metrics page, asked for at `asked_ns`; ignored for a
-        worker that is not there.
+    def scraped(self, event: Scraped, now_ns: int) -> None:
+        """Take in the numbers of an engine's metrics page; ignored for a worker that is not
+        there.
         """
-        row = self.row_of.get(worker)
+        row, sample, asked_ns = self.row_of.get(event.worker), event.sample, event.asked_ns
         if row is None:
             return
         state, column = self.workers[row], self.columns[:, row]
@@ -346,7 +347,7 @@ class Fleet:
         if sample.memory_used is not None:
             column[FleetColumn.USED] = sample.memory_used
             column[FleetColumn.NEED_TOKENS] = sum(
-                self.flights[name].tokens for name in self._sent_since(worker, asked_ns)
+                self.flights[name].tokens for name in self._sent_since(event.worker, asked_ns)
             )
             state.reported_ns = asked_ns
         waiting, running = sample.waiting, sample.running
@@ -393,13 +394,13 @@ class Fleet:
                 sums[flight.worker] = tokens + flight.uncached, streams
         return tuple(SharedLoad(name, round(t), streams) for name, (t, streams) in sums.items())
 
-    def set_router_loads(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
-        """Replace the loads of another router by all that it has in flight; empty: it has nothing,
+    def shared(self, event: Shared, _now_ns: int) -> None:
+        """Replace the loads of another router by all that it has in flight; none: it has nothing,
         or is gone.
         """
-        self._shared.pop(router, None)
-        if loads:
-            self._shared[router] = loads
+        self._shared.pop(event.router, None)
+        if event.loads:
+            self._shared[event.router] = event.loads
         self._share()
 
     def _share(self) -> None:

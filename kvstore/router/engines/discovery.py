@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -245,24 +245,11 @@ def in_cluster() -> KubernetesApi:
 class Slices:
     """Follows the EndpointSlices of one service; `once` is repeated by its owner."""
 
-    def __init__(
-        self,
-        service: WorkerAddress,
-        api: KubernetesApi,
-        *,
-        found: Callable[[str, Iterable[WorkerAddress]], None],
-        failed: Callable[[str, str], None],
-    ) -> None:
-        """
-        Args:
-            service: SCHEME://NAMESPACE/SERVICE/PORT, and what holds for all of its workers.
-            api: the API server.
-            found: takes the workers that there are now.
-            failed: takes why there is no answer.
-        """
+    def __init__(self, service: WorkerAddress, api: KubernetesApi, discovery: Discovery) -> None:
+        """`service`: SCHEME://NAMESPACE/SERVICE/PORT, and what holds for all of its workers."""
         parts = urlsplit(service.url)
         namespace, (name, self._port) = parts.netloc, parts.path.strip("/").split("/")
-        self._api, self._found, self._failed = api, found, failed
+        self._api, self._discovery = api, discovery
         self._service, self._scheme = service, parts.scheme
         self._source = f"--worker-slices {namespace}/{name}"
         self._url = (
@@ -272,7 +259,7 @@ class Slices:
         self._slices: dict[str, _Slice] = {}
 
     async def once(self) -> None:
-        """List the slices, and watch them until the watch ends; failures go to `failed`."""
+        """List the slices, and watch them until the watch ends."""
         try:
             context = ssl.create_default_context(cafile=self._api.ca)
             connector = aiohttp.TCPConnector(ssl=context)
@@ -282,7 +269,7 @@ class Slices:
                 version = await self._list(session)
                 await self._watch(session, version)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            self._failed(self._source, (str(error) or "no answer in time")[:200])
+            self._discovery.failed(self._source, (str(error) or "no answer in time")[:200])
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._api.token.read_text().strip()}"}
@@ -325,7 +312,7 @@ class Slices:
 
     def _tell(self) -> None:
         found = {each.name: each for each in self._addresses()}
-        self._found(self._source, found.values())
+        self._discovery.found(self._source, found.values())
 
     def _addresses(self) -> Iterator[WorkerAddress]:
         for each in self._slices.values():

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -131,7 +131,7 @@ async def test_pods_come_and_go(tmp_path: Path) -> None:
     api, heard = ApiServer(), Heard()
     api.listed = [piece("s1", ("a", True), ("b", False), ("c", None))]
     async with served(api, tmp_path) as place:
-        slices = Slices(SERVICE, place, found=heard.found, failed=heard.failed)
+        slices = Slices(SERVICE, place, cast("Discovery", heard))
         task = asyncio.create_task(slices.once())
         await heard.until("a", "c")
         assert heard.names["a"] == "http://10.0.0.1:8000"
@@ -175,7 +175,7 @@ async def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: 
     api, heard = ApiServer(), Heard()
     api.listed = [piece("s", *pods.items())]
     async with served(api, tmp_path) as place:
-        slices = Slices(SERVICE, place, found=heard.found, failed=heard.failed)
+        slices = Slices(SERVICE, place, cast("Discovery", heard))
         task = asyncio.create_task(slices.once())
         await heard.until("null", "plain", "published", *ends)
         assert heard.terminating == ends

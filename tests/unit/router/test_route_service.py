@@ -31,6 +31,7 @@ from kvstore.routing.events import (
     Fault,
     Leg,
     LegFailed,
+    Probed,
     Rejected,
     RequestEnded,
     Routed,
@@ -116,7 +117,7 @@ class Site:
             for name in "abcdefgh"[:count]
         )
         for worker in self.workers:
-            self.core.fleet.probed(worker.name, ProbeResult.ANSWERED, "", 0.0)
+            self.core.fleet.probed(Probed(worker.name, ProbeResult.ANSWERED))
 
     @property
     def in_flight(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.routing import core as core_module, decide, legs, placing
 from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Scraped
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs import Blame, Legs
 from kvstore.routing.rows import FleetColumn, WorkerHealth
@@ -147,11 +148,11 @@ def who_may_be_blamed_is_forgotten(real: Any, self: Blame, opened: Any, *rest: A
 
 @instead_of(Fleet, "scraped")
 def reported_needs_are_subtracted_again(
-    real: Any, self: Fleet, worker: str, sample: Any, asked_ns: int, now_ns: int
+    real: Any, self: Fleet, event: Scraped, now_ns: int
 ) -> None:
-    real(self, worker, sample, asked_ns, now_ns)
-    if worker in self.row_of:
-        self.workers[self.row_of[worker]].reported_ns = -1
+    real(self, event, now_ns)
+    if event.worker in self.row_of:
+        self.workers[self.row_of[event.worker]].reported_ns = -1
 
 
 @instead_of(Fleet, "ended")
@@ -201,12 +202,10 @@ def a_choice_that_nobody_can_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 @instead_of(Fleet, "scraped")
-def scraped_values_change_own_counts(
-    real: Any, self: Fleet, worker: str, sample: Any, asked_ns: int, now_ns: int
-) -> None:
-    real(self, worker, sample, asked_ns, now_ns)
-    if worker in self.row_of and sample.waiting is not None:
-        self.columns[FleetColumn.QUEUED, self.row_of[worker]] = sample.waiting
+def scraped_values_change_own_counts(real: Any, self: Fleet, event: Scraped, now_ns: int) -> None:
+    real(self, event, now_ns)
+    if event.worker in self.row_of and event.sample.waiting is not None:
+        self.columns[FleetColumn.QUEUED, self.row_of[event.worker]] = event.sample.waiting
 
 
 PLANTED: list[Patch] = [
