@@ -107,11 +107,6 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
     return Dropped.CONTEXT if is_long else Dropped.NONE
 
 
-def warmth(state: WorkerState, adapter: str) -> float:
-    """1: the adapter is loaded, or none is needed; else 0. Column WARM."""
-    return float(not adapter or adapter in state.adapters)
-
-
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:
     """Code of the filter that drops each worker (place in DROPS), 0: it can take the request."""
     codes: npt.NDArray[np.intp] = columns[FeatureColumn.UNFIT].astype(np.intp)
@@ -311,16 +306,12 @@ def features_of(receipt: Receipt) -> Features:
     return Features(list(receipt.workers), columns)
 
 
-def case_of(receipt: Receipt) -> Case:
-    """Scalars of the decision, as the receipt has them."""
-    return msgspec.convert(receipt, Case, from_attributes=True)
-
-
 def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
     """The receipt with the decision that `policy` would have made from the same features."""
     features = features_of(receipt)
     weights = np.array(receipt.weights or np.ones((LEARNED, len(receipt.workers))))
-    verdict = decide(features, case_of(receipt), policy, weights)
+    case = msgspec.convert(receipt, Case, from_attributes=True)
+    verdict = decide(features, case, policy, weights)
     chosen = features.workers[verdict.order[0]] if verdict.order else ""
     return msgspec.structs.replace(
         receipt,

@@ -25,7 +25,6 @@ from kvstore.routing.decide import (
     fallbacks,
     is_of_the_moment,
     unfit,
-    warmth,
 )
 from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import (
@@ -149,7 +148,7 @@ class Placer:
         columns = load_columns(self.fleet, crew, now_ns)
         self._prefixes.fill(columns, crew.rows, request, opened.prefix, now_ns)
         if side.adapter:
-            columns[FeatureColumn.WARM] = [warmth(state, side.adapter) for state in crew.states]
+            columns[FeatureColumn.WARM] = [side.adapter in state.adapters for state in crew.states]
         if opened.stays_at in crew.place_of:
             columns[FeatureColumn.STAYS, crew.place_of[opened.stays_at]] = 1.0
         suspects: Iterable[int] = range(len(crew.states))

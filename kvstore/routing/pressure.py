@@ -89,20 +89,15 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
 
 def rungs(trust: PrefixTrust, *, value: float, is_held: bool, attempt: int) -> list[Rung]:
     """Rungs in effect for a request, from the mildest on. `value`: saturation of its pool."""
-    found = []
-    if trust is PrefixTrust.STALE:
-        found.append(Rung.PREFIX_STALE)
-    elif trust is PrefixTrust.APPROXIMATE:
-        found.append(Rung.PREFIX_APPROXIMATE)
-    elif trust is PrefixTrust.NONE:
-        found.append(Rung.LOAD_ONLY)
-    if value >= _NO_RACE:
-        found.append(Rung.NO_RACE)
-    if is_held:
-        found.append(Rung.HELD)
-    if attempt > 1:
-        found.append(Rung.RETRIED)
-    return found
+    found = {
+        Rung.PREFIX_STALE: trust is PrefixTrust.STALE,
+        Rung.PREFIX_APPROXIMATE: trust is PrefixTrust.APPROXIMATE,
+        Rung.LOAD_ONLY: trust is PrefixTrust.NONE,
+        Rung.NO_RACE: value >= _NO_RACE,
+        Rung.HELD: is_held,
+        Rung.RETRIED: attempt > 1,
+    }
+    return [rung for rung, is_in_effect in found.items() if is_in_effect]
 
 
 class WorkRate:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import Final
 
@@ -25,7 +26,7 @@ from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
 from kvstore.router.keys.index_calls import Spaces, plan_of
-from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, Rendering, probe_body
+from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, Rendering
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
 PAUSE_S: Final = 1.0
@@ -152,15 +153,17 @@ class Parity:
         """Order for the keys of a request that was never sent before, rendered unless its prompt is
         given as token ids.
         """
-        body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
+        size = worker.block_tokens * BLOCKS * 6
+        text, one = secrets.token_urlsafe(size)[:size], {"max_tokens": 1, "temperature": 0}
+        fields: dict[str, object] = {"model": model, "prompt": text, **one, "stream": False}
+        body = msgspec.json.encode(fields)
         rendered = await self._rendering.rendered(
             "/v1/completions", body, [worker], timeout_s=COMPARE_TIMEOUT_S
         )
         if rendered is not None:
             return KeyOrder(body=body, rendered=rendered, plan=plan_of(worker))
         # Token ids need no rendering: what is compared is the chain alone.
-        fields = msgspec.json.decode(body)
-        fields["prompt"] = [5 + byte % 90 for byte in fields["prompt"].encode()]
+        fields["prompt"] = [5 + byte % 90 for byte in text.encode()]
         return KeyOrder(body=msgspec.json.encode(fields), plan=plan_of(worker))
 
     async def _computed(self, worker: Worker, body: bytes) -> bytes | str:

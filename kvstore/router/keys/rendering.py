@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -318,11 +317,3 @@ class Rendering:
     async def close(self) -> None:
         """End comparisons that are under way."""
         await asyncio.gather(*self._checks.cancel(), return_exceptions=True)
-
-
-def probe_body(model: str, *, characters: int) -> bytes:
-    """A completion of one token whose prompt was never sent before."""
-    text = secrets.token_urlsafe(characters)[:characters]
-    return msgspec.json.encode(
-        {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "stream": False}
-    )
