@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def default_text(self) -> str:
-        """Default in help texts; empty: nothing is told."""
+        """Default in help texts; empty: none is shown."""
         is_told = self.default is not None and not isinstance(self.default, bool)
         return self.shown or (str(self.default) if is_told else "")
 
