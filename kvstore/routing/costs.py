@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvstore.routing.features import TRUSTS, FeatureColumn
-from kvstore.routing.policy import PolicyCosts, PolicyLimits
+from kvstore.routing.features import TRUSTS, Case, FeatureColumn
+from kvstore.routing.policy import PolicyCosts, RoutingPolicy
 from kvstore.routing.rows import Floats
 from kvstore.routing.values import PrefixTrust
 
@@ -66,35 +66,22 @@ class Costed(msgspec.Struct):
     uncached: Floats
 
 
-def compute_s(uncached: Floats, prompt_tokens: int, speed: float, costs: PolicyCosts) -> Floats:
-    """Seconds to prefill the last `uncached` tokens of a prompt at `speed` tokens/s: each attends
-    to all before it.
-    """
+def compute_s(uncached: Floats, prompt_tokens: int, costs: PolicyCosts) -> Floats:
+    """Seconds to prefill the last `uncached` tokens of a prompt: each attends to all before it."""
     context = prompt_tokens - uncached / 2
-    return uncached / speed * (1 + context / costs.attention_tokens)
+    return uncached / costs.prefill_tokens_per_s * (1 + context / costs.attention_tokens)
 
 
-def terms(
-    columns: Floats,
-    costs: PolicyCosts,
-    limits: PolicyLimits,
-    *,
-    prompt_tokens: int,
-    pressure: float,
-) -> Costed:
-    """Seconds that the request costs at each worker, by term.
-
-    `pressure`: seconds by which one second of compute delays others (`others_per_s`).
-    """
-    queue = columns[FeatureColumn.QUEUE_S]
-    speed = costs.prefill_tokens_per_s
+def terms(columns: Floats, policy: RoutingPolicy, case: Case) -> Costed:
+    """Seconds that the request costs at each worker, by term."""
+    queue, costs, prompt_tokens = columns[FeatureColumn.QUEUE_S], policy.costs, case.prompt_tokens
     expected = TRUST_FACTORS.take(columns[FeatureColumn.TRUST].astype(np.intp))
     expected = expected * columns[FeatureColumn.HIT_RATIO]
     if np.count_nonzero(queue):
-        expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
+        expected[_hot(queue, prompt_tokens, policy)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
-    compute = compute_s(uncached, prompt_tokens, speed, costs)
+    compute = compute_s(uncached, prompt_tokens, costs)
     seen_load = np.maximum(0.0, loads - queue)
     if len(loads) > 1:
         way, each = np.argmin(seen_load + compute, axis=0), np.arange(len(queue))
@@ -110,7 +97,7 @@ def terms(
     made[Term.INTERFERENCE] = work * costs.stream_share * streams
     stalled = costs.stream_weight * streams
     stalled += costs.young_weight * columns[FeatureColumn.YOUNG]
-    made[Term.OTHERS] = work * (pressure + stalled)
+    made[Term.OTHERS] = work * (case.pressure + stalled)
     link = columns[FeatureColumn.LINK]
     if np.count_nonzero(link):
         has_link = link > 0
@@ -143,18 +130,14 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
 
 
 def _hot(
-    queue: Floats,
-    prompt_tokens: int,
-    speed: float,
-    costs: PolicyCosts,
-    limits: PolicyLimits,
+    queue: Floats, prompt_tokens: int, policy: RoutingPolicy
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Hot-spot guard: mask of the workers where waiting takes much longer than waiting elsewhere
     and computing the whole prompt. Their prefixes do not count, for this request alone.
     """
     mean = (queue.sum() - queue) / max(1, len(queue) - 1)  # of the others
-    whole = compute_s(np.full_like(queue, prompt_tokens), prompt_tokens, speed, costs)
-    return np.asarray((queue > limits.hot_factor * mean) & (queue > mean + whole))
+    whole = compute_s(np.full_like(queue, prompt_tokens), prompt_tokens, policy.costs)
+    return np.asarray((queue > policy.limits.hot_factor * mean) & (queue > mean + whole))
 
 
 def others_per_s(costs: PolicyCosts, *, utilisation: float, hit_share: float) -> float:

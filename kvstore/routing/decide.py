@@ -234,13 +234,7 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
     """
     columns = features.columns
     codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
-    costed = terms(
-        columns,
-        policy.costs,
-        policy.limits,
-        prompt_tokens=case.prompt_tokens,
-        pressure=case.pressure,
-    )
+    costed = terms(columns, policy, case)
     raw, others = costed.terms[:LEARNED], costed.terms[LEARNED]
     seconds = raw * weights
     ttft_s = np.add.reduce(seconds, axis=0)
@@ -254,11 +248,11 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
     else:
         named = SCORERS[policy.policy](columns, case)
         scores = np.sum(list(named.values()), axis=0)
-    return RouteVerdict(
+    verdict = RouteVerdict(
         features,
         case,
         weights,
-        order=_order(scores, codes, columns, case, policy, raw[Term.COMPUTE]),
+        order=[],
         codes=codes,
         scores=scores,
         terms=named,
@@ -267,16 +261,13 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
         uncached=costed.uncached,
         raw=raw,
     )
+    verdict.order = _order(verdict, policy)
+    return verdict
 
 
-def _order(
-    scores: Floats,
-    codes: npt.NDArray[np.intp],
-    columns: Floats,
-    case: Case,
-    policy: RoutingPolicy,
-    compute_s: Floats,
-) -> list[int]:
+def _order(verdict: RouteVerdict, policy: RoutingPolicy) -> list[int]:
+    scores, codes = verdict.scores, verdict.codes
+    columns, case = verdict.features.columns, verdict.case
     # Equal scores: the one that has rested longest, so that cold prompts spread.
     order: list[int] = np.lexsort((-columns[FeatureColumn.IDLE_S], scores)).tolist()
     if np.count_nonzero(codes):
@@ -287,7 +278,7 @@ def _order(
         best = float(scores[order[0]])
         bound = best + max(policy.choice.within_share * best, NEAR_S)
         near = [place for place in order[: policy.choice.top_k] if scores[place] <= bound]
-        if compute_s.max() <= NEAR_S:  # too little to compute for costs to tell
+        if verdict.raw[Term.COMPUTE].max() <= NEAR_S:  # too little to compute for costs to tell
             load = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
             near = [place for place in near if load[place] == load[near].min()]
         chosen = near[mix(case.seed ^ mix(case.number)) % len(near)]

@@ -98,6 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     it.
     """
     pressure: float = 0.0
+    """Seconds by which one second of compute delays others (`costs.others_per_s`)."""
 
 
 def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:

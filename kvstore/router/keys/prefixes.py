@@ -115,9 +115,7 @@ class KeyPrefixes:
             return self._by_bytes.of_bytes(read, text, request_salt)
         found = list[Prefix]()
         for each, its in _orders(body, read, scope.model):
-            made = await self._rendering.keys_of(
-                path, each, its, scope.model, scope.plan, request_salt, tenant
-            )
+            made = await self._rendering.keys_of(path, each, its, scope, request_salt, tenant)
             if made is None:  # its tokens are not known in time
                 return self._by_bytes.of_bytes(read, text, request_salt)
             found.append(await self._found(scope, made.keys, made.token_count))

@@ -30,6 +30,7 @@ from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.intake import Peek, fields_of
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, KeyPlan
+from kvstore.router.keys.index_calls import PrefixScope
 from kvstore.router.keys.process import KeyProcess
 
 # ── shapes ────────────────────────────────────────────────────────────────────────────────────────
@@ -159,19 +160,12 @@ class Rendering:
                 yield f"the tokenizer of {model} is not used ({why})"
 
     async def keys_of(
-        self,
-        path: str,
-        body: bytes,
-        read: Peek,
-        model: str,
-        plan: KeyPlan,
-        salt: str,
-        tenant: str = "",
+        self, path: str, body: bytes, read: Peek, scope: PrefixScope, salt: str, tenant: str = ""
     ) -> KeyAnswer | None:
         """Number of tokens, and keys, of the prompt of a request for a served model; None: not
         known in time.
         """
-        order, source = KeyOrder(body=body, plan=plan, salt=salt), ""
+        order, source, model = KeyOrder(body=body, plan=scope.plan, salt=salt), "", scope.model
         if self.local.get(model) == "" or bytes(read.prompt)[:1] == b"[":
             source = source_of(path, body)
         if source:
@@ -184,10 +178,8 @@ class Rendering:
         rendered = await self.rendered(path, body, self._renderers(model))
         if rendered is None:
             return self._counted("none", None)
-        return self._counted(
-            "engine",
-            await self.keys.make(msgspec.structs.replace(order, rendered=rendered), tenant),
-        )
+        order.rendered = rendered
+        return self._counted("engine", await self.keys.make(order, tenant))
 
     async def keys_of_ids(self, ids: list[int], plan: KeyPlan, tenant: str) -> KeyAnswer | None:
         """Number of tokens, and keys, of a prompt whose token ids a caller has; None: not

@@ -19,6 +19,7 @@ from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
 from kvstore.router.keys.child import KeyPlan
+from kvstore.router.keys.index_calls import PrefixScope
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import PLAIN_FIELDS, Rendering
 from kvstore.routing.values import WorkerWord
@@ -222,9 +223,10 @@ class Witness:
         """Who made the tokens, or how they differ from the engine's."""
         body = msgspec.json.encode({"model": SERVED_NAME, **fields})
         rendered = await self._rendering.rendered(path, body, [self._worker], timeout_s=30)
-        plan, before = KeyPlan(block_tokens=1, seed="s"), dict(self._rendering.counts)
+        scope = PrefixScope(SERVED_NAME, KeyPlan(block_tokens=1, seed="s"), frozenset(), {})
+        before = dict(self._rendering.counts)
         self._worker.renders_after_s = 0.0
-        made = await self._rendering.keys_of(path, body, peek(body), SERVED_NAME, plan, "")
+        made = await self._rendering.keys_of(path, body, peek(body), scope, "")
         (source,) = [k for k, count in self._rendering.counts.items() if count > before[k]]
         if made is None or rendered is None:
             return source if rendered else f"refused, {source}"

@@ -15,13 +15,14 @@ from kvstore.router.engines.workers import Workers
 from kvstore.router.front.intake import peek
 from kvstore.router.keys import rendering
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, KeyPlan, Tokenizers, answer_to
+from kvstore.router.keys.index_calls import PrefixScope
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, Rendering
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerWord
 from tests.kit.coroutines import on_loop
 
-PLAN = KeyPlan(block_tokens=4, seed="s")
+SCOPE = PrefixScope("m", KeyPlan(block_tokens=4, seed="s"), frozenset(), {})
 TOOLS: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a tool"}],
     "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -80,7 +81,7 @@ class Site:
         """Where the tokens came from; a sample of it has been compared, if it was one."""
         body = msgspec.json.encode(fields or {"prompt": "hello"})
         before = dict(self.rendering.counts)
-        await self.rendering.keys_of(path, body, peek(body), "m", PLAN, "")
+        await self.rendering.keys_of(path, body, peek(body), SCOPE, "")
         await asyncio.gather(*self.rendering._checks._running)
         (source,) = [k for k, count in self.rendering.counts.items() if count > before[k]]
         return source

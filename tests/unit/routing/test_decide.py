@@ -14,8 +14,8 @@ from bench.routing.baselines import other_router
 from kvstore.routing.costs import Term, terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
-from kvstore.routing.features import TRUSTS, FeatureColumn
-from kvstore.routing.policy import PolicyCosts, PolicyLimits, PolicyName, RoutingPolicy, parse
+from kvstore.routing.features import TRUSTS, Case, FeatureColumn
+from kvstore.routing.policy import PolicyCosts, PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import (
     LoadSample,
@@ -62,7 +62,8 @@ COSTS = PolicyCosts(
 
 
 def made(prompt: int = 1000, costs: PolicyCosts = COSTS, **given_: Any) -> dict[str, list[float]]:
-    found = terms(columns(**given_), costs, PolicyLimits(), prompt_tokens=prompt, pressure=0)
+    case = Case(prompt_tokens=prompt, output_tokens=0, number=0, seed=0)
+    found = terms(columns(**given_), RoutingPolicy(costs=costs), case)
     return {term.name.lower(): found.terms[term].round(6).tolist() for term in Term}
 
 
