@@ -63,11 +63,7 @@ class Preparations:
     """Carries out Prepare commands of the core; on the router's loop. See the module."""
 
     def __init__(
-        self,
-        tls: Tls | None,
-        spaces: Spaces,
-        *,
-        answered: Callable[[PrepareAnswered], None],
+        self, tls: Tls | None, spaces: Spaces, *, answered: Callable[[PrepareAnswered], None]
     ) -> None:
         self._credentials = tls.channel_credentials() if tls is not None else None
         self._spaces, self._answered = spaces, answered

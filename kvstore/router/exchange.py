@@ -51,12 +51,7 @@ class LoadExchange:
     pause_s: Final = PERIOD_S
 
     def __init__(
-        self,
-        places: Sequence[str],
-        tls: Tls | None,
-        *,
-        name: str,
-        dispatcher: Dispatcher,
+        self, places: Sequence[str], tls: Tls | None, *, name: str, dispatcher: Dispatcher
     ) -> None:
         """
         Args:

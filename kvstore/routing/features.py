@@ -9,17 +9,19 @@ another policy can weigh them otherwise. Does not cover: what a number is worth 
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.routing.requests import OpenRequest
 
 TRUSTS: Final = tuple(PrefixTrust)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
@@ -191,15 +193,9 @@ class PrefixColumns:
         self._is_followed = [bool(spec.engine or spec.node) for spec in specs]
         self._has_strangers = not all(self._is_followed)
 
-    def fill(
-        self,
-        columns: Floats,
-        rows: npt.NDArray[np.intp],
-        request: RouteRequest,
-        prefix: PrefixAnswer | None,
-        now_ns: int,
-    ) -> None:
-        """Write columns HBM to TRUST of the workers at `rows`."""
+    def fill(self, columns: Floats, crew: Crew, opened: OpenRequest, now_ns: int) -> None:
+        """Write columns HBM to TRUST of the workers of a crew."""
+        request, prefix, rows = opened.request, opened.prefix, crew.rows
         if not request.keys:
             return
         self._places()

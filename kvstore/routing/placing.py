@@ -146,7 +146,7 @@ class Placer:
         """Features of a request at some workers."""
         request, side, failed = opened.request, opened.side, opened.failed
         columns = load_columns(self.fleet, crew, now_ns)
-        self._prefixes.fill(columns, crew.rows, request, opened.prefix, now_ns)
+        self._prefixes.fill(columns, crew, opened, now_ns)
         if side.adapter:
             columns[FeatureColumn.WARM] = [side.adapter in state.adapters for state in crew.states]
         if opened.stays_at in crew.place_of:

@@ -29,7 +29,6 @@ from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.failures import NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.routing.events import Probed, Scraped
-from kvstore.routing.policy import PolicyProbes
 from kvstore.routing.values import LoadSample, ProbeResult, WorkerWord
 from kvstore.types import Latest
 
@@ -302,8 +301,8 @@ class Probes:
         if self._version != self._workers.version:
             self._version = self._workers.version
             self._follow(now_s)
-        for worker, (since_s, task) in list(self._open.items()):
-            self._look(worker, since_s, task, now_s, settings)
+        for worker in list(self._open):
+            self._look(worker, now_s)
         period_s = max(settings.period_s, len(self._known) / PROBES_PER_S)
         self._budget = min(PROBES_PER_S, self._budget + PROBES_PER_S * TICK_S)
         while self._due and self._due[0][0] <= now_s and self._budget >= 1:
@@ -312,7 +311,7 @@ class Probes:
                 continue  # it has left, or was put before others
             if worker not in self._open:
                 self._budget -= 1
-                task = loop.create_task(self._probe(worker, settings))
+                task = loop.create_task(self._probe(worker))
                 self._open[worker] = now_s, task
                 task.add_done_callback(functools.partial(self._over, worker))
             share = 1.0
@@ -349,15 +348,9 @@ class Probes:
         if now_s < worker.probe_due_s:
             self._put(worker, now_s)
 
-    def _look(
-        self,
-        worker: Worker,
-        since_s: float,
-        task: asyncio.Task[None],
-        now_s: float,
-        settings: PolicyProbes,
-    ) -> None:
+    def _look(self, worker: Worker, now_s: float) -> None:
         """Look at a probe that has no answer yet: report it as late, or end it as silent."""
+        (since_s, task), settings = self._open[worker], self._dispatcher.core.policy.probes
         # Not the router's own silence.
         heard_s = max(since_s, worker.heard_s, self._engines.trouble_s, self._awake_s)
         late_s = now_s - heard_s - max(settings.late_s, 2 * worker.probe_s)  # slow pages are usual
@@ -368,7 +361,7 @@ class Probes:
         elif late_s > 0 or worker.word is WorkerWord.LATE:
             self._note(Probed(worker.name, ProbeResult.LATE, late_s=max(0.0, late_s)))
 
-    async def _probe(self, worker: Worker, settings: PolicyProbes) -> None:
+    async def _probe(self, worker: Worker) -> None:
         kind, loop = ENGINES[worker.address.kind], asyncio.get_running_loop()
         since_s, asked_ns = loop.time(), self._clock()
         page: bytes | None = None
