@@ -205,7 +205,7 @@ class PrefixColumns:
         trust = [_NONE] * count
         if prefix is not None:
             self._from_index(lengths, trust, prefix)
-        self._from_tree(lengths[0], trust, request, now_ns, has_index=prefix is not None)
+        self._from_tree(lengths[0], trust, opened, now_ns)
         # Without the index there are only lengths of what was sent, whatever the keys.
         for row in self._red(request) if prefix is not None else ():
             trust[row] = _NONE
@@ -226,18 +226,12 @@ class PrefixColumns:
         return red + [row_of[name] for name in request.load_only if name in row_of]
 
     def _from_tree(
-        self,
-        hbm: list[int],
-        trust: list[int],
-        request: RouteRequest,
-        now_ns: int,
-        *,
-        has_index: bool,
+        self, hbm: list[int], trust: list[int], opened: OpenRequest, now_ns: int
     ) -> None:
         """Raise `hbm` (leading blocks by row) to all that was sent, at workers that the index does
         not follow; at others, to blocks sent so lately that the index cannot know them.
         """
-        row_of = self._fleet.row_of
+        row_of, request, has_index = self._fleet.row_of, opened.request, opened.prefix is not None
         if has_index:
             young = self._sent(request, now_ns, young_only=True)
             for worker, blocks in young.items():
