@@ -378,7 +378,7 @@ class GenerationView:
             raise AttachError("the generation page has another magic or layout version")
         if int(words[_INCARNATION]) != incarnation:
             raise AttachError("the generation page belongs to another start of the node")
-        self._incarnation = Incarnation(incarnation)
+        self.incarnation = Incarnation(incarnation)
         self._words: NDArray[np.uint64] | None = words
         self._slot_end = arena_bytes // PAGE_BYTES
         _views.add(self)
@@ -386,10 +386,6 @@ class GenerationView:
     @property
     def closed(self) -> bool:
         return self._words is None
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self._incarnation
 
     def generations(self, slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
         """A snapshot of the generations of `slots`, same shape.

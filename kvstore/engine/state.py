@@ -445,7 +445,7 @@ def adopt(state: State, event: events.Adopt) -> None:
         owner = Owner((hello.tenant, hello.engine_id, hello.nonce))
         connection = Connection(writer.connection, hello, owner)
         connection.ended = True
-        if len(state.slots.writers.of(connection.id)):
+        if len(state.slots.of_writer(connection.id)):
             state.connections[connection.id] = connection
             state.slots.pins.join_engine(connection.id, owner.key, writer.process or connection.id)
         else:

@@ -191,7 +191,8 @@ class Attach:
         """Ranks of an engine that were ready when the round began and are not read to the end."""
         self._connections: dict[ConnectionId, AttachSocket] = {}
         """All connections with an open socket, or with a pidfd that the engine still needs."""
-        self._socket_count = 0
+        self.socket_count = 0
+        """Sockets open now, introduced or not."""
         self._next_number = first_number
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
@@ -287,7 +288,7 @@ class Attach:
         connection.socket.close()
         connection.socket = None
         connection.outbox.clear()
-        self._socket_count -= 1
+        self.socket_count -= 1
         if connection.engine:
             _log.info("engine %s detached (connection %d)", connection.engine, number)
         if connection.pidfd is None:
@@ -327,11 +328,6 @@ class Attach:
         self.door.close()
         self._epoll.close()
 
-    @property
-    def socket_count(self) -> int:
-        """Sockets open now, introduced or not."""
-        return self._socket_count
-
     # ── newcomers ────────────────────────────────────────────────────────────────────────────────
 
     def _accept(self, _mask: int) -> list[Event]:
@@ -368,7 +364,7 @@ class Attach:
         party = Party(uid, pid)
         connection = AttachSocket(number, sock, deadline_ns=deadline_ns, party=party)
         self._connections[number] = connection
-        self._socket_count += 1
+        self.socket_count += 1
         self.counters.accepted += 1
         self._sources[sock.fileno()] = TurnSource(
             TurnKind.NEWCOMER, number, self._reader(connection), party
@@ -381,7 +377,7 @@ class Attach:
 
     def _is_full(self) -> bool:
         count_max = self._connection_count_max
-        return self._socket_count >= count_max or len(self._connections) >= 2 * count_max
+        return self.socket_count >= count_max or len(self._connections) >= 2 * count_max
 
     def _refuse(
         self,

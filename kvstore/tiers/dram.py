@@ -52,9 +52,9 @@ class DramTier:
         on_ready: Callable[[int], None] = lambda _: None,
         room_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
-        self._arena = arena
+        self.arena, self.capacity_bytes = arena, arena.arena_bytes
         self._chunk_bytes = chunk_bytes
-        self._ready_bytes = ready_bytes
+        self.ready_bytes = ready_bytes
         self._on_ready = on_ready
         self._room_bytes = room_bytes
         self.losses = 0
@@ -68,18 +68,6 @@ class DramTier:
         """Begin to take the pages. Once."""
         self._thread.start()
 
-    @property
-    def arena(self) -> Arena:
-        return self._arena
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._arena.arena_bytes
-
-    @property
-    def ready_bytes(self) -> int:
-        return self._ready_bytes
-
     def wait_populated(self, timeout_s: float) -> bool:
         """Wait until all pages are taken, or no more come. False: still at work."""
         return self._done.wait(timeout_s)
@@ -90,42 +78,42 @@ class DramTier:
         if not which.size:
             return
         assert int(which.max()) * PAGE_BYTES < self.capacity_bytes, "outside the tier"
-        assert (values >= self._arena.generations(which)).all(), "a generation never goes back"
-        self._arena.raise_generations(which, values)
+        assert (values >= self.arena.generations(which)).all(), "a generation never goes back"
+        self.arena.raise_generations(which, values)
 
     def generation(self, slot: SlotId) -> Generation:
         assert 0 <= slot * PAGE_BYTES < self.capacity_bytes, f"slot {slot} is outside the tier"
-        return Generation(int(self._arena.generations(np.array(slot, np.uint32))))
+        return Generation(int(self.arena.generations(np.array(slot, np.uint32))))
 
     def beat(self, now_ns: int) -> None:
-        self._arena.beat(now_ns)
+        self.arena.beat(now_ns)
 
     def read(self, slot: SlotId, into: memoryview) -> None:
         begin = slot * PAGE_BYTES
-        assert 0 <= begin <= begin + len(into) <= self._ready_bytes, "outside what is ready"
-        self._arena.read(begin, into)
+        assert 0 <= begin <= begin + len(into) <= self.ready_bytes, "outside what is ready"
+        self.arena.read(begin, into)
 
     def close(self) -> None:
         """Stop pre-faulting, then close the memory. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._arena.close()
+        self.arena.close()
 
     def _populate(self) -> None:
         try:
-            for begin in range(self._ready_bytes, self.capacity_bytes, self._chunk_bytes):
+            for begin in range(self.ready_bytes, self.capacity_bytes, self._chunk_bytes):
                 if self._stop.is_set():
                     return
                 end = min(begin + self._chunk_bytes, self.capacity_bytes)
-                self._arena.populate(begin, end)
+                self.arena.populate(begin, end)
                 self._on_ready(end)
-                self._arena.set_ready(end)
-                self._ready_bytes = end
+                self.arena.set_ready(end)
+                self.ready_bytes = end
         except OSError as error:
             _log.warning(
                 "dram stays at %s of %s: the kernel has no more memory for it (%s)",
-                format_size(self._ready_bytes),
+                format_size(self.ready_bytes),
                 format_size(self.capacity_bytes),
                 error.strerror,
             )
@@ -136,7 +124,7 @@ class DramTier:
 
     def look(self) -> None:
         """Check that all pages still exist, and take others for lost ones if there is room."""
-        lost_bytes = self._ready_bytes - self._arena.taken_bytes
+        lost_bytes = self.ready_bytes - self.arena.taken_bytes
         if lost_bytes <= 0:
             return
         self.losses += 1
@@ -149,7 +137,7 @@ class DramTier:
         if self._room_bytes() < lost_bytes:
             return
         with contextlib.suppress(OSError):  # no memory: whoever reads blocks finds zeros
-            for begin in range(0, self._ready_bytes, self._chunk_bytes):
+            for begin in range(0, self.ready_bytes, self._chunk_bytes):
                 if self._stop.is_set():
                     return
-                self._arena.populate(begin, min(begin + self._chunk_bytes, self._ready_bytes))
+                self.arena.populate(begin, min(begin + self._chunk_bytes, self.ready_bytes))

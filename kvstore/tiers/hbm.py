@@ -100,7 +100,7 @@ class HbmTier:
             self.slab = Slab(device.name, capacity_bytes, device.share(self._address))
             self._stage(STAGING_BYTES)
             # Bytes of whoever had this memory before are nobody's business.
-            device.clear(self._stream, _one(self._address), _one(capacity_bytes))
+            device.clear(self._stream, *np.array([[self._address], [capacity_bytes]], np.uint64))
             self._finish()
         except DeviceError:
             self._free()
@@ -300,7 +300,3 @@ def open_hbm(
             f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}:"
             f" {f'{advice} ({error})' if advice else error}; or leave --hbm out"
         ) from None
-
-
-def _one(value: int) -> NDArray[np.uint64]:
-    return np.array([value], np.uint64)

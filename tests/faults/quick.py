@@ -65,7 +65,7 @@ class Quick(Node):
     def writable(self, peer: Peer) -> list[tuple[int, int]]:
         """(slot, generation) of every slot that the peer's first rank may write now."""
         slots = self.engine._state.slots
-        words = slots.writers.of(ConnectionId(peer.ranks[0]))
+        words = slots.of_writer(ConnectionId(peer.ranks[0]))
         values = slots.generation[words].tolist()
         return list(zip(slots.slots_of(words).tolist(), values, strict=True))
 

@@ -143,7 +143,7 @@ def choose(
 def peer_credits(twin: Twin) -> list[tuple[int, int]]:
     """Slots that the rank may write now, asked of the engine: its grants are not kept here."""
     slots = twin.node.engine._state.slots
-    words = slots.writers.of(ConnectionId(twin.peer.ranks[0]))
+    words = slots.of_writer(ConnectionId(twin.peer.ranks[0]))
     where = slots.slots_of(words).tolist()
     return list(zip(where, slots.generation[words].tolist(), strict=True))
 

@@ -115,7 +115,7 @@ def _check_slots(state: State) -> None:
     assert counted == slots.writers.counts, "what writers may write is miscounted"
     for writer in writers:
         its = np.flatnonzero(slots.writer == writer)
-        assert np.array_equal(slots.writers.of(writer), its), "a writer's slots are listed wrongly"
+        assert np.array_equal(slots.of_writer(writer), its), "a writer's slots are listed wrongly"
     ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:
@@ -228,7 +228,7 @@ def _check_pins(state: State) -> None:
     for connection in state.connections:
         for lowest in (pins.account(connection), pins.process(connection)):
             for account in lowest.line():
-                its[account.name].append(slots.writers.of(connection))
+                its[account.name].append(slots.of_writer(connection))
     for name, account in pins.accounts.items():
         assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
         held = bytes_by_group(slots, np.concatenate(its[name]))

@@ -89,7 +89,8 @@ class Residency:
         self._dram = Column(Tier.DRAM, np.zeros(block_count_max + 1, np.int64))
         """Slot word of each row's block in dram, counted from 1."""
         self._file = Column(Tier.FILE, np.zeros(block_count_max + 1, np.uint64))
-        """Location of each row's block on disk; 0: none."""
+        self.file: NDArray[np.uint64] = self._file.places
+        """Location of each row's block on disk, 0 for none (also of row -1)."""
         self._columns = {column.tier: column for column in (self._dram, self._file)}
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
@@ -168,11 +169,6 @@ class Residency:
         """Slot words of rows, -1 where there is none (also for row -1)."""
         words: NDArray[np.int64] = self._dram.places[rows] - 1
         return words
-
-    @property
-    def file(self) -> NDArray[np.uint64]:
-        """Location on disk of each row, 0 for none (also of row -1)."""
-        return self._file.places
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         """Record that these rows' blocks are sealed in these slots, with these checksums [n][2]."""

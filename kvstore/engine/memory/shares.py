@@ -196,7 +196,7 @@ class Pins:
     def join_engine(self, connection: int, owner: tuple[str, str, str], process: int) -> None:
         """Add a connection of an engine (`owner`: tenant, engine id, nonce) with its process; slots
         granted to it before count at once."""
-        its = self._slots.weigh(self._slots.writers.of(connection))
+        its = self._slots.weigh(self._slots.of_writer(connection))
         self._of[connection] = (
             self._join(("engine", owner[0]), ("engine", *owner), its),
             self._join(_PROCESSES, (*_PROCESSES, str(process)), its),

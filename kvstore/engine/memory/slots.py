@@ -526,6 +526,10 @@ class Slots:
         self._cut(slab, 0)
         self._slabs_free.append(slab)
 
+    def of_writer(self, writer: int) -> Words:
+        """Slots that this connection may still write."""
+        return self.writers.of(writer)
+
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
     def adopt(self, found: JournalContents, prints: Prints) -> None:

@@ -105,7 +105,7 @@ class Sessions:
         for old in list(self._state.connections.values()):
             same = isinstance(old.hello, HelloRank) and (old.hello.rank, old.hello.process) == its
             if same and old.ended and old.owner.key == owner.key:
-                self._state.free(self._state.slots.writers.of(old.id))
+                self._state.free(self._state.slots.of_writer(old.id))
                 self._forget(old)
 
     def _form(self, owner: Owner) -> None:
@@ -153,7 +153,7 @@ class Sessions:
         connection.quiet_session = session
         if session < connection.asked_session:
             return ""  # it was asked again meanwhile: its slots come back with that answer
-        mine = self._state.slots.writers.of(connection.id)
+        mine = self._state.slots.of_writer(connection.id)
         self._state.free(mine[self._state.slots.session[mine] < session])
         owner = connection.owner
         if (
@@ -248,11 +248,11 @@ class Sessions:
             rank = connection.hello.rank
             if owner.ranks.get(rank) is connection:
                 del owner.ranks[rank]
-            mine = self._state.slots.writers.of(id)
+            mine = self._state.slots.of_writer(id)
             granted = mine[self._state.slots.state[mine] == SlotState.GRANTED]
             self._state.slots.lose(granted)
             self._state.counters.slots_quarantined += len(granted)
-        if len(self._state.slots.writers.of(id)) == 0:
+        if len(self._state.slots.of_writer(id)) == 0:
             self._forget(connection)
         if owner.is_empty and self._state.owners.get(owner.key) is owner:
             del self._state.owners[owner.key]
@@ -265,7 +265,7 @@ class Sessions:
             # A forked grandchild may hold the socket open; the process is gone all the same.
             self._state.say(Hangup(id, "its process is gone"))
             self.ended(id)
-        self._state.free(self._state.slots.writers.of(id))
+        self._state.free(self._state.slots.of_writer(id))
         if id in self._state.connections:
             self._forget(connection)
 

@@ -390,7 +390,7 @@ class Snapshots:
         state = self._state
         slots, out = state.slots, []
         for connection in state.connections.values():
-            hello, words = connection.hello, slots.writers.of(connection.id)
+            hello, words = connection.hello, slots.of_writer(connection.id)
             if isinstance(hello, HelloRank) and len(words):
                 counts = np.bincount(slots.state[words], minlength=len(SlotState))
                 its = _slots(counts, SlotState.GRANTED, SlotState.QUARANTINED)

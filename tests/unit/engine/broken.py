@@ -49,7 +49,7 @@ def any_process_frees(_: Any, self: Sessions, owner: Owner, hello: HelloRank) ->
         old_hello = old.hello
         same_rank = isinstance(old_hello, HelloRank) and old_hello.rank == hello.rank
         if old.ended and old.owner.key == owner.key and same_rank:
-            self._state.free(self._state.slots.writers.of(old.id))
+            self._state.free(self._state.slots.of_writer(old.id))
             self._forget(old)
 
 

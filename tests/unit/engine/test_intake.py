@@ -34,7 +34,7 @@ class Way:
     def check_slots(self) -> None:
         """No slot is held but for engines."""
         assert self.node.granted() == sum(
-            len(self.node.state.slots.writers.of(connection))
+            len(self.node.state.slots.of_writer(connection))
             for connection in self.node.state.connections
         )
 

@@ -88,7 +88,7 @@ async def test_slots_stay_the_fetchs_until_the_transfer_has_ended(two: Two) -> N
     engine.hint(1)
     await two.until(lambda: bool(two.b.served()), "b serves")
     two.a.end(engine.scheduler, *engine.ranks)
-    assert len(two.a.state.slots.writers.of(-2)) == 1
+    assert len(two.a.state.slots.of_writer(-2)) == 1
     assert len(two.b.engine.leases()) == 1
     gate.set()
     await two.at_rest()

@@ -314,7 +314,7 @@ class Two:
         for node in (self.a, self.b):
             await self.until(lambda node=node: not node.engine.leases(), "no lease")  # type: ignore[misc]
             await self.until(
-                lambda node=node: not len(node.state.slots.writers.of(-2)),  # type: ignore[misc]
+                lambda node=node: not len(node.state.slots.of_writer(-2)),  # type: ignore[misc]
                 "no slot is fetched into",
             )
 
