@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from itertools import compress
 from typing import Final
 
 import msgspec
@@ -57,6 +58,15 @@ class Rung(enum.StrEnum):
     """No worker was fit: one was tried that is down, failing, or said to be too small."""
 
 
+_OF_TRUST: Final = {
+    PrefixTrust.STALE: (Rung.PREFIX_STALE,),
+    PrefixTrust.APPROXIMATE: (Rung.PREFIX_APPROXIMATE,),
+    PrefixTrust.NONE: (Rung.LOAD_ONLY,),
+}
+_RUNGS: Final = (Rung.NO_RACE, Rung.HELD, Rung.RETRIED)
+"""Rungs that `rungs` finds besides those of the trust, the mildest first."""
+
+
 class Saturation(msgspec.Struct, frozen=True):
     """Saturation of a pool and its cause."""
 
@@ -89,15 +99,8 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
 
 def rungs(trust: PrefixTrust, *, value: float, is_held: bool, attempt: int) -> list[Rung]:
     """Rungs in effect for a request, from the mildest on. `value`: saturation of its pool."""
-    found = {
-        Rung.PREFIX_STALE: trust is PrefixTrust.STALE,
-        Rung.PREFIX_APPROXIMATE: trust is PrefixTrust.APPROXIMATE,
-        Rung.LOAD_ONLY: trust is PrefixTrust.NONE,
-        Rung.NO_RACE: value >= _NO_RACE,
-        Rung.HELD: is_held,
-        Rung.RETRIED: attempt > 1,
-    }
-    return [rung for rung, is_in_effect in found.items() if is_in_effect]
+    are_in_effect = (value >= _NO_RACE, is_held, attempt > 1)
+    return [*_OF_TRUST.get(trust, ()), *compress(_RUNGS, are_in_effect)]
 
 
 class WorkRate:
