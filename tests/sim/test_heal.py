@@ -55,29 +55,19 @@ def after_a_quarantine_nothing_is_granted(grant_all: Any, self: Stores) -> None:
         grant_all(self)
 
 
-class _Forgotten:
-    """Writers without their slots in quarantine."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots, self._real = slots, vars(slots)["writers"]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def of(self, writer: int) -> Words:
-        words = self._real.of(writer)
-        left: Words = words[self._slots.state[words] != SlotState.QUARANTINED]
-        return left
-
-
 def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
     # Of one more engine, at the end: before, a process that takes the memory over would see it.
-    end = sim_heal.end
+    end, of_writer = sim_heal.end, Slots.of_writer
+
+    def forgotten(self: Slots, writer: int) -> Words:
+        words = of_writer(self, writer)
+        left: Words = words[self.state[words] != SlotState.QUARANTINED]
+        return left
 
     def changed(world: World) -> None:
         sim_heal.probe(world, world.machines[0])
         with pytest.MonkeyPatch.context() as at_the_end:
-            at_the_end.setattr(Slots, "writers", property(_Forgotten), raising=False)
+            at_the_end.setattr(Slots, "of_writer", forgotten)
             end(world)
 
     patch.setattr(sim_heal, "end", changed)
