@@ -1,6 +1,6 @@
-"""Mechanisms behind the `Memory` port: memory for slots.
+"""The tiers of a node.
 
-dram     the node's arena, shared with the engines that attach
+dram     the node's arena, shared with the engines that attach; behind the port `Memory`
 hbm      a slab of a GPU's memory, with copies of blocks in dram
 file/    blocks on a disk, found again after any restart
 """
