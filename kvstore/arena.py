@@ -249,7 +249,7 @@ def _ask_for_huge_pages(mapping: _Mapping) -> bool:
 def journal_memory(size_bytes: int, *, held_fd: int = -1) -> tuple[int, NDArray[np.uint64]]:
     """(descriptor, words [size / 8] u64) of memory for a journal, of one node and its supervisor
     only: new memory, all 0, or with `held_fd`, which is the caller's no more, that of an earlier
-    process. The words last as long as an array over them.
+    process. The mapping lasts as long as an array over it.
 
     Raises:
         OSError: the kernel has no room for it, or the held memory has another size.

@@ -1,4 +1,4 @@
-"""From flags and YAML to frozen settings, checked: one sentence for each error.
+"""From flags and YAML to settings, checked: one sentence for each error.
 
 settings        the table of all settings; reading: flags and YAML files to values of the table
 values          the forms of values: addresses, sizes, files

@@ -1,7 +1,7 @@
-"""The configuration of a node: one frozen tree, made from its settings.
+"""The configuration of a node: its settings, and what is made of them on this machine.
 
 Covers: sizes that fit the machine, the sentence an operator reads when one does not. Does not
-cover: the table (`settings`), addresses (`addresses`), the cluster (`cluster`).
+cover: the table (`settings`), addresses (`values`), the cluster (`cluster`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: those of `reading`; text that is no
 size; dram larger than the memory there is; slab larger than dram; an address beyond loopback
