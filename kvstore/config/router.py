@@ -221,10 +221,8 @@ def worker_of(
 
 
 def _address(name: str, url: str, options: Mapping[str, str]) -> WorkerAddress:
-    fields: dict[str, object] = {_FIELDS.get(key, key): its for key, its in options.items()}
-    fields |= {
-        _FIELDS.get(key, key): int(options[key]) for key in ("block", "rank") if key in options
-    }
+    numbers = {key: int(options[key]) for key in ("block", "rank") if key in options}
+    fields = {_FIELDS.get(key, key): its for key, its in {**options, **numbers}.items()}
     return msgspec.convert({"name": name, "url": url, **fields}, WorkerAddress)
 
 

@@ -445,7 +445,9 @@ def plain(body: bytes) -> bytes | None:
 
 
 _FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
-_NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
+_NAMED: Final = re.compile(rb"(?i:name)[^\w=]*=\W*(%b)\b" % "|".join(STRIPPED).encode())
+_ENCODED: Final = re.compile(rb"\Wname\*[^a-z_=]*=", re.IGNORECASE)
+"""Name of a field as in RFC 2231, in pieces or with percent signs: old engines decode it."""
 
 
 def peek_form(body: bytes, content_type: str) -> Peek:
@@ -463,13 +465,15 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     if not isinstance(boundary, str) or not boundary:
         raise BadBody("the form has no boundary in its Content-Type")
     # In the whole body: an engine may see other parts than those that the boundary makes here.
-    has_more = b"vllm_xargs" in body
-    if has_more and b"\\u00" in body:
+    if b"name*" in body.lower() and _ENCODED.search(body):
+        raise BadBody("the form has a field with an encoded name: give it as it is")
+    if (has_more := b"vllm_xargs" in body) and b"\\u00" in body:
         raise BadBody("the form has escapes in vllm_xargs")
-    for steering in STRIPPED:
-        name = steering.encode()
-        if name in body and (has_more or name in _NAMED.findall(body)):
-            raise BadBody(f"the form has a field that no client may set: {steering}")
+    steering = next((name for name in STRIPPED if name.encode() in body), "")
+    if steering and not has_more:  # it may be in the bytes of a file only
+        steering = found[1].decode() if (found := _NAMED.search(body)) else ""
+    if steering:
+        raise BadBody(f"the form has a field that no client may set: {steering}")
     read, parts = Peek(), body.split(b"--" + boundary.encode(), PARTS_MAX)
     for part in parts[1:-1]:
         head, _, value = part.partition(b"\r\n\r\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, strategies as st
@@ -215,6 +216,41 @@ def test_no_form_steers_its_engine(form: bytes, name: str) -> None:
     for kind in (KIND, KIND + "; boundary=other", 'multipart/form-data; boundary="a\\"b"'):
         with pytest.raises(BadBody, match=f"no client may set: {name}"):
             peek_form(form % name.encode(), kind)
+
+
+@pytest.mark.parametrize("gap", ["\x1c", "\x1f", "\x85", "\xa0", '"\x0b', "\xa0<"])
+def test_no_space_of_latin_hides_the_name_of_a_field(gap: str) -> None:
+    """Engines with an old multipart parser strip these, as `email` does."""
+    form = FORM.replace(b'name="%b"', b"name=%bdata_parallel_rank") % (gap.encode("latin-1"), b"1")
+    with pytest.raises(BadBody, match="no client may set: data_parallel_rank"):
+        peek_form(form, KIND)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(b"name*=utf-8''data%5Fparallel_rank", b'name*0="vllm_"; name*1="xargs"'),
+        *(b"x=1;NAME*0*=''kv_tran; name*1 =sfer_params", b"\xa0name*0=a", b"name*0\x1c=a"),
+    ],
+)
+def test_no_name_of_a_field_is_encoded(name: bytes) -> None:
+    """Engines with an old multipart parser decode it, as `email` does."""
+    with pytest.raises(BadBody, match="encoded name"):
+        peek_form(FORM.replace(b'name="%b"', name).replace(b"%b", b"1"), KIND)
+    kept = (
+        FORM.replace(b'"%b"', b"\"file\"; filename*=utf-8''a%%20b") % b"a * name*b = filename*0=c"
+    )
+    assert peek_form(kept, KIND).model == ""
+
+
+def test_a_form_with_very_many_names_takes_no_memory_for_them() -> None:
+    form = FORM % (b"file", b"data_parallel_rank" + b"name=abc;" * (1 << 18))
+    tracemalloc.start()
+    try:
+        assert peek_form(form, KIND).model == ""
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(form)
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_that_json_escapes_are_no_way_round() -> None:
