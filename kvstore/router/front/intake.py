@@ -285,11 +285,11 @@ NAME_BYTES_MAX: Final = 1024
 STRIPPED: Final = frozenset(
     {
         *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port"),
-        *("bootstrap_room", "data_parallel_rank"),
+        *("bootstrap_room", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
     }
 )
 """Fields with which an engine would connect to an address, or compute at a rank, of the client's
-choice (the last four: SGLang's)."""
+choice (the last six: SGLang's)."""
 TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
 """Fields that are dropped where there are tenants: by `priority`, one tenant would be served before
 the others.
@@ -347,6 +347,8 @@ class Peek(msgspec.Struct):
     bootstrap_port: msgspec.Raw = _EMPTY
     bootstrap_room: msgspec.Raw = _EMPTY
     data_parallel_rank: msgspec.Raw = _EMPTY
+    routed_dp_rank: msgspec.Raw = _EMPTY
+    disagg_prefill_dp_rank: msgspec.Raw = _EMPTY
     vllm_xargs: msgspec.Raw = _EMPTY
     prompt_logprobs: msgspec.Raw = _EMPTY
     echo: msgspec.Raw = _EMPTY

@@ -92,7 +92,7 @@ def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> Non
 
 STEERING = [
     *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port"),
-    *("bootstrap_room", "data_parallel_rank"),
+    *("bootstrap_room", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
 ]
 
 
