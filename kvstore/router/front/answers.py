@@ -148,5 +148,5 @@ def models_answer(
         return json_response(200, {"object": "list", "data": list(rows.values())})
     wanted = path.removeprefix(MODELS + "/")
     if wanted not in rows:
-        return error_response(404, f"the model {wanted!r} does not exist", "model_not_found")
+        return error_response(404, f"the model {wanted[:1024]!r} does not exist", "model_not_found")
     return json_response(200, rows[wanted])

@@ -699,7 +699,7 @@ class RequestIntake:
         prefix = await self.prefixes.of(path, shown, read, salted, tenant)
         before = read.previous_response
         if before and not is_of(before, tenant, self._workers):
-            raise BadBody(f"there is no response {before}")
+            raise BadBody(f"there is no response {before[:NAME_BYTES_MAX]}")
         keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
             request_id=request_id,

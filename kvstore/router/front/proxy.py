@@ -56,10 +56,11 @@ from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front import answers, paths
 from kvstore.router.front.answers import MODELS, RESPONSES, error_response, models_answer, rejection
-from kvstore.router.front.door import Relayed
+from kvstore.router.front.door import FREE_BYTES, Relayed
 from kvstore.router.front.intake import (
     AUTHORIZATION,
     CONTENT_TYPE,
+    NAME_BYTES_MAX,
     BadBody,
     Bodies,
     BodyRefused,
@@ -225,9 +226,10 @@ class Origins:
         if "Access-Control-Request-Method" not in headers or ORIGIN not in headers:
             return None
         more = self.allowed(headers)
+        asked = headers.get("Access-Control-Request-Headers", "*")[:FREE_BYTES]
         return more and more | {
             "Access-Control-Allow-Methods": ", ".join(paths.PASSED_METHODS),
-            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Allow-Headers": asked,
             "Access-Control-Max-Age": "600",
         }
 
@@ -337,9 +339,9 @@ class Proxy:
             path = path.removeprefix("/kvstore/explain")
         methods = self._methods(request, path, is_dry=is_dry, is_kept=kept is not None)
         if not methods:
-            return error_response(404, f"there is no {path} here", "not_found")
+            return error_response(404, f"there is no {path[:NAME_BYTES_MAX]} here", "not_found")
         if request.method not in methods:
-            why = f"{path} takes {', '.join(methods)}"
+            why = f"{path[:NAME_BYTES_MAX]} takes {', '.join(methods)}"
             return error_response(405, why, "method_not_allowed")
         self.in_flight += 1
         taken = 0

@@ -373,3 +373,27 @@ def test_clients_see_another_certificate_than_the_cluster(
             https(router.port, outside)
         outside.load_cert_chain(public.cert, public.key)
         assert https(router.port, outside) == 200
+
+
+ODD = b"%01" * 1_000_000
+"""Three bytes of a path, and six of its JSON."""
+ASKED = (
+    b"Origin: https://a\r\nAccess-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: "
+)
+ECHOED = [
+    b"GET /metrics/%b HTTP/1.1\r\nHost: x\r\n\r\n" % ODD,
+    b"PUT /v1/audio/%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 1_000_000),
+    b"GET /v1/models/%b HTTP/1.1\r\nHost: x\r\n\r\n" % ODD,
+    b"OPTIONS /v1/completions HTTP/1.1\r\nHost: x\r\n" + ASKED + b"x" * 1_000_000 + b"\r\n\r\n",
+    b"POST /v1/completions%b HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n" % (b"/" * 1_000_000),
+]
+
+
+@pytest.mark.parametrize("text", ECHOED, ids=range(len(ECHOED)))
+def test_no_answer_gives_much_of_its_request_back(worker: ScriptedWorker, text: bytes) -> None:
+    """A client that does not read it would hold memory that nothing counts."""
+    with RouterThread([worker.flag]) as router:
+        until(lambda: all(each.models for each in router.router.workers))
+        heard = say(router.port, text)
+        assert heard.startswith(b"HTTP/1.1 ")
+        assert len(heard) < 64 << 10, heard[:100]
