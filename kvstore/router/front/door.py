@@ -77,8 +77,10 @@ class _Connection(RequestHandler):
         count, was_in_head = self._request_count, self._is_in_head
         super().data_received(data)
         if self._request_count != count or not (was_in_head and self._is_in_head):
-            self._count(0)
-            return
+            if not self._messages or self._head_bytes + len(data) <= FREE_BYTES:
+                self._count(0)
+                return
+            self._pause_reading_for_buffer()  # a long head waits behind a request, and counts
         is_room = self._count(self._head_bytes + len(data))
         is_long = self._head_bytes > HEAD_BYTES_MAX
         if (is_long or not is_room) and self.transport is not None:

@@ -7,10 +7,12 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from aiohttp.http import RawRequestMessage
 
 from kvstore.router.engines import connections
 from kvstore.router.front import door
@@ -66,6 +68,42 @@ FRAMINGS = [
     HEAD + b"X\x00Y: 1\r\n" + LENGTH + b"\r\n" + BODY,
     HEAD + b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY,
 ]
+
+
+def test_long_heads_that_wait_behind_a_request_are_bounded_and_answered(
+    worker: ScriptedWorker,
+) -> None:
+    worker.script("held")
+    asked = HEAD + LENGTH + b"\r\n" + BODY
+    long = HEAD + b"X: %b\r\n" % (b"x" * (1 << 20)) + LENGTH + b"\r\n" + BODY
+    with RouterThread([worker.flag]) as router:
+        (front, held) = router.router.door, list[int]()
+
+        def waiting() -> int:
+            heads = [m for each in front.connections for m, _ in each._messages]
+            pairs = [pair for m in heads for pair in cast("RawRequestMessage", m).raw_headers]
+            return sum(len(value) for _, value in pairs)
+
+        def talk(client: socket.socket) -> None:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(asked + 6 * long)
+
+        with socket.create_connection(("127.0.0.1", router.port), timeout=30) as client:
+            sender = threading.Thread(target=talk, args=(client,))
+            sender.start()
+            until(lambda: router.on_loop(waiting) > 1 << 20)
+            for _ in range(20):
+                held.append(router.on_loop(waiting))
+            assert max(held) < 3 << 20, "the rest waits in the kernel"
+            assert router.on_loop(lambda: front.head_bytes) > 0, "and what came counts"
+            worker.script("ok")
+            heard = b""
+            while heard.count(b"HTTP/1.1 200") < 7:
+                piece = client.recv(1 << 20)
+                assert piece, "each is answered"
+                heard += piece
+            sender.join()
+        until(lambda: router.on_loop(lambda: front.head_bytes) == 0)
 
 
 def test_framing_that_parsers_read_differently_reaches_no_engine(worker: ScriptedWorker) -> None:
