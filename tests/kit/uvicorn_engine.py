@@ -51,6 +51,10 @@ class UvicornEngine(AbstractContextManager["UvicornEngine"]):
         self.names = list(names or "m")
         self.adapters: list[str] = []
         """Names of the adapters of its first model."""
+        self.lists_read = 0
+        """Number of times that its models were asked for."""
+        self.status = 200
+        """Of its answers to what it takes."""
         self.seen: list[tuple[str, str, list[tuple[bytes, bytes]], bytes]] = []
         """(method, target, headers, body) of each request besides probes."""
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -97,6 +101,7 @@ class UvicornEngine(AbstractContextManager["UvicornEngine"]):
         if path == "/metrics":
             content = METRICS.encode()
         elif (method, path) == ("GET", "/v1/models"):
+            self.lists_read += 1
             rows = [{"id": name, "object": "model"} for name in self.names]
             rows += [{"id": name, "parent": self.names[0]} for name in self.adapters]
             content = json.dumps({"object": "list", "data": rows}).encode()
@@ -107,7 +112,7 @@ class UvicornEngine(AbstractContextManager["UvicornEngine"]):
             raw = scope["raw_path"].decode()
             is_there = any(raw in (*paths, *MANAGED) for paths in METHODS.values())
             is_taken = path in MANAGED or raw in METHODS.get(method, ())
-            status = 200 if is_taken else 405 if is_there else 404
+            status = self.status if is_taken else 405 if is_there else 404
             sizes = {"headers": len(scope["headers"]), "body": len(body)}
             content = json.dumps({"method": method, "path": path, **sizes}).encode()
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(content))]

@@ -103,6 +103,8 @@ if TYPE_CHECKING:
 
 PASSED_MAX: Final = 3
 """Most workers that get a request of a path without a rule, until one serves it."""
+NOT_BEGUN: Final = (Failure.CONNECT, Failure.BUSY, Failure.REFUSED)
+"""Failures of engines that did nothing for the request."""
 USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
@@ -438,6 +440,9 @@ class Proxy:
                     cut(request, "the engine's answer broke off")
                 gone = error_response(502, f"its worker failed: {error}", "server_error")
                 answer = error.answer or gone
+                is_done = error.fault.failure not in NOT_BEGUN
+                if is_done and not (response_id or request.method == "GET"):
+                    return answer  # it may have had an effect, and another one elsewhere
         return answer
 
     async def _sent(
