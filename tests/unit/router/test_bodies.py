@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 
 import pytest
@@ -188,11 +187,9 @@ def test_a_boundary_is_what_engines_take_for_it(boundary: str, said: str) -> Non
     assert peek_form(form, f"multipart/form-data; boundary={said}").model == "m"
 
 
-def test_a_long_content_type_holds_nobody_up() -> None:
-    begun_s = time.monotonic()
+def test_a_long_content_type_is_refused_unread() -> None:
     with pytest.raises(BadBody, match="longer than 1024 characters"):
         peek_form(b"", "multipart/form-data" + ";" * 200_000 + "boundary=b")
-    assert time.monotonic() - begun_s < 1
 
 
 XARGS = b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n'
@@ -297,9 +294,10 @@ def test_no_body_of_an_unknown_path_steers_its_engine(body: bytes, why: str) -> 
         peek_unknown(body, "application/json")
 
 
-def test_a_large_body_of_an_unknown_path_is_not_taken_apart() -> None:
+def test_a_large_body_of_an_unknown_path_is_not_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it takes seconds"))
     rows = b'{"a":1.5},' * 3_000_000
     for body in (b'{"model":"m","b":"\\u4e2d","c":[%b1]}' % rows, b"\0" * 20_000_000):
-        begun_s = time.monotonic()
         assert peek_unknown(body, "").model == "m" * (body[:1] == b"{")
-        assert time.monotonic() - begun_s < 2
