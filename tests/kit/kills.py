@@ -160,7 +160,8 @@ class KillCycles:
         except (AssertionError, TimeoutError) as error:
             raise type(error)(
                 f"{error}\n  in cycle {number} of seed {self.seed}: {plan}\n  again: python -m"
-                f" tests.kit.kills --seed {self.seed} --cycles {number + 1}"
+                f" tests.kit.kills --seed {self.seed} --cycles {number + 1}\n  the node's log:"
+                f" {self.host.node.log[-2000:]}"
             ) from error
         return plan
 

@@ -224,9 +224,9 @@ class SplitEngine:
 
     def introduce(
         self, socket_path: Path, *, members: Sequence[int] | None = None, anew: bool = False
-    ) -> None:
+    ) -> list[str]:
         """Attach those that are not, or only these of them, or `anew` those that are, too. Who was
-        refused is not `attached` afterwards."""
+        refused is not `attached` afterwards. Returns why, for each that was."""
         chosen = range(len(self.members)) if members is None else members
         told = [
             number
@@ -235,8 +235,8 @@ class SplitEngine:
         ]
         for number in told:
             self.members[number].tell(Attach(str(socket_path), self._hello(number)))
-        for number in told:
-            self.members[number].hear()
+        heard = [self.members[number].hear() for number in told]
+        return [answer.reason for answer in heard if isinstance(answer, Failed)]
 
     def open(self, *, wait_s: float = actor.WAIT_S) -> State | Failed:
         """Wait until a session is open."""
@@ -248,16 +248,20 @@ class SplitEngine:
 
     def attach(self, socket_path: Path, *, timeout_s: float = ANSWER_TIMEOUT_S) -> State:
         """Attach all that are not, until there is a session. Raises TimeoutError."""
-        found: State | Failed = Failed("not tried")
+        found: State | Failed = Failed("not all are attached")
+        refused: list[str] = []
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            self.introduce(socket_path)
+            refused = self.introduce(socket_path) or refused
             if len(self.attached) == len(self.members):
                 found = self.open(wait_s=2.0)
                 if isinstance(found, State):
                     return found
             threading.Event().wait(0.05)
-        raise TimeoutError(f"{self._engine_id} gets no session: {found}")
+        raise TimeoutError(
+            f"{self._engine_id} gets no session: {found}, {len(self.alive)} of"
+            f" {len(self.members)} alive, last refused: {refused}"
+        )
 
     def _hello(self, number: int) -> HelloScheduler | HelloRank:
         told: dict[str, Any] = {
