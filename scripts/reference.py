@@ -34,7 +34,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine.why.reasons import CLASSES, Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
-from kvstore.obs.reasons import TEXTS, word
+from kvstore.obs.reasons import word
 from kvstore.routing.costs import TERM_NAMES
 from kvstore.routing.decide import Dropped
 from kvstore.routing.learning import LEAST, MOST
@@ -268,15 +268,15 @@ def metrics_page() -> str:
 
 def _class_rows() -> list[tuple[str, str]]:
     words: dict[str, dict[str, None]] = {its: {} for its in CLASSES.values()}
-    for reason in TEXTS:
+    for reason in filter(None, Reason):
         words[CLASSES[reason]][f"`{word(reason)}`"] = None
     return [(f"`{its}`", ", ".join(of)) for its, of in words.items()]
 
 
 def reasons_page() -> str:
     """Every reason of a miss."""
-    other = [reason for reason in TEXTS if reason >= Reason.NO_ANSWER_YET]
-    own = [reason for reason in TEXTS if reason not in other]
+    other = [reason for reason in Reason if reason >= Reason.NO_ANSWER_YET]
+    own = [reason for reason in filter(None, Reason) if reason not in other]
     header = ("reason", "sentence")
     return "\n".join(
         [
@@ -292,7 +292,7 @@ def reasons_page() -> str:
 
 
 def _reason_row(reason: Reason) -> tuple[str, str]:
-    return f"`{word(reason)}`", _cell(re.sub(r"\{(\w+)\}", r"`\1`", TEXTS[reason]))
+    return f"`{word(reason)}`", _cell(re.sub(r"\{(\w+)\}", r"`\1`", reason.text))
 
 
 def routing_page() -> str:

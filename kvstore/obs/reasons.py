@@ -1,7 +1,6 @@
-"""Text of reasons: the one table of their words and sentences (`kvstore.engine.why.reasons`).
+"""Text of reasons: their words, and their sentences (`Reason.text`) with the figures of a request.
 
-Words are for scripts and stay; several reasons share one. In a sentence, {name} is an engine or a
-space, {node} another node, and other braces are numbers. docs/reference/reasons.md is made of it.
+Words are for scripts and stay; several reasons share one.
 """
 
 from __future__ import annotations
@@ -17,65 +16,6 @@ from kvstore.engine.why.reasons import PushReport, Reason
 from kvstore.units import NS_PER_US, US_PER_MS, format_us
 from kvstore.wording import printable
 
-TEXTS: Final = {
-    Reason.EVICTED_FOR_STORES: "evicted from dram to make room for stores of {name}",
-    Reason.EVICTED_FOR_READS: "evicted from dram to make room for blocks {name} read from disk",
-    Reason.RECLAIMED: "its segment on disk, the oldest, was reclaimed",
-    Reason.CROWDED_OUT: "dropped from disk because the node's table was full",
-    Reason.CLEARED: "cleared",
-    Reason.FAILED_CHECK: "dropped because its bytes in dram failed their checksum",
-    Reason.FILE_LOST: "its record on disk was damaged or is gone",
-    Reason.FAILED_SCRUB: "dropped because the scrub found its bytes in dram changed",
-    Reason.DIVERGED: "dropped when its space was switched off by a shadow check",
-    Reason.NEVER_STORED: "never stored since the node started",
-    Reason.FORGOTTEN: "never stored, or gone for longer than is remembered",
-    Reason.UNEXAMINED: "not held; no reason recorded, since too many lookups ran at once",
-    Reason.TOO_MIXED: "too many different reasons to list",
-    Reason.RESET: "stored before the engine's cache was reset; held in space {name}",
-    Reason.OTHER_SPACE: "held in space {name} only: another model, other weights or settings",
-    Reason.NOT_ALL_SHARDS: "shards of some ranks are missing",
-    Reason.BEHIND_A_GAP: "held, but an earlier block of the prompt was missing",
-    Reason.BEHIND_A_GAP_ON_DISK: "on disk, but an earlier block of the prompt was missing",
-    Reason.NOT_READ: "on disk; dram had no room to read it into",
-    Reason.PROMOTION_DEADLINE: "on disk; not read within {waited}",
-    Reason.PROMOTION_COST: "on disk; computing it was estimated to be faster",
-    Reason.PINNED_SHARE_USED_UP: "held, but the engine's limit of pinned dram was reached",
-    Reason.SWITCHED_OFF: "its space is switched off (shadow check) until kvstore clear --space",
-    Reason.TOO_LATE: "fetched, but after the request had stopped waiting",
-    Reason.WAIT_COST: "fetched; computing it was estimated to be faster than waiting for it",
-    Reason.BEYOND_THE_QUESTION: "beyond the number of blocks that one lookup covers",
-    Reason.NOT_REMEMBERED: "the result of the lookup is no longer recorded",
-    Reason.NOT_NEEDED: "held, but the engine took fewer blocks",
-    Reason.NOT_PUSHED: "not pushed by node {node}: {name}",
-    Reason.NODE_UNREACHABLE: "the node was unreachable: stopped, restarting, or not attached yet",
-    Reason.BREAKER_OPEN: "the engine's circuit breaker was open after several failures",
-    Reason.COST_GATE: "too few tokens to be worth a load (min_load_tokens)",
-    Reason.NO_FULL_BLOCK: "the prompt has no full block",
-    Reason.OWN_CACHE: "nothing to load: the engine's own cache had it",
-    Reason.NOT_STORED: "the node did not hold the first block asked for",
-    Reason.DEADLINE: "the node's answer took longer than lookup_deadline_ms",
-    Reason.LOAD_FAILED: "the load failed and the rest was computed",
-    Reason.SHADOW_CHECK: "a hit, recomputed to compare it with the cache (shadow_every)",
-    Reason.ADAPTER: "the adapter's files are unreadable or have changed: see the engine's log",
-    Reason.IMAGE_UUID: "an image has a uuid from the client instead of a hash of its content",
-    Reason.IMAGES_OFF: "requests with images are neither stored nor loaded (images: none)",
-    Reason.NOT_ASKED: "no lookup: the request ended early, or may not read caches",
-    Reason.OTHER_VERSION: "unknown reason: the engine has another version",
-    Reason.GROUP_NOT_STORED: "not all KV cache groups had the blocks that a longer hit needs",
-    Reason.NO_ANSWER_YET: "the index had not yet named other nodes that hold it",
-    Reason.INDEX_UNREACHABLE: "other nodes unknown: the index is unreachable",
-    Reason.TOO_MANY_QUESTIONS: "other nodes not queried: too many queries at once",
-    Reason.NOBODY_HAS_IT: "no other node is known to hold it",
-    Reason.HERE_BY_NOW: "already here when node {node} could have served it",
-    Reason.FETCH_COST: "node {node} holds {known} blocks: fetching was estimated at {fetching},"
-    " computing at {computing}; a fetch must take at most half of that",
-    Reason.NODE_AVOIDED: "node {node} holds it; not fetched after {failures} failures in a row",
-    Reason.NO_ROOM: "node {node} holds it; dram had no room for fetched blocks",
-    Reason.ON_ITS_WAY: "{fetched} of {wanted} blocks came from node {node} before the wait ended",
-    Reason.FETCHED: "{fetched} of {wanted} blocks came from node {node} in {took}",
-    Reason.FETCH_FAILED: "fetch from node {node} failed after {took}: {fetched} of {wanted} came",
-}
-"""Reason → sentence."""
 _SHARED: Final = {
     "evicted": "EVICTED_FOR_STORES EVICTED_FOR_READS RECLAIMED CROWDED_OUT",
     "failed check": "FILE_LOST FAILED_SCRUB",
@@ -109,7 +49,7 @@ def word(reason: Reason) -> str:
 
 def of_request(row: RequestReport) -> str:
     """Why the request loaded nothing, or nothing more."""
-    text = of_range(row.missed, row) if row.missed else TEXTS[row.outcome] if row.outcome else ""
+    text = of_range(row.missed, row) if row.missed else row.outcome.text
     return printable(": ".join(part for part in (text, row.detail) if part))
 
 
@@ -145,7 +85,7 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
     if row.search is not None and (row.reason is Reason.TOO_LATE or row.reason is row.sought):
         return printable(_elsewhere(row))
     waited = format_us(request.promotion_us) if request else ""
-    text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited, node=row.node)
+    text = row.reason.text.format(name=row.name or "an engine", waited=waited, node=row.node)
     if row.reason <= Reason.DIVERGED:
         ages = [format_us(ms * US_PER_MS) for ms in row.left_ms]
         when = ages[0] if ages[0] == ages[1] else f"{ages[0]} to {ages[1]}"
@@ -180,7 +120,7 @@ def _elsewhere(row: RangeReport) -> str:
     assert search is not None
     if search.known and not row.node:
         return f"no other node is known to hold it; node {search.node} has {search.known} before it"
-    text = TEXTS[row.sought].format(
+    text = row.sought.text.format(
         **msgspec.structs.asdict(search),
         took=format_us((search.ended_ns - search.begun_ns) / NS_PER_US),
         fetching=format_us(search.fetch_ns / NS_PER_US),

@@ -21,9 +21,10 @@ from kvstore.cli.main import cli
 from kvstore.config.cluster import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.demo import flags as demo_flags
+from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import NodeReport
 from kvstore.obs.metrics import BY_NAME
-from kvstore.obs.reasons import TEXTS, word
+from kvstore.obs.reasons import word
 from kvstore.proto.rows import MemberReport
 from kvstore.units import GIB, TIB
 from scripts import reference
@@ -232,7 +233,7 @@ def test_log_lines_and_reasons_of_the_troubleshooting_page_are_in_the_code() -> 
     assert len(quoted) >= 19
     assert len(reasons) > 20
     missing = [text for text in quoted if text not in code]
-    missing += {*reasons} - {*map(word, TEXTS)}
+    missing += {*reasons} - {*map(word, Reason)}
     assert not missing
     assert not [text for text in quoted if "%" in text], "it is searched for as it is printed"
 

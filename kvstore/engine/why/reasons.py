@@ -1,14 +1,15 @@
-"""Why a block is not here, was not loaded, or did not come: codes, tombstones that keep them,
+"""Why a block is not here, was not loaded, or did not come: reasons, tombstones that keep them,
 searches of other nodes, and the values that moves and lookups report to the trail.
 
-Does not cover: texts of reasons (`kvstore.obs.reasons`), results of lookups (`findings`).
+Does not cover: words for scripts and whole texts (`kvstore.obs.reasons`), results of lookups
+(`findings`).
 """
 
 from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -26,76 +27,92 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Reason of a range of blocks, of a request, or of a question to the index.
+    """Reason of a range of blocks, of a request, or of a question to the index: its number, and the
+    sentence for people, which nothing here reads.
 
     Numbers never change: rows cross from a node to a command of another version. Those of
-    departures fit the byte that a tombstone has for them.
+    departures fit the byte that a tombstone has for them. In a sentence, {name} is an engine or a
+    space, {node} another node, and other braces are numbers. docs/reference/reasons.md lists them
+    in this order.
     """
+
+    text: str
+
+    def __new__(cls, number: int, text: str = "") -> Self:
+        made = int.__new__(cls, number)
+        made._value_, made.text = number, text
+        return made
 
     NONE = 0
 
     # A block left its last tier.
-    EVICTED_FOR_STORES = 1
-    EVICTED_FOR_READS = 2
-    RECLAIMED = 3
-    CROWDED_OUT = 4
-    CLEARED = 5
-    FAILED_CHECK = 6
-    FILE_LOST = 7
-    FAILED_SCRUB = 8
-    DIVERGED = 9
+    EVICTED_FOR_STORES = 1, "evicted from dram to make room for stores of {name}"
+    EVICTED_FOR_READS = 2, "evicted from dram to make room for blocks {name} read from disk"
+    RECLAIMED = 3, "its segment on disk, the oldest, was reclaimed"
+    CROWDED_OUT = 4, "dropped from disk because the node's table was full"
+    CLEARED = 5, "cleared"
+    FAILED_CHECK = 6, "dropped because its bytes in dram failed their checksum"
+    FILE_LOST = 7, "its record on disk was damaged or is gone"
+    FAILED_SCRUB = 8, "dropped because the scrub found its bytes in dram changed"
+    DIVERGED = 9, "dropped when its space was switched off by a shadow check"
 
     # A lookup did not find it, or not all of it.
-    NEVER_STORED = 20
-    FORGOTTEN = 21
-    UNEXAMINED = 22
-    TOO_MIXED = 23
-    OTHER_SPACE = 24
-    NOT_ALL_SHARDS = 25
-    BEHIND_A_GAP = 26
-    BEHIND_A_GAP_ON_DISK = 27
-    NOT_READ = 28
-    PROMOTION_DEADLINE = 29
-    PROMOTION_COST = 30
-    PINNED_SHARE_USED_UP = 31
-    SWITCHED_OFF = 32
-    TOO_LATE = 33
-    BEYOND_THE_QUESTION = 34
-    NOT_REMEMBERED = 35
-    NOT_NEEDED = 36
-    NOT_PUSHED = 37
-    RESET = 38
-    WAIT_COST = 39
+    NEVER_STORED = 20, "never stored since the node started"
+    FORGOTTEN = 21, "never stored, or gone for longer than is remembered"
+    UNEXAMINED = 22, "not held; no reason recorded, since too many lookups ran at once"
+    TOO_MIXED = 23, "too many different reasons to list"
+    RESET = 38, "stored before the engine's cache was reset; held in space {name}"
+    OTHER_SPACE = 24, "held in space {name} only: another model, other weights or settings"
+    NOT_ALL_SHARDS = 25, "shards of some ranks are missing"
+    BEHIND_A_GAP = 26, "held, but an earlier block of the prompt was missing"
+    BEHIND_A_GAP_ON_DISK = 27, "on disk, but an earlier block of the prompt was missing"
+    NOT_READ = 28, "on disk; dram had no room to read it into"
+    PROMOTION_DEADLINE = 29, "on disk; not read within {waited}"
+    PROMOTION_COST = 30, "on disk; computing it was estimated to be faster"
+    PINNED_SHARE_USED_UP = 31, "held, but the engine's limit of pinned dram was reached"
+    SWITCHED_OFF = 32, "its space is switched off (shadow check) until kvstore clear --space"
+    TOO_LATE = 33, "fetched, but after the request had stopped waiting"
+    WAIT_COST = 39, "fetched; computing it was estimated to be faster than waiting for it"
+    BEYOND_THE_QUESTION = 34, "beyond the number of blocks that one lookup covers"
+    NOT_REMEMBERED = 35, "the result of the lookup is no longer recorded"
+    NOT_NEEDED = 36, "held, but the engine took fewer blocks"
+    NOT_PUSHED = 37, "not pushed by node {node}: {name}"
 
     # The engine decided: see `reason_of`.
-    NODE_UNREACHABLE = 50
-    BREAKER_OPEN = 51
-    COST_GATE = 52
-    NO_FULL_BLOCK = 53
-    NOT_STORED = 54
-    DEADLINE = 55
-    LOAD_FAILED = 56
-    SHADOW_CHECK = 57
-    ADAPTER = 58
-    IMAGE_UUID = 59
-    IMAGES_OFF = 60
-    NOT_ASKED = 61
-    OTHER_VERSION = 62
-    GROUP_NOT_STORED = 63
-    OWN_CACHE = 64
+    NODE_UNREACHABLE = 50, "the node was unreachable: stopped, restarting, or not attached yet"
+    BREAKER_OPEN = 51, "the engine's circuit breaker was open after several failures"
+    COST_GATE = 52, "too few tokens to be worth a load (min_load_tokens)"
+    NO_FULL_BLOCK = 53, "the prompt has no full block"
+    OWN_CACHE = 64, "nothing to load: the engine's own cache had it"
+    NOT_STORED = 54, "the node did not hold the first block asked for"
+    DEADLINE = 55, "the node's answer took longer than lookup_deadline_ms"
+    LOAD_FAILED = 56, "the load failed and the rest was computed"
+    SHADOW_CHECK = 57, "a hit, recomputed to compare it with the cache (shadow_every)"
+    ADAPTER = 58, "the adapter's files are unreadable or have changed: see the engine's log"
+    IMAGE_UUID = 59, "an image has a uuid from the client instead of a hash of its content"
+    IMAGES_OFF = 60, "requests with images are neither stored nor loaded (images: none)"
+    NOT_ASKED = 61, "no lookup: the request ended early, or may not read caches"
+    OTHER_VERSION = 62, "unknown reason: the engine has another version"
+    GROUP_NOT_STORED = 63, "not all KV cache groups had the blocks that a longer hit needs"
 
     # What became of asking other nodes.
-    NO_ANSWER_YET = 80
-    INDEX_UNREACHABLE = 81
-    TOO_MANY_QUESTIONS = 82
-    NOBODY_HAS_IT = 83
-    HERE_BY_NOW = 84
-    FETCH_COST = 85
-    NODE_AVOIDED = 86
-    NO_ROOM = 87
-    ON_ITS_WAY = 88
-    FETCHED = 89
-    FETCH_FAILED = 90
+    NO_ANSWER_YET = 80, "the index had not yet named other nodes that hold it"
+    INDEX_UNREACHABLE = 81, "other nodes unknown: the index is unreachable"
+    TOO_MANY_QUESTIONS = 82, "other nodes not queried: too many queries at once"
+    NOBODY_HAS_IT = 83, "no other node is known to hold it"
+    HERE_BY_NOW = 84, "already here when node {node} could have served it"
+    FETCH_COST = (
+        85,
+        (
+            "node {node} holds {known} blocks: fetching was estimated at {fetching}, computing at"
+            " {computing}; a fetch must take at most half of that"
+        ),
+    )
+    NODE_AVOIDED = 86, "node {node} holds it; not fetched after {failures} failures in a row"
+    NO_ROOM = 87, "node {node} holds it; dram had no room for fetched blocks"
+    ON_ITS_WAY = 88, "{fetched} of {wanted} blocks came from node {node} before the wait ended"
+    FETCHED = 89, "{fetched} of {wanted} blocks came from node {node} in {took}"
+    FETCH_FAILED = 90, "fetch from node {node} failed after {took}: {fetched} of {wanted} came"
 
 
 _CLASSES: Final = {

@@ -9,7 +9,6 @@ import pytest
 
 from kvstore.connector.prompts import why_left_out
 from kvstore.engine.why.reasons import reason_of
-from kvstore.obs.reasons import TEXTS
 from kvstore.wire import messages as m
 from tests.unit.connector.real_requests import real_request
 from tests.unit.connector.test_scheduler_side import (
@@ -65,7 +64,7 @@ def test_an_image_that_its_client_named_is_left_out(make_side: MakeSide) -> None
     assert hinted == [b"".join(one.block_hashes) for one in asked[:2]]
     told = [story for story in stories(link) if story[0] in {"r2", "r3"}]
     assert told == [("r2", "image uuid"), ("r3", "image uuid")]
-    assert "uuid" in TEXTS[reason_of("image uuid")]
+    assert "uuid" in reason_of("image uuid").text
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
