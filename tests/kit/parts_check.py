@@ -12,7 +12,7 @@ from kvstore.engine.memory.policies import Words
 from kvstore.engine.moves.files import ReadQueue
 from kvstore.engine.sessions import leases as leases_module
 from kvstore.engine.sessions.leases import Leases
-from kvstore.engine.why import findings, reasons
+from kvstore.engine.why import findings
 from kvstore.engine.why.findings import Trail
 
 
@@ -51,4 +51,4 @@ def check_trail(trail: Trail) -> None:
         assert len(finding.rest) <= findings.RANGES_MAX
         assert (finding.keys is None) or not finding.rest
     assert len(trail._pushes) <= findings.TRANSFERS_MAX
-    assert len(trail.searches._by_number) <= reasons.SEARCHES_MAX
+    assert len(trail.searches) <= findings.SEARCHES_MAX

@@ -159,7 +159,7 @@ class Fetches:
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number = next(state.numbers)
         keys = keys.copy()  # not the rest of the message
-        search = state.trail.searches.asked(number, len(keys), Reason.NO_ANSWER_YET)
+        search = state.trail.searches[number] = Search(number, len(keys), Reason.NO_ANSWER_YET)
         self._locating[number] = _Locating(asker, keys, search)
         self._expect(number, asker, keys)
         state.counters.locates += 1
@@ -174,8 +174,9 @@ class Fetches:
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
 
     def _unasked(self, keys: Keys, why: Reason) -> Wanted:
-        number = next(self._state.numbers)
-        return Wanted(0, self._state.trail.searches.asked(number, len(keys), why))
+        search = Search(next(self._state.numbers), len(keys), why)
+        self._state.trail.searches[search.number] = search
+        return Wanted(0, search)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[Search, int]:
         """The query that brings this key of a scope, and the key's place in it."""

@@ -14,7 +14,8 @@ Does not cover: the values that are reported (`reasons`), requests (`explain`).
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -32,11 +33,10 @@ from kvstore.engine.why.reasons import (
     PushReport,
     Reason,
     Search,
-    Searches,
     Tombstones,
     Wanted,
 )
-from kvstore.types import SpaceId
+from kvstore.types import Latest, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
 
@@ -134,7 +134,7 @@ class Finding(msgspec.Struct):
             origins[begin : begin + len(some)] = some
         return origins
 
-    def ranges(self, searches: Searches, begin: int) -> list[RangeReport]:
+    def ranges(self, searches: Mapping[int, Search], begin: int) -> list[RangeReport]:
         """Ranges of leased blocks, then of the others, numbered from `begin`, the lookup's first
         block in the prompt. The finding must have been examined."""
         origins, found = self.leased(), []
@@ -299,9 +299,10 @@ def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
 #     pushes: asked ─▶ granted ─▶ first byte ─▶ last byte ─▶ verified and sealed ─▶ pushed
 #
 # Rules. 1: no move depends on what it reports. 2: all is bounded:
-# FINDINGS_MAX lookups, PENDING_KEYS_MAX keys that wait to be examined, TRANSFERS_MAX transfers of
-# PARTS_MAX pushes, with counts, times and names of nodes only.
+# FINDINGS_MAX lookups, PENDING_KEYS_MAX keys that wait to be examined, SEARCHES_MAX searches,
+# TRANSFERS_MAX transfers of PARTS_MAX pushes, with counts, times and names of nodes only.
 
+SEARCHES_MAX: Final = 4096
 FINDINGS_MAX: Final = 4096
 PENDING_KEYS_MAX: Final = 1 << 16
 LOOKS_PER_TICK: Final = 16_384
@@ -318,13 +319,13 @@ class Trail:
 
     def __init__(self, *, block_count_max: int) -> None:
         self.tombstones = Tombstones(block_count_max=block_count_max)
-        self.searches = Searches()
-        self._findings: OrderedDict[tuple[int, int], Finding] = OrderedDict()
+        self.searches = Latest[int, Search](SEARCHES_MAX)
+        self._findings = Latest[tuple[int, int], Finding](FINDINGS_MAX)
         """The latest lookups, by (session, lease)."""
         self._pending: deque[Finding] = deque()
         self._pending_keys = 0
-        self._pushes: OrderedDict[tuple[str, str], list[PushReport]] = OrderedDict()
-        """Pushes that have ended, by (tenant, transfer), the oldest in front."""
+        self._pushes = Latest[tuple[str, str], list[PushReport]](TRANSFERS_MAX)
+        """Pushes that have ended, by (tenant, transfer)."""
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
@@ -382,8 +383,6 @@ class Trail:
     def _add(self, connection: Connection, lease: int, finding: Finding) -> None:
         """Keep a finding; the oldest one gives way. Its keys are queued to be examined."""
         self._findings[connection.owner.open_session, lease] = finding
-        if len(self._findings) > FINDINGS_MAX:
-            self._findings.popitem(last=False)
         if finding.keys is not None:
             count = len(finding.keys)
             if self._pending_keys + count > PENDING_KEYS_MAX:
@@ -408,8 +407,6 @@ class Trail:
         told = self._pushes.setdefault((tenant, transfer), [])
         if len(told) < PARTS_MAX:
             told.append(report)
-        if len(self._pushes) > TRANSFERS_MAX:
-            self._pushes.popitem(last=False)
 
     # ── what is kept ─────────────────────────────────────────────────────────────────────────────
 

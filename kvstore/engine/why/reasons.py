@@ -8,7 +8,6 @@ Does not cover: words for scripts and whole texts (`kvstore.obs.reasons`), resul
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 import msgspec
@@ -231,10 +230,8 @@ class Tombstones:
 #     asked ─▶ no node, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
 #
 # Lookups that wait for the same blocks share the record, and so do those that would have asked
-# again. The newest SEARCHES_MAX are kept, with counts, times and the names of nodes, no keys. Does
-# not cover: decisions (`moves.fetches`), the blocks that a search is about (`findings`).
-
-SEARCHES_MAX: Final = 4096
+# again. It has counts, times and the names of nodes, no keys. Does not cover: decisions
+# (`moves.fetches`), the blocks that a search is about, which searches are kept (`findings`).
 
 
 class Search(msgspec.Struct):
@@ -244,6 +241,7 @@ class Search(msgspec.Struct):
     asked: int
     """Number of blocks in the query."""
     sought: Reason
+    """Result so far; at first NO_ANSWER_YET, or why the index was not asked."""
     node: str = ""
     """Node that was chosen; if none was, the one that was too slow or in back-off."""
     known: int = 0
@@ -321,25 +319,6 @@ class Search(msgspec.Struct):
         if not self.under_way:
             is_whole = self.fetched == self.wanted
             self.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
-
-
-class Searches:
-    """Searches by number; the newest SEARCHES_MAX."""
-
-    def __init__(self) -> None:
-        self._by_number: OrderedDict[int, Search] = OrderedDict()
-
-    def get(self, number: int) -> Search | None:
-        """The search with this number; None: it is not kept any more."""
-        return self._by_number.get(number)
-
-    def asked(self, number: int, blocks: int, why: Reason) -> Search:
-        """A new search for this many blocks. `why`: NO_ANSWER_YET, or the reason why the index was
-        not asked."""
-        search = self._by_number[number] = Search(number, blocks, why)
-        if len(self._by_number) > SEARCHES_MAX:
-            self._by_number.popitem(last=False)
-        return search
 
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────

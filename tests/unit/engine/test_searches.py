@@ -9,7 +9,7 @@ import pytest
 from kvstore.engine.events import Candidate, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
-from kvstore.engine.why import reasons
+from kvstore.engine.why import findings
 from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
@@ -201,7 +201,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
 
 
 def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasons, "SEARCHES_MAX", 1)
+    monkeypatch.setattr(findings, "SEARCHES_MAX", 1)
     node, peer = attached(PeerNode())
     peer.lease(1, 1)
     node.locate(("far", 1))
