@@ -44,7 +44,7 @@ from kvstore.net.server import (
 )
 from kvstore.net.site import ROWS_MAX, make_site
 from kvstore.obs import logs
-from kvstore.obs.metrics import Family, family
+from kvstore.obs.metrics import Values
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
@@ -65,6 +65,7 @@ PING_TIMEOUT_MS: Final = 5_000
 """… and is closed when no answer comes for this long."""
 PING_LEAST_MS: Final = 1_000
 """Shortest interval of a client's pings; a client that pings more often is disconnected."""
+TRUSTS: Final = ("exact", "catching-up", "stale", "out")
 SERVICES: Final = (
     pb.DESCRIPTOR.services_by_name["Index"].full_name,
     health.SERVICE_NAME,
@@ -154,30 +155,26 @@ class Replica:
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────
 
-    def families(self) -> list[Family]:
+    def metrics(self) -> Values:
         """Metrics of this replica. Raises TimeoutError if its loop does not answer."""
-        return self._loop.call(self._families(), timeout_s=PAGE_TIMEOUT_S)
+        return self._loop.call(self._metrics(), timeout_s=PAGE_TIMEOUT_S)
 
-    async def _families(self) -> list[Family]:
+    async def _metrics(self) -> Values:
         service, sizes = self._service, self._store.statistics()
         trusts = [member.trust for member in self._store.members(now_ms())]
         states = [("out" if trust is None else trust.word) for trust in trusts]
-        names = ("exact", "catching-up", "stale", "out")
-        return [
-            family("kvstore_index_entries", [((), sizes.entry_count)]),
-            family("kvstore_index_blocks", [((), sizes.block_count)]),
-            family("kvstore_index_memory_bytes", [((), sizes.memory_bytes)]),
-            family("kvstore_index_evictions_total", [((), sizes.evicted_count)]),
-            family("kvstore_index_nodes", [((name,), states.count(name)) for name in names]),
-            family("kvstore_index_feeds", [((), service.feed_count)]),
-            family("kvstore_index_store_up", [((), int(not self._store.trouble))]),
-            family("kvstore_index_store_failures_total", [((), self._store.failure_count)]),
-            family("kvstore_index_watchers", [((), service.watcher_count)]),
-            *(
-                family(f"kvstore_index_{name}_total", [((), count)])
-                for name, count in vars(service.counters).items()
-            ),
-        ]
+        return {
+            "index_entries": sizes.entry_count,
+            "index_blocks": sizes.block_count,
+            "index_memory_bytes": sizes.memory_bytes,
+            "index_evictions_total": sizes.evicted_count,
+            "index_nodes": {each: states.count(each) for each in TRUSTS},
+            "index_feeds": service.feed_count,
+            "index_store_up": int(not self._store.trouble),
+            "index_store_failures_total": self._store.failure_count,
+            "index_watchers": service.watcher_count,
+            **{f"index_{name}_total": count for name, count in vars(service.counters).items()},
+        }
 
     def state(self) -> dict[str, Any]:
         """Sections of this replica's web page. Raises TimeoutError if its loop does not answer."""
@@ -223,19 +220,18 @@ def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
     """Pages of a replica by path: /metrics, /healthz and its web pages. `tls`: as read at its
     start."""
 
-    def families() -> list[Family]:
-        info = family("kvstore_index_info", [((__version__,), 1)])
-        return [info, certificate_ends(tls), *replica.families()]
+    def values() -> Values:
+        return {"index_info": {__version__: 1}} | certificate_ends(tls) | replica.metrics()
 
     def healthz() -> Page:
         try:
-            replica.families()
+            replica.metrics()
         except TimeoutError:
             return text_page(503, "the index did not answer in time")
         return text_page(200, ", but ".join(filter(None, ["ok", replica.note])))
 
     site = make_site(healthz, replica.state)
-    metrics = metrics_page(families, busy="the index is busy: ask again later")
+    metrics = metrics_page(values, busy="the index is busy: ask again later")
     return {"/metrics": metrics, "/healthz": healthz, **site}
 
 

@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 from kvstore.config.values import HostPort, joined
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.mailbox import Mailbox
-from kvstore.obs.metrics import Family
+from kvstore.obs.metrics import Family, Values, families
 from kvstore.wording import cannot_listen
 
 HEAD_BYTES_MAX: Final = 8 << 10
@@ -81,15 +81,15 @@ def text_page(status: int, text: str) -> Page:
 
 
 class _Families(Collector):
-    def __init__(self, read: Callable[[], Iterable[Family]]) -> None:
+    def __init__(self, read: Callable[[], Values]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Family]:
-        return self._read()
+        return families(self._read())
 
 
-def metrics_page(read: Callable[[], Iterable[Family]], *, busy: str = "") -> PageMaker:
-    """The page /metrics. `read`: returns the families, or raises NodeBusy or TimeoutError, and the
+def metrics_page(read: Callable[[], Values], *, busy: str = "") -> PageMaker:
+    """The page /metrics. `read`: returns the values, or raises NodeBusy or TimeoutError, and the
     page is `busy` then; empty: the error's text."""
 
     def page() -> Page:

@@ -32,7 +32,7 @@ import grpc
 from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
 from kvstore.net.http import listening
-from kvstore.obs.metrics import Family, family
+from kvstore.obs.metrics import Values
 from kvstore.wire.identity import Identity, identities_of
 from kvstore.wording import cannot_listen
 
@@ -107,11 +107,9 @@ def require_node(context: Any, node: str) -> None:
         raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
 
 
-def certificate_ends(tls: Tls | None) -> Family:
+def certificate_ends(tls: Tls | None) -> Values:
     """Metric of the end of this component's certificate; without a value if there is none."""
-    return family(
-        "kvstore_certificate_expires_timestamp_seconds", [((), tls.ends_s)] if tls else []
-    )
+    return {"certificate_expires_timestamp_seconds": tls.ends_s if tls else {}}
 
 
 def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:

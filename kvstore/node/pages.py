@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,7 +25,7 @@ from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs import reasons
-from kvstore.obs.metrics import STEPS, Buckets, Family, Sample, absent, family
+from kvstore.obs.metrics import STEPS, Buckets, Values, with_absent
 from kvstore.peers.changes import EventCounters
 from kvstore.supervisor.handover import LoadedCode
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
@@ -69,152 +69,120 @@ class NodeCollector:
     away_ns: int = 0
     """Time from the end of the process before until this one served."""
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Values:
         """All metrics of the node; those of parts that it lacks are named, without a value.
 
         Raises NodeBusy when the loop does not answer.
         """
         found = self.driver.query(
-            lambda engine: [*self._process_families(engine), *_engine_families(engine)],
+            lambda engine: self._values_of_process(engine) | _values_of_engine(engine),
             timeout_s=METRICS_TIMEOUT_S,
         )
         member, traces = self.driver.executor.member, self.driver.executor.traces
-        found += member.families() if member is not None else []
+        found |= member.metrics() if member is not None else {}
         if traces is not None:
-            found.append(family("kvstore_traced_requests_total", traces.counts))
-        yield from found
-        yield from absent(found)
-        yield from member.index_families() if member is not None else ()
+            found["traced_requests_total"] = traces.counts
+        return with_absent(found) | (member.index_metrics() if member is not None else {})
 
     @property
     def refused(self) -> str:
         """Reason of the last recent refusal of a process."""
         return self.driver.executor.attach.counters.refused.trouble(time.monotonic_ns())
 
-    def _process_families(self, engine: Engine) -> list[Family]:
-        hbm = [(("hbm",), tier.capacity_bytes) for tier in engine.tiers()[2:]]
+    def _values_of_process(self, engine: Engine) -> Values:
+        hbm = {tier.tier: tier.capacity_bytes for tier in engine.tiers()[2:]}
         loop, parts = self.driver.counters, self.driver.executor
         door, tier = parts.attach.counters, parts.tier
         events = parts.publisher.counters if parts.publisher else EventCounters()
-        return [
-            family("kvstore_info", [((self.code.version, f"{self.incarnation:016x}"), 1)]),
-            family("kvstore_restart_gap_seconds", [((), self.away_ns / NS_PER_S)]),
-            family("kvstore_ready_bytes", [(("dram",), tier.ready_bytes), *hbm]),
-            family("kvstore_capacity_bytes", [(("dram",), tier.capacity_bytes), *hbm]),
-            family("kvstore_connections", [((), parts.attach.socket_count)]),
-            family("kvstore_connections_accepted_total", [((), door.accepted)]),
-            family(
-                "kvstore_connections_refused_total", [((k,), n) for k, n in door.refused.items()]
-            ),
-            family("kvstore_connections_ended_total", [((k,), n) for k, n in door.ended.items()]),
-            family(
-                "kvstore_datagrams_total",
-                [(("received",), door.datagrams_received), (("sent",), door.datagrams_sent)],
-            ),
-            family("kvstore_step_seconds", [loop.steps.row((), STEPS)]),
-            family("kvstore_loop_failures_total", [((), loop.failures)]),
-            family("kvstore_heartbeat_gap_seconds", [((), loop.beat_gap_ns_max / NS_PER_S)]),
-            family("kvstore_queries_total", [((), loop.queries)]),
-            *(
-                family(f"kvstore_event_{name}_total", [((), count)])
-                for name, count in vars(events).items()
-            ),
-        ]
+        return {
+            "info": {(self.code.version, f"{self.incarnation:016x}"): 1},
+            "restart_gap_seconds": self.away_ns / NS_PER_S,
+            "ready_bytes": {"dram": tier.ready_bytes, **hbm},
+            "capacity_bytes": {"dram": tier.capacity_bytes, **hbm},
+            "connections": parts.attach.socket_count,
+            "connections_accepted_total": door.accepted,
+            "connections_refused_total": door.refused,
+            "connections_ended_total": door.ended,
+            "datagrams_total": {"received": door.datagrams_received, "sent": door.datagrams_sent},
+            "step_seconds": {(): loop.steps.buckets(STEPS)},
+            "loop_failures_total": loop.failures,
+            "heartbeat_gap_seconds": loop.beat_gap_ns_max / NS_PER_S,
+            "queries_total": loop.queries,
+            **{f"event_{name}_total": count for name, count in vars(events).items()},
+        }
 
 
-def _engine_families(engine: Engine) -> list[Family]:
+def _values_of_engine(engine: Engine) -> Values:
     (node,), tiers, counters = engine.nodes(), engine.tiers(), engine.counters
     dram, file, *_ = tiers
-    quotas = engine.quotas()
+    quotas = [row for row in engine.quotas() if row.quota]
     has_budget = file.budget_left_bytes != NO_BUDGET
-    return [
-        family("kvstore_blocks", [((tier.tier,), tier.blocks) for tier in tiers]),
-        family("kvstore_used_bytes", [((tier.tier,), tier.used_bytes) for tier in tiers]),
-        family("kvstore_pinned_bytes", [((dram.tier,), dram.pinned_bytes)]),
-        family(
-            "kvstore_slots", [((each,), getattr(dram, f"slots_{each}")) for each in SLOT_STATES]
-        ),
-        family(
-            "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
-        ),
-        *_integrity_families(tiers[:2], engine.spaces_off()),
-        family("kvstore_shadow_error_max", [((), engine.worst_shadow_error)]),
-        *(
-            family(
-                f"kvstore_quota_{name}_bytes",
-                [((row.quota,), getattr(row, f"{name}_bytes")) for row in quotas if row.quota],
-            )
-            for name in ("promised", "used")
-        ),
-        family("kvstore_restarts_total", [((), node.restarts)]),
-        family("kvstore_sessions", [((), node.sessions)]),
-        family("kvstore_engines_unserved", [((), len(engine.unserved()))]),
-        family("kvstore_leases", [((), node.leases)]),
-        family("kvstore_landing_bytes", engine.landing_bytes().items()),
-        family("kvstore_pushes", engine.push_counts().items()),
-        *_ledger_families(engine.explain.ledger),
-        family(
-            "kvstore_eviction_age_seconds",
-            [_age_buckets(tier, ages) for tier, ages in engine.eviction_ages().items()],
-        ),
-        family(
-            "kvstore_expected_hit_ratio",
-            [((r.capacity,), r.hit_ratio) for r in engine.curve() if r.hit_ratio is not None],
-        ),
-        family(
-            "kvstore_file_blocks_not_written_total",
-            [((why,), getattr(counters, name)) for name, why in NOT_WRITTEN.items()],
-        ),
-        *(
-            family(f"kvstore_{name}_total", [((), getattr(counters, name))])
+    return {
+        "blocks": {tier.tier: tier.blocks for tier in tiers},
+        "used_bytes": {tier.tier: tier.used_bytes for tier in tiers},
+        "pinned_bytes": {dram.tier: dram.pinned_bytes},
+        "slots": {each: getattr(dram, f"slots_{each}") for each in SLOT_STATES},
+        "file_budget_left_bytes": file.budget_left_bytes if has_budget else {},
+        **_values_of_integrity(tiers[:2], engine.spaces_off()),
+        "shadow_error_max": engine.worst_shadow_error,
+        "quota_promised_bytes": {row.quota: row.promised_bytes for row in quotas},
+        "quota_used_bytes": {row.quota: row.used_bytes for row in quotas},
+        "restarts_total": node.restarts,
+        "sessions": node.sessions,
+        "engines_unserved": len(engine.unserved()),
+        "leases": node.leases,
+        "landing_bytes": engine.landing_bytes(),
+        "pushes": engine.push_counts(),
+        **_values_of_ledger(engine.explain.ledger),
+        "eviction_age_seconds": {
+            tier.name.lower(): _age_buckets(ages) for tier, ages in engine.eviction_ages().items()
+        },
+        "expected_hit_ratio": {
+            r.capacity: r.hit_ratio for r in engine.curve() if r.hit_ratio is not None
+        },
+        "file_blocks_not_written_total": {
+            why: getattr(counters, name) for name, why in NOT_WRITTEN.items()
+        },
+        **{
+            f"{name}_total": getattr(counters, name)
             for name in counters.__struct_fields__
             if name not in (*NOT_WRITTEN, STORED)
-        ),
-    ]
+        },
+    }
 
 
-def _ledger_families(ledger: Ledger) -> list[Family]:
-    def by_name(field: str) -> list[Sample]:
-        return [(name, getattr(its, field)) for name, its in ledger.accounts.items()]
-
-    def by_tier(kind: str) -> Family:
-        samples = [(name, getattr(its, f"{kind}_ns")) for name, its in ledger.savings.items()]
-        seconds = [(name, ns / NS_PER_S) for name, ns in samples if ns]
-        return family(f"kvstore_{kind}_seconds_total", seconds)
-
-    return [
-        family("kvstore_blocks_hit_total", [((k,), n) for k, n in ledger.hits.items()]),
-        family("kvstore_blocks_missed_total", [((k,), n) for k, n in ledger.misses.items()]),
-        family("kvstore_prompt_tokens_total", by_name("prompt_tokens")),
-        family("kvstore_loaded_tokens_total", by_name("loaded_tokens")),
-        family(f"kvstore_{STORED}_total", by_name(STORED)),
-        *(by_tier(kind) for kind in ("saved", "spent", "lost")),
-    ]
+def _values_of_ledger(ledger: Ledger) -> Values:
+    found: Values = {"blocks_hit_total": ledger.hits, "blocks_missed_total": ledger.misses}
+    for field in ("prompt_tokens", "loaded_tokens", STORED):
+        found[f"{field}_total"] = {k: getattr(its, field) for k, its in ledger.accounts.items()}
+    for kind in ("saved", "spent", "lost"):
+        its_ns = {k: getattr(its, f"{kind}_ns") for k, its in ledger.savings.items()}
+        found[f"{kind}_seconds_total"] = {k: ns / NS_PER_S for k, ns in its_ns.items() if ns}
+    return found
 
 
-def _age_buckets(tier: TierName, ages: Ages) -> Buckets:
+def _age_buckets(ages: Ages) -> Buckets:
     upto = zip((*BOUNDS_S, math.inf), itertools.accumulate(ages.counts), strict=True)
-    return (tier.name.lower(),), dict(upto), ages.total_ns / NS_PER_S
+    return dict(upto), ages.total_ns / NS_PER_S
 
 
-def _integrity_families(
+def _values_of_integrity(
     tiers: Sequence[TierReport], spaces_off: Sequence[tuple[str, SpaceId, TierName | None]]
-) -> list[Family]:
+) -> Values:
     off = {name: sum(tier is kind for *_, tier in spaces_off) for name, kind in OFF_LABELS.items()}
-    ages = [((tier.tier,), tier.scrub_age_ms / MS_PER_S) for tier in tiers]
+    ages = {tier.tier: tier.scrub_age_ms / MS_PER_S for tier in tiers}
     file = tiers[1]
-    return [
-        *(
-            family(f"kvstore_{name}_total", [((t.tier,), getattr(t, name)) for t in tiers])
+    return {
+        **{
+            f"{name}_total": {tier.tier: getattr(tier, name) for tier in tiers}
             for name in ("scrubbed_blocks", "scrubbed_bytes", "scrub_bad")
-        ),
-        family("kvstore_scrub_age_seconds", [age for age in ages if age[1] >= 0]),
-        family("kvstore_spaces_off", [((name,), float(count)) for name, count in off.items()]),
-        family(
-            "kvstore_breaker_open",
-            [(("file", way), BREAKER_LEVELS[getattr(file, way)]) for way in ("reads", "writes")],
-        ),
-    ]
+        },
+        "scrub_age_seconds": {tier: age_s for tier, age_s in ages.items() if age_s >= 0},
+        "spaces_off": off,
+        "breaker_open": {
+            ("file", way): BREAKER_LEVELS[getattr(file, way)] for way in ("reads", "writes")
+        },
+    }
 
 
 def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -290,31 +290,34 @@ ROUTER_METRICS: Final = _rows(
 """Metrics of a router."""
 BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS, *ROUTER_METRICS)}
 
-Sample = tuple[Sequence[str], float]
-Buckets = tuple[Sequence[str], Mapping[float, int], float]
-"""(label values, count up to each bound of which the last is infinite, total) of a histogram."""
+Buckets = tuple[Mapping[float, int], float]
+"""(count up to each bound of which the last is infinite, total) of a histogram."""
+Values = dict[str, float | Mapping[Any, float] | Mapping[Any, Buckets]]
+"""Values of listed metrics, by name without `kvstore_`: the one value of a metric without labels,
+else values by label, or by a tuple of several labels."""
 
 
-def family(name: str, samples: Iterable[Sample | Buckets]) -> Family:
-    """The family of a listed metric with its samples: Buckets of a histogram, else
-    (label values, value).
-    """
-    metric = BY_NAME[name]
-    made: Family = _FAMILIES[metric.kind](name, metric.help, labels=metric.labels)
-    add: Any = made.add_metric
-    for labels, value, *total in samples:
-        if isinstance(value, Mapping):
-            counts = [("+Inf" if math.isinf(b) else repr(b), float(n)) for b, n in value.items()]
-            add(labels, counts, *total)
-        else:
-            add(labels, value)
-    return made
+def families(values: Values) -> Iterator[Family]:
+    """The families of these metrics, for prometheus_client."""
+    for name, its in values.items():
+        metric = BY_NAME[f"kvstore_{name}"]
+        made: Family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
+        add: Any = made.add_metric
+        for label, value in (its if isinstance(its, Mapping) else {(): its}).items():
+            labels = label if isinstance(label, tuple) else (label,)
+            if isinstance(value, tuple):
+                upto = value[0].items()
+                counts = [("+Inf" if math.isinf(b) else repr(b), float(n)) for b, n in upto]
+                add(labels, counts, value[1])
+            else:
+                add(labels, value)
+        yield made
 
 
-def absent(found: Iterable[Family]) -> list[Family]:
-    """The node's families that are not among these, without a value."""
-    names = {each.name for each in found}  # counters without _total, as in prometheus_client
-    return [family(m.name, ()) for m in METRICS if m.name.removesuffix("_total") not in names]
+def with_absent(found: Values) -> Values:
+    """These values of a node, and its metrics that are not among them, without a value."""
+    names = (metric.name.removeprefix("kvstore_") for metric in METRICS)
+    return found | {name: {} for name in names if name not in found}
 
 
 # ── durations ─────────────────────────────────────────────────────────────────────────────────────
@@ -366,12 +369,12 @@ class Timings:
                 return bound
         return 0
 
-    def row(self, labels: Sequence[str], of: range) -> Buckets:
-        """(labels, upper bound in seconds → durations up to it, sum in seconds) for /metrics, with
-        these buckets and one of all.
+    def buckets(self, of: range) -> Buckets:
+        """(upper bound in seconds → durations up to it, sum in seconds) for /metrics, with these
+        buckets and one of all.
         """
         found = {BOUNDS_NS[n] / NS_PER_S: sum(self.counts[: n + 1]) for n in of}
-        return labels, found | {math.inf: self.count}, self.total_ns / NS_PER_S
+        return found | {math.inf: self.count}, self.total_ns / NS_PER_S
 
     @property
     def bytes_per_s(self) -> int:

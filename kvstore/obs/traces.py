@@ -81,9 +81,9 @@ class Traces(ABC, Generic[_T]):
         """
 
     @property
-    def counts(self) -> list[tuple[tuple[str], int]]:
-        """((result,), number of requests) of each result."""
-        return [(("exported",), self._exported), (("dropped",), self._refused + self._failed)]
+    def counts(self) -> dict[str, int]:
+        """Number of requests by result."""
+        return {"exported": self._exported, "dropped": self._refused + self._failed}
 
     def put(self, ended: _T) -> None:
         """Queue a request that has ended, or drop it if the queue is full. Never waits. Called from

@@ -41,7 +41,7 @@ from kvstore.net.server import (
     listen,
     warn_of_its_end,
 )
-from kvstore.obs.metrics import TRANSFERS, Family, Timings, family
+from kvstore.obs.metrics import TRANSFERS, Timings, Values
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
@@ -255,24 +255,21 @@ class Peering:
             fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
         )
 
-    def families(self) -> list[Family]:
+    def metrics(self) -> Values:
         """Metrics of fetches, pushes and the transfer worker."""
-        fetcher, timings = self.fetcher, self._timings
-        return [
-            family("kvstore_fetch_damaged_total", [((), fetcher.damaged)]),
-            family("kvstore_fetch_not_kept_total", [((), fetcher.not_kept)]),
-            family("kvstore_fetched_bytes_total", [((), fetcher.fetched_bytes)]),
-            family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
-            family("kvstore_transfer_worker_restarts_total", [((), self.transfer_worker.restarts)]),
-            family("kvstore_transfer_worker_refused_total", [((), self.transfer_worker.refused)]),
-            family(
-                "kvstore_transfer_seconds",
-                [
-                    its.row((kind, self.transport), TRANSFERS if kind in WHOLE else range(0))
-                    for kind, its in timings.items()
-                ],
-            ),
-        ]
+        fetcher = self.fetcher
+        return {
+            "fetch_damaged_total": fetcher.damaged,
+            "fetch_not_kept_total": fetcher.not_kept,
+            "fetched_bytes_total": fetcher.fetched_bytes,
+            "prepares_refused_total": self.preparer.refused_count,
+            "transfer_worker_restarts_total": self.transfer_worker.restarts,
+            "transfer_worker_refused_total": self.transfer_worker.refused,
+            "transfer_seconds": {
+                (kind, self.transport): its.buckets(TRANSFERS if kind in WHOLE else range(0))
+                for kind, its in self._timings.items()
+            },
+        }
 
     @property
     def trouble(self) -> str:
@@ -446,29 +443,25 @@ class ClusterMember:
             return []
         return self.memory.reports(tenant=tenant, space=space, keys=keys)
 
-    def families(self) -> list[Family]:
+    def metrics(self) -> Values:
         """Metrics of feeds, peers and engines' memory; not those of the replica."""
-        found = self.peering.families() if self.peering is not None else []
+        found = self.peering.metrics() if self.peering is not None else {}
         counts = {f"feed_{name}": n for name, n in vars(self.feeder.counters).items()}
         if self.memory is not None:
-            found.append(family("kvstore_engine_blocks", [((), self.memory.block_count)]))
+            found["engine_blocks"] = self.memory.block_count
             counted = vars(self.memory.counters)
             counts |= {f"engine_events_{name}": count for name, count in counted.items()}
-        return [
-            *found,
-            certificate_ends(self._tls),
-            family("kvstore_feeds", [((), self.feeder.connected_count)]),
-            *(family(f"kvstore_{name}_total", [((), n)]) for name, n in counts.items()),
-        ]
+        found |= certificate_ends(self._tls) | {"feeds": self.feeder.connected_count}
+        return found | {f"{name}_total": n for name, n in counts.items()}
 
-    def index_families(self) -> list[Family]:
+    def index_metrics(self) -> Values:
         """Metrics of the replica; none when there is none, or it does not answer."""
         if self._replica is None:
-            return []
+            return {}
         try:
-            return self._replica.families()
+            return self._replica.metrics()
         except TimeoutError:
-            return []
+            return {}
 
 
 def _warn(config: ClusterConfig) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +24,7 @@ from kvstore.net.aio import call_on
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
-from kvstore.obs.metrics import TTFTS, Family, family
+from kvstore.obs.metrics import TTFTS, Values
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
@@ -66,76 +67,68 @@ def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
     return call_on(loop, reading(), timeout_s=PAGE_TIMEOUT_S)
 
 
-def _families(router: Router) -> Iterator[Family]:
+def _metrics(router: Router) -> Values:
     proxy, workers, door = router.proxy, list(router.workers), router.door
-    yield family("kvstore_router_info", [((__version__,), 1)])
-    yield family("kvstore_router_policy_refused", [((), bool(router.refused_policy))])
     certificates = filter(None, (router.config.tls, router.config.front))
-    yield certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None))
-    yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
-    yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
-    yield family("kvstore_router_splits_total", [((k,), n) for k, n in proxy.splits.items()])
-    yield family("kvstore_router_prefills_total", [((k,), n) for k, n in proxy.prefills.items()])
-    yield family("kvstore_router_races_total", [((k,), n) for k, n in proxy.races.items()])
-    yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
-    yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
-    ttfts = [each.row((kind,), TTFTS) for kind, each in router.ttfts.items()]
-    yield family("kvstore_router_ttft_seconds", ttfts)
-    yield family("kvstore_router_connections", [((), door.connection_count)])
-    yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
-    states = Counter(worker.state for worker in workers)
-    yield family("kvstore_router_workers", [((name,), states[name]) for name in STATES])
-    fleet = router.core.fleet
-    known = [(w.name, state) for w in workers if (state := fleet.state(w.name)) is not None]
-    for name, counts in (
-        ("requests_total", [((worker,), state.request_count) for worker, state in known]),
-        ("failures_total", [((worker,), state.failure_count) for worker, state in known]),
-        ("in_flight", [((worker,), fleet.in_flight(worker)) for worker, _ in known]),
-    ):
-        yield family(f"kvstore_router_worker_{name}", counts)
+    states, fleet = Counter(worker.state for worker in workers), router.core.fleet
+    known = {w.name: state for w in workers if (state := fleet.state(w.name)) is not None}
+    found: Values = {
+        "router_info": {__version__: 1},
+        "router_policy_refused": bool(router.refused_policy),
+        **certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None)),
+        "router_requests_total": proxy.counts,
+        "router_retries_total": proxy.retried_count,
+        "router_splits_total": proxy.splits,
+        "router_prefills_total": proxy.prefills,
+        "router_races_total": proxy.races,
+        "router_in_flight": proxy.in_flight,
+        "router_held": router.dispatcher.held_count,
+        "router_ttft_seconds": {kind: its.buckets(TTFTS) for kind, its in router.ttfts.items()},
+        "router_connections": door.connection_count,
+        "router_connections_refused_total": door.refused_count,
+        "router_workers": {name: states[name] for name in STATES},
+        "router_worker_requests_total": {name: its.request_count for name, its in known.items()},
+        "router_worker_failures_total": {name: its.failure_count for name, its in known.items()},
+        "router_worker_in_flight": {name: fleet.in_flight(name) for name in known},
+    }
     for name, field in _OF_WORKERS.items():
-        rows = [((worker.name,), getattr(worker, field)) for worker in workers]
-        yield family(f"kvstore_router_worker_{name}", rows)
-    yield family("kvstore_router_picks_total", [((k,), n) for k, n in router.picker.counts.items()])
+        found[f"router_worker_{name}"] = {w.name: getattr(w, field) for w in workers}
+    found["router_picks_total"] = router.picker.counts
     if router.rendering is not None and router.index is not None:
-        sources = [((name,), count) for name, count in router.rendering.counts.items()]
-        yield family("kvstore_router_rendered_total", sources)
-        yield family("kvstore_router_index_matches_total", [((), router.index.match_count)])
-        yield family("kvstore_router_index_late_total", [((), router.index.late_count)])
-        is_used = not (router.index.trouble or router.index.lost)
-        yield family("kvstore_router_index_used", [((), int(is_used))])
-    traced = [] if router.traces is None else router.traces.counts
-    yield family("kvstore_router_traced_requests_total", traced)
-    yield family("kvstore_router_peers", [((), router.exchange.peer_count)])
+        found["router_rendered_total"] = router.rendering.counts
+        found["router_index_matches_total"] = router.index.match_count
+        found["router_index_late_total"] = router.index.late_count
+        found["router_index_used"] = int(not (router.index.trouble or router.index.lost))
+    found["router_traced_requests_total"] = router.traces.counts if router.traces else {}
+    found["router_peers"] = router.exchange.peer_count
     if router.ahead is not None:
-        yield family("kvstore_router_prepares_total", list(router.ahead.counts.items()))
-        yield family("kvstore_router_prepared_blocks_total", list(router.ahead.blocks.items()))
-    yield family("kvstore_router_pins", [((), len(router.core.ahead.pins))])
-    yield family("kvstore_router_sessions", [((), len(router.core.stays))])
-    pools = {worker.address.pool for worker in workers}
-    yield from _pressure(router.core, pools, router.dispatcher.clock())
-    yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
-    yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
+        found["router_prepares_total"] = router.ahead.counts
+        found["router_prepared_blocks_total"] = router.ahead.blocks
+    pools = sorted({worker.address.pool for worker in workers})
+    return {
+        **found,
+        "router_pins": len(router.core.ahead.pins),
+        "router_sessions": len(router.core.stays),
+        **_pressure(router.core, pools, router.dispatcher.clock()),
+        "router_receipts_total": router.receipts.written_count,
+        "router_receipts_failed_total": router.receipts.failed_count,
+    }
 
 
-def _pressure(core: RouterCore, pools: Iterable[str], now_ns: int) -> Iterator[Family]:
-    pools = sorted(pools)
-    full = [(pool, core.gauges.saturation(pool, now_ns)) for pool in pools]
-    yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
-    roles = [((s.spec.worker, s.role.value), 1) for s in core.fleet.workers]
-    yield family("kvstore_router_worker_role", roles)
-    changes = [((pool, role.value), n) for (pool, role), n in core.planner.changes.items()]
-    yield family("kvstore_router_role_changes_total", changes)
-    waiting = [((pool,), len(lanes)) for pool, lanes in core.placer.lanes.items()]
-    yield family("kvstore_router_prefill_waiting", waiting)
-    uncached = [((pool,), split.uncached_min) for pool, split in core.placer.splits.items()]
-    yield family("kvstore_router_prefill_threshold_tokens", uncached)
-    wanted = [
-        ((pool, role.value), core.desired_replicas(pool, role, now_ns))
-        for pool in pools
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
-    ]
-    yield family("kvstore_router_desired_replicas", wanted)
+def _pressure(core: RouterCore, pools: Sequence[str], now_ns: int) -> Values:
+    full = {pool: core.gauges.saturation(pool, now_ns) for pool in pools}
+    changes, splits = core.planner.changes.items(), core.placer.splits.items()
+    roles = itertools.product(pools, (WorkerRole.PREFILL, WorkerRole.DECODE))
+    return {
+        "router_saturation": {(pool, its.cause.value): its.value for pool, its in full.items()},
+        "router_worker_role": {(s.spec.worker, s.role.value): 1 for s in core.fleet.workers},
+        "router_role_changes_total": {(pool, role.value): n for (pool, role), n in changes},
+        "router_prefill_waiting": {k: len(lanes) for k, lanes in core.placer.lanes.items()},
+        "router_prefill_threshold_tokens": {pool: split.uncached_min for pool, split in splits},
+        "router_desired_replicas": {
+            (pool, role.value): core.desired_replicas(pool, role, now_ns) for pool, role in roles
+        },
+    }
 
 
 def health_of(router: Router) -> Page:
@@ -275,6 +268,7 @@ def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[s
     healthz, alive = partial(health_of, router), partial(text_page, 200, "ok")
     health, state = partial(page, healthz), partial(_on, loop, partial(_state, router))
     site = make_site(health, state, lambda number: _on(loop, partial(_story, router, number)))
-    families = partial(_on, loop, lambda: list(_families(router)))
-    metrics = metrics_page(families, busy="the router is busy: ask again later")
+    metrics = metrics_page(
+        partial(_on, loop, partial(_metrics, router)), busy="the router is busy: ask again later"
+    )
     return {"/metrics": metrics, "/healthz": health, ALIVE: partial(page, alive), **site}

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore.config.router import load_policy
 from kvstore.net.http import Page
 from kvstore.router.engines import probes
-from kvstore.router.pages import _families, _state, health_of
+from kvstore.router.pages import _metrics, _state, health_of
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
 from kvstore.routing.values import WorkerRole, WorkerWord
@@ -107,16 +107,15 @@ def test_roles_that_the_planner_gave_are_on_the_pages(dead: str) -> None:
     core = RouterCore(parse({}), seed=1)
     with RouterThread([f"a=http://{dead},role=any"], core=core) as router:
 
-        def change() -> tuple[bytes, dict[str, str]]:
+        def change() -> tuple[bytes, dict[tuple[str, str], int]]:
             core.fleet.assign("a", WorkerRole.PREFILL)
             router.router.workers["a"].word = WorkerWord.UP
-            said = {each.name: each for each in _families(router.router)}
-            [role] = said["kvstore_router_worker_role"].samples
-            return health_of(router.router).body, role.labels
+            values: Any = _metrics(router.router)
+            return health_of(router.router).body, values["router_worker_role"]
 
-        page, labels = router.on_loop(change)
+        page, roles = router.on_loop(change)
         assert b"; planned roles: a prefill" in page
-        assert labels == {"worker": "a", "role": "prefill"}
+        assert roles == {("a", "prefill"): 1}
 
 
 def test_a_router_is_ready_when_a_worker_has_answered(
@@ -199,9 +198,8 @@ def test_a_refused_policy_is_on_the_pages_until_another_one_is_read(
             """(page, gauge) after a reload."""
             policy.write_text(text)
             router.on_loop(router.router.adopt_policy)
-            rows = router.on_loop(lambda: list(_families(router.router)))
-            (gauge,) = (each for each in rows if each.name == "kvstore_router_policy_refused")
-            return health(router).body.decode(), gauge.samples[0].value
+            values: Any = router.on_loop(lambda: _metrics(router.router))
+            return health(router).body.decode(), values["router_policy_refused"]
 
         page, gauge = after("policy: best\n")
         assert f"the policy stays as it was: --policy {policy}: " in page

@@ -62,7 +62,7 @@ def state() -> dict[str, Any]:
     service = IndexService(cast("IndexStore", Store()), demands_names=False)
     loop = SimpleNamespace(call=lambda work, *, timeout_s: asyncio.run(work))
     its: Any = SimpleNamespace(_loop=loop, _service=service, _store=service.store, note="")
-    its.address, its.families, its._state = "127.0.0.1:9470", list, lambda: Replica._state(its)
+    its.address, its.metrics, its._state = "127.0.0.1:9470", dict, lambda: Replica._state(its)
     its.state = lambda: Replica.state(its)
     page = make_pages(its, None)["/state.json"]()
     service.close()
@@ -92,10 +92,10 @@ def test_a_row_has_the_load_of_its_node_or_none() -> None:
 def test_the_metric_has_the_words_for_trust_that_the_pages_have() -> None:
     service = IndexService(cast("IndexStore", Store()), demands_names=False)
     found = asyncio.run(
-        Replica._families(cast("Any", SimpleNamespace(_service=service, _store=service.store)))
+        Replica._metrics(cast("Any", SimpleNamespace(_service=service, _store=service.store)))
     )
     service.close()
-    (nodes,) = [each for each in found if each.name == "kvstore_index_nodes"]
     shares = {"exact": 7, "catching-up": 1, "stale": 1, "out": 1}
-    counts = {each.labels["trust"]: each.value for each in nodes.samples}
-    assert counts == {word: NODE_COUNT // 10 * share for word, share in shares.items()}
+    assert found["index_nodes"] == {
+        word: NODE_COUNT // 10 * share for word, share in shares.items()
+    }

@@ -15,12 +15,11 @@ from kvstore.client.certificates import load
 from kvstore.client.tls import Tls
 from kvstore.indexer.replica import make_pages
 from kvstore.net.server import certificate_ends, warn_of_its_end
-from kvstore.obs.metrics import Family
 from kvstore.peers.member import ClusterMember
 from kvstore.testing.process import Lab
 
 DAY_S = 24 * 60 * 60
-NAME = "kvstore_certificate_expires_timestamp_seconds"
+NAME = "certificate_expires_timestamp_seconds"
 
 
 @pytest.fixture
@@ -32,33 +31,25 @@ def ending(tls: Tls, *, days: float) -> Tls:
     return tls._replace(ends_s=int(time.time() + days * DAY_S))
 
 
-def values(made: Family) -> list[float]:
-    return [sample.value for sample in made.samples]
-
-
 def test_the_metric_is_when_the_certificate_ends(tls: Tls) -> None:
-    (ends_s,) = values(certificate_ends(tls))
+    ends_s = certificate_ends(tls)[NAME]
     assert ends_s == pytest.approx(time.time() + 90 * DAY_S, abs=DAY_S)
-    without = certificate_ends(None)
-    assert (without.name, values(without)) == (NAME, [])
+    assert certificate_ends(None) == {NAME: {}}
 
 
 def test_an_index_by_itself_shows_it(tls: Tls) -> None:
-    replica = cast("Any", SimpleNamespace(families=list, state=dict, note=""))
+    replica = cast("Any", SimpleNamespace(metrics=dict, state=dict, note=""))
     page = make_pages(replica, tls)["/metrics"]().body.decode()
-    (shown,) = re.findall(rf"^{NAME} (\S+)$", page, re.MULTILINE)
+    (shown,) = re.findall(rf"^kvstore_{NAME} (\S+)$", page, re.MULTILINE)
     assert float(shown) == tls.ends_s
     bare = make_pages(replica, None)["/metrics"]().body.decode()
-    assert re.findall(rf"^{NAME}\b.*$", bare, re.MULTILINE) == []
+    assert re.findall(rf"^kvstore_{NAME}\b.*$", bare, re.MULTILINE) == []
 
 
 def test_a_node_shows_it(tls: Tls) -> None:
     feeder = SimpleNamespace(counters=SimpleNamespace(), connected_count=0)
     member = SimpleNamespace(peering=None, feeder=feeder, memory=None, _tls=tls)
-    shown = {
-        made.name: values(made) for made in ClusterMember.families(cast("ClusterMember", member))
-    }
-    assert shown[NAME] == [tls.ends_s]
+    assert ClusterMember.metrics(cast("ClusterMember", member))[NAME] == tls.ends_s
 
 
 @pytest.mark.parametrize(("days", "left"), [(29.5, "29.5"), (0.5, "0.5")])

@@ -16,7 +16,7 @@ from kvstore.net.http import Page
 from kvstore.node.attach import AttachCounters
 from kvstore.node.driver import DriverCounters
 from kvstore.node.pages import NodeCollector, make_pages
-from kvstore.obs.metrics import INDEX_METRICS, Timings, family
+from kvstore.obs.metrics import INDEX_METRICS, Timings, families
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS
 from kvstore.peers.member import ClusterMember, Peering
@@ -138,17 +138,17 @@ def test_a_page_with_everything_on_has_few_series() -> None:
         transport="nixl",
         _timings=timings,
     )
-    peering.families = lambda: Peering.families(cast("Any", peering))
+    peering.metrics = lambda: Peering.metrics(cast("Any", peering))
     memory = SimpleNamespace(block_count=1, counters=EngineCounters())
     member: Any = SimpleNamespace(
         feeder=SimpleNamespace(counters=FeedCounters(), connected_count=1),
         peering=peering,
         memory=memory,
         _tls=SimpleNamespace(ends_s=1),
-        families=lambda: ClusterMember.families(member),
-        index_families=lambda: [family(m.name, []) for m in INDEX_METRICS],
+        metrics=lambda: ClusterMember.metrics(member),
+        index_metrics=lambda: {m.name.removeprefix("kvstore_"): {} for m in INDEX_METRICS},
     )
-    traces = SimpleNamespace(counts=[(("exported",), 1), (("dropped",), 0)])
+    traces = SimpleNamespace(counts={"exported": 1, "dropped": 0})
     parts: dict[str, Any] = {"attach": attach, "tier": tier, "member": member, "traces": traces}
     driver: Any = SimpleNamespace(
         query=lambda ask, *, timeout_s: ask(node.engine),
@@ -157,15 +157,15 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     )
     code: Any = SimpleNamespace(version="1")
     collector = NodeCollector(driver, Incarnation(1), code)
-    families = list(collector.collect())
-    lines = [sample for each in families for sample in each.samples]
+    shown = list(families(collector.collect()))
+    lines = [sample for each in shown for sample in each.samples]
     named = [sample for sample in lines if "tenant" in sample.labels]
     assert len(named) <= NAMED
     named_tenants = {sample.labels["tenant"] for sample in named}
     assert len(named_tenants) == PAIRS_MAX + 1
     others = {sample.labels.get("tier") for sample in named if sample.labels["tenant"] == "other"}
     assert others == {None, "dram", "file", "peer", "none"}
-    absent = {each.name for each in families if not each.samples and "index" not in each.name}
+    absent = {each.name for each in shown if not each.samples and "index" not in each.name}
     late = {"kvstore_expected_hit_ratio", "kvstore_scrub_age_seconds"}
     assert absent == {"kvstore_file_budget_left_bytes", *late}
     of_both_tiers, of_trusts = 2, 4

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvstore.obs.metrics import METRICS, Metric, family
+from kvstore.obs.metrics import METRICS, Metric, families
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
@@ -25,17 +25,17 @@ def test_names_are_unique() -> None:
 
 def test_an_unlisted_metric_cannot_be_made() -> None:
     with pytest.raises(KeyError):
-        family("kvstore_unlisted", [])
+        list(families({"unlisted": 0}))
 
 
 def test_samples_carry_their_labels() -> None:
-    made = family("kvstore_ready_bytes", [(("dram",), 5)])
+    (made,) = families({"ready_bytes": {"dram": 5}})
     assert [(s.name, s.labels, s.value) for s in made.samples] == [
         ("kvstore_ready_bytes", {"tier": "dram"}, 5)
     ]
 
 
 def test_buckets_are_cumulative() -> None:
-    made = family("kvstore_step_seconds", [((), {0.1: 1, 0.2: 3, math.inf: 6}, 1.5)])
+    (made,) = families({"step_seconds": {(): ({0.1: 1, 0.2: 3, math.inf: 6}, 1.5)}})
     values = [(s.name.removeprefix("kvstore_step_seconds"), s.value) for s in made.samples]
     assert values == [("_bucket", 1), ("_bucket", 3), ("_bucket", 6), ("_count", 6), ("_sum", 1.5)]

@@ -55,7 +55,7 @@ class Numbered(Traces[int]):
 
 
 def counts(traces: Numbered) -> dict[str, int]:
-    return {result: count for (result,), count in traces.counts}
+    return traces.counts
 
 
 def until(is_so: Callable[[], bool]) -> None:
