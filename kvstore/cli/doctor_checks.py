@@ -469,8 +469,8 @@ class Machine:
             self.tls_refusal = str(error)
             return
         cluster = resolve_cluster(settings)
-        if cluster and cluster.peers:
-            self.transport = cluster.peers.transport.name
+        if cluster and cluster.transport:
+            self.transport = cluster.transport.name
 
     def files(self, pattern: str) -> dict[str, str]:
         """(path → text) of all files that match a glob pattern; devices have an empty text.

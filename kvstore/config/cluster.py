@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.client.tls import PORT_MAX, Tls, TlsFiles
-from kvstore.config.defaults import DEFAULT_ENTRIES, DEFAULT_TENANT
+from kvstore.config.defaults import DEFAULT_TENANT
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import IndexSettings, NodeSettings, TlsSettings
 from kvstore.config.values import address_of, joined
@@ -85,37 +85,18 @@ class TransportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerConfig:
-    """Address for other nodes, and the transport of blocks."""
-
-    host: str
-    port: int
-    """Port; 0: the kernel chooses, and the index is given the port."""
-    transport: TransportConfig
-    landing_bytes: int = 0
-    """Bytes at the end of the arena that prefill nodes write to, a multiple of the slab size; 0:
-    none do.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Publication, peers and certificates of a node."""
+    """What the settings of a node come to in a cluster."""
 
     node: str
-    indexes: tuple[str, ...]
-    """HOST:PORT of the replicas to publish to, without the one inside this node."""
-    replica: ReplicaConfig | None
-    """Replica inside this node; None: there is none."""
+    """Name of the node."""
     engines: tuple[EngineSource, ...]
     """Sources of KV events besides attached engines."""
-    peers: PeerConfig | None
-    """Address for other nodes, and transport; None: this node neither serves nor fetches blocks, it
-    only publishes their locations.
+    transport: TransportConfig | None
+    """Transport of blocks; None: this node neither serves nor fetches blocks, it only publishes
+    their locations.
     """
     tls: Tls | None
-    files: TlsFiles | None
-    """Files that `tls` was read from."""
 
 
 def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfig:
@@ -177,24 +158,16 @@ def resolve_cluster(settings: NodeSettings) -> ClusterConfig | None:
             f"node-name {name!r} cannot be a name in a cluster: use lower-case letters, digits, '-'"
             " and '.'"
         )
-    replica = None
-    if settings.index_listen is not None:
-        entries = settings.index_entries or DEFAULT_ENTRIES
-        where = settings.index_listen._asdict()
-        replica = ReplicaConfig(**where, entry_count_max=entries, option="--index-listen")
-        if tls is not None and not tls.name_as("index"):
-            raise ConfigError(
-                f"--cert {settings.cert} is of a node only, and --index-listen makes it an index,"
-                " too: make one with 'kvstore certs DIR --node NAME --with-index'"
-            )
+    if settings.index_listen is not None and tls is not None and not tls.name_as("index"):
+        raise ConfigError(
+            f"--cert {settings.cert} is of a node only, and --index-listen makes it an index, too:"
+            " make one with 'kvstore certs DIR --node NAME --with-index'"
+        )
     return ClusterConfig(
         node=name,
-        indexes=settings.index,
-        replica=replica,
         engines=parse_sources(settings.engine_events or (), insecure=settings.insecure),
-        peers=_peers(settings, has_tls=tls is not None),
+        transport=_transport(settings, has_tls=tls is not None),
         tls=tls,
-        files=tls and _files(settings),
     )
 
 
@@ -202,32 +175,26 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
     """The certificate of a component; None with --insecure and no files. Raises ConfigError."""
     if settings.insecure and not any((settings.ca, settings.cert, settings.key)):
         return None
-    files = _files(settings)
-    if files is None:
+    if not (settings.ca and settings.cert and settings.key):
         raise ConfigError(
             f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
             " or --insecure: no encryption and no authentication, for labs"
         )
     from kvstore.client.certificates import load  # only here: --insecure needs no cryptography
 
-    return load(files)
+    ca, cert, key = map(Path, (settings.ca, settings.cert, settings.key))
+    return load(TlsFiles(ca=ca, cert=cert, key=key))
 
 
-def _files(settings: TlsSettings) -> TlsFiles | None:
-    """Paths of CA, certificate and key; None: one is not set."""
-    if not (settings.ca and settings.cert and settings.key):
+def _transport(settings: NodeSettings, *, has_tls: bool) -> TransportConfig | None:
+    if (listen := settings.peer_listen) is None:
         return None
-    return TlsFiles(ca=Path(settings.ca), cert=Path(settings.cert), key=Path(settings.key))
-
-
-def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
-    listen, transport = settings.peer_listen, settings.transport
-    if listen is None:
-        return None
-    chosen = parse_transport(transport, has_tls=has_tls)
+    chosen = parse_transport(settings.transport, has_tls=has_tls)
     if chosen.port and chosen.port == listen.port:
-        raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
-    return PeerConfig(**listen._asdict(), transport=chosen)
+        raise ConfigError(
+            f"transport {settings.transport!r} uses the port of peer-listen: choose another"
+        )
+    return chosen
 
 
 # ── transports ────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,6 @@ leaves too little; limits of writes too small for a block.
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import re
 from collections.abc import Mapping
@@ -73,7 +72,11 @@ class NodeConfig(NodeSettings):
     published: EventsConfig | None
     """Publication of `events`."""
     cluster: ClusterConfig | None
-    """Index replicas and peers of this node; None: none."""
+    """Name, certificates and transport of this node in its cluster; None: it is in none."""
+    landing_bytes: int
+    """Bytes at the end of the arena that prefill nodes write to, a multiple of the slab size; 0:
+    none do.
+    """
     quotas: tuple[tuple[str, int], ...]
     """Guaranteed bytes of dram by model label or tenant."""
 
@@ -101,8 +104,8 @@ def load_config(
     config.disk = disk_of(config, dram_bytes=config.dram_bytes, scrub=config.scrub_rate)
     if config.disk is not None and arena is None:
         refuse_what_cannot_hold(config.disk)  # a later process has memory to serve without its disk
-    config.cluster = cluster = _cluster(config)
-    landing_bytes = cluster.peers.landing_bytes if cluster and cluster.peers else 0
+    config.cluster = resolve_cluster(config)
+    config.landing_bytes = _landing(config)
     # A block is never larger than a slab: each can be written some day. Its page comes on top.
     least = 2 * config.slab_bytes
     if config.file_writes_per_day is not None and config.file_writes_per_day < least:
@@ -111,36 +114,32 @@ def load_config(
             f" at least {format_size(least)}, two slabs, with its unit, such as 1TiB"
         )
     config.published = _events(config)
-    config.quotas = _quotas(config.quota or {}, dram_bytes=config.dram_bytes - landing_bytes)
+    config.quotas = _quotas(config.quota or {}, dram_bytes=config.dram_bytes - config.landing_bytes)
     return config
 
 
-def _cluster(config: NodeConfig) -> ClusterConfig | None:
-    """The cluster configuration, with the landing slab sized in whole slabs. None: no cluster.
-    Raises ConfigError.
-    """
-    cluster, slab_bytes = resolve_cluster(config), config.slab_bytes
-    if cluster is None or cluster.peers is None or config.landing in (False, "off"):
-        return cluster
-    takes_writes = cluster.peers.transport.takes_writes
+def _landing(config: NodeConfig) -> int:
+    """Bytes of the landing slab, in whole slabs. Raises ConfigError."""
+    transport = config.cluster.transport if config.cluster else None
+    slab_bytes = config.slab_bytes
+    if transport is None or config.landing in (False, "off"):
+        return 0
     if config.landing in (None, "auto"):
-        size = min(config.dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
-        size -= size % slab_bytes
-    else:
-        size = size_of("landing", str(config.landing))
-        size += -size % slab_bytes
-        if size > config.dram_bytes // 2:
-            raise ConfigError(
-                f"landing of {format_size(size)}, whole slabs of {format_size(slab_bytes)}, is more"
-                " than half of dram: choose a smaller --landing or --slab"
-            )
-        if not takes_writes:
-            raise ConfigError(
-                f"--transport {cluster.peers.transport.name} takes no writes, which --landing is"
-                " for: leave --landing out, or choose another transport"
-            )
-    peers = dataclasses.replace(cluster.peers, landing_bytes=size)
-    return dataclasses.replace(cluster, peers=peers)
+        size = min(config.dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX)
+        return size - size % slab_bytes if transport.takes_writes else 0
+    size = size_of("landing", str(config.landing))
+    size += -size % slab_bytes
+    if size > config.dram_bytes // 2:
+        raise ConfigError(
+            f"landing of {format_size(size)}, whole slabs of {format_size(slab_bytes)}, is more"
+            " than half of dram: choose a smaller --landing or --slab"
+        )
+    if not transport.takes_writes:
+        raise ConfigError(
+            f"--transport {transport.name} takes no writes, which --landing is for: leave --landing"
+            " out, or choose another transport"
+        )
+    return size
 
 
 def _has_use_for_a_name(settings: NodeSettings) -> bool:

@@ -131,20 +131,18 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
 
 def _restore_ports(config: NodeConfig, places: Addresses) -> None:
     """Have the config name the ports at which the last process could be reached."""
-    if config.metrics is not None and places.metrics_port:
-        config.metrics = config.metrics._replace(port=places.metrics_port)
+    ports = {
+        "metrics": places.metrics_port,
+        "index_listen": places.index_port,
+        "peer_listen": places.peer_port,
+    }
+    for name, port in ports.items():
+        if port and (listen := getattr(config, name)) is not None:
+            setattr(config, name, listen._replace(port=port))
     if config.published is not None and places.events:
         config.published = dataclasses.replace(
             config.published, endpoint=places.events, replay_endpoint=places.events_replay
         )
-    cluster = config.cluster
-    if cluster is not None and cluster.replica is not None and places.index_port:
-        replica = dataclasses.replace(cluster.replica, port=places.index_port)
-        cluster = dataclasses.replace(cluster, replica=replica)
-    if cluster is not None and cluster.peers is not None and places.peer_port:
-        peers = dataclasses.replace(cluster.peers, port=places.peer_port)
-        cluster = dataclasses.replace(cluster, peers=peers)
-    config.cluster = cluster
 
 
 class NodeAssembly:
@@ -237,13 +235,13 @@ class NodeAssembly:
         return self._own(Publisher(config, incarnation=self._incarnation, clock=self._clock))
 
     def _open_member(self, arena: Arena, loop: LoopThread) -> ClusterMember | None:
-        config, its = self._config.cluster, self._incarnation
-        if config is None:
+        if self._config.cluster is None:
             return None
         # Only here: a node by itself needs no gRPC beyond its own socket.
         from kvstore.peers.member import ClusterMember
 
-        return self._own(ClusterMember(config, its, arena=arena, clock=self._clock, loop=loop))
+        its = self._config, self._config.cluster, self._incarnation
+        return self._own(ClusterMember(*its, arena=arena, clock=self._clock, loop=loop))
 
     def _open_hbm(self, dram: DramTier) -> HbmTier | None:
         size, gpu = self._config.hbm_bytes, self._config.hbm_gpu
@@ -400,7 +398,6 @@ def _open_files(
 def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Executor) -> Engine:
     files, member, hbm = parts.files, parts.member, parts.hbm
     file_bytes = config.disk.capacity_bytes if config.disk else 0
-    peers = config.cluster.peers if config.cluster else None
     return Engine(
         EngineConfig(
             incarnation=memory.incarnation,
@@ -424,9 +421,9 @@ def _make_engine(config: NodeConfig, memory: NodeMemory, life: int, parts: Execu
             tell_offers=config.cluster is not None,
             tell_stories=config.trace is not None,
             follows=member is not None and member.memory is not None,
-            fetches=peers is not None,
+            fetches=config.cluster is not None and config.cluster.transport is not None,
             node=config.cluster.node if config.cluster else "",
-            landing_bytes=peers.landing_bytes if peers else 0,
+            landing_bytes=config.landing_bytes,
             fetches_always=config.fetch == "always",
         ),
         memory.journal,

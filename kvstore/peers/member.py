@@ -26,8 +26,10 @@ import msgspec
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.client.tls import Tls
-from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
-from kvstore.config.values import joined
+from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, ReplicaConfig, TransportConfig
+from kvstore.config.defaults import DEFAULT_ENTRIES
+from kvstore.config.node import NodeConfig
+from kvstore.config.values import HostPort, joined
 from kvstore.engine import events
 from kvstore.errors import ConfigError
 from kvstore.indexer.replica import Replica
@@ -116,8 +118,9 @@ class Peering:
 
     def __init__(
         self,
+        config: NodeConfig,
         cluster: ClusterConfig,
-        peers: PeerConfig,
+        transport: TransportConfig,
         incarnation: Incarnation,
         *,
         arena: Arena,
@@ -129,15 +132,15 @@ class Peering:
         Raises:
             ConfigError: the address cannot be listened on.
         """
-        self._loop, transport = loop, peers.transport
+        self._loop = loop
         begin = Begin(
             transport.name,
             transfer_worker_name(cluster.node),
             arena.arena_bytes,
-            _options(cluster, peers),
+            _options(config, transport),
             paced=transport.is_paced,
-            landing_begin=arena.arena_bytes - peers.landing_bytes,
-            landing_bytes=peers.landing_bytes,
+            landing_begin=arena.arena_bytes - config.landing_bytes,
+            landing_bytes=config.landing_bytes,
         )
         self.transfer_worker = TransferWorker(arena.arena_fd, arena.hold_fd, begin, clock)
         self.exchange, self.transport = Exchange(loop.loop, self._handle), transport.name
@@ -154,10 +157,12 @@ class Peering:
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
             _log.warning(PLAIN, transport.name)
-        self.address = loop.call(self._listen(peers, cluster.tls), timeout_s=START_TIMEOUT_S)
+        assert config.peer_listen is not None
+        listening = self._listen(config.peer_listen, cluster.tls)
+        self.address = loop.call(listening, timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
-    async def _listen(self, peers: PeerConfig, tls: Tls | None) -> str:
+    async def _listen(self, at: HostPort, tls: Tls | None) -> str:
         context = self._context
         self.fetcher, self.block_server = Fetcher(context), BlockServer(context)
         self.pusher = self.block_server.pusher = Pusher(
@@ -169,8 +174,7 @@ class Peering:
         self._server = _server()
         handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
-        address = joined(peers.host, peers.port)
-        return joined(peers.host, listen(self._server, address, tls, "--peer-listen"))
+        return joined(at.host, listen(self._server, joined(*at), tls, "--peer-listen"))
 
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()
@@ -293,21 +297,17 @@ def _server() -> grpc.aio.Server:
     )
 
 
-def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
+def _options(config: NodeConfig, transport: TransportConfig) -> dict[str, str]:
     """Options of the transport's back end: those configured, and addresses and certificates where
     it needs them."""
-    options = dict(peers.transport.options)
-    if not BACKENDS[peers.transport.name].capabilities.is_secure:
+    options = dict(transport.options)
+    if not BACKENDS[transport.name].capabilities.is_secure:
         return options
-    options["listen"] = joined(peers.host, peers.transport.port)
-    if cluster.files is None:
+    assert config.peer_listen is not None
+    options["listen"] = joined(config.peer_listen.host, transport.port)
+    if not (config.ca and config.cert and config.key):
         return options | {"insecure": "yes"}
-    files = cluster.files
-    return options | {
-        "ca": str(files.ca),
-        "certificate": str(files.cert),
-        "key": str(files.key),
-    }
+    return options | {"ca": config.ca, "certificate": config.cert, "key": config.key}
 
 
 class ClusterMember:
@@ -315,7 +315,8 @@ class ClusterMember:
 
     def __init__(
         self,
-        config: ClusterConfig,
+        config: NodeConfig,
+        cluster: ClusterConfig,
         incarnation: Incarnation,
         *,
         arena: Arena,
@@ -327,32 +328,43 @@ class ClusterMember:
         Raises:
             ConfigError: an address cannot be listened on.
         """
-        self._tls = config.tls
-        _warn(config)
+        self._tls = tls = cluster.tls
+        if tls is None:
+            _log.warning(
+                "--insecure: node %s publishes to %s what it holds without TLS; for labs only",
+                cluster.node,
+                ", ".join(config.index) or "itself",
+            )
+        warn_of_its_end(tls, renewal="'kvstore upgrade' has it read")
         with contextlib.ExitStack() as stack:
             self._replica: Replica | None = None
-            if config.replica is not None:
-                self._replica = Replica(config.replica, config.tls, loop)
+            if config.index_listen is not None:
+                replica = ReplicaConfig(
+                    **config.index_listen._asdict(),
+                    entry_count_max=config.index_entries or DEFAULT_ENTRIES,
+                    option="--index-listen",
+                )
+                self._replica = Replica(replica, tls, loop)
                 stack.callback(self._replica.close)
             self.peering: Peering | None = None
-            if config.peers is not None:
-                its = config, config.peers, incarnation
+            if cluster.transport is not None:
+                its = config, cluster, cluster.transport, incarnation
                 self.peering = Peering(*its, arena=arena, clock=clock, loop=loop)
                 stack.callback(self.peering.close)
-            replicas = (*self._own_replica(), *config.indexes)
+            replicas = (*self._own_replica(), *config.index)
             self.tells = ",".join(replicas)
             """Addresses of the replicas that this node publishes to, its own first, joined by
             commas."""
-            self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
+            self._client = IndexClient(replicas, tls=tls, insecure=tls is None)
             stack.callback(self._client.close)
-            self.node = config.node
+            self.node = cluster.node
             """Name of the node in the cluster."""
             address = self.peering.address if self.peering else ""
-            hello = Hello(config.node, incarnation, 0, 0, address)
-            credentials = config.tls.channel_credentials() if config.tls else None
+            hello = Hello(cluster.node, incarnation, 0, 0, address)
+            credentials = tls.channel_credentials() if tls else None
             self.feeder = Feeder(loop, hello, replicas, credentials)
             stack.callback(self.feeder.close)
-            self.memory = _open_memory(config, clock, self.feeder)
+            self.memory = _open_memory(cluster, clock, self.feeder)
             if self.memory is not None:
                 stack.callback(self.memory.close)
             self._stack = stack.pop_all()
@@ -464,23 +476,13 @@ class ClusterMember:
             return {}
 
 
-def _warn(config: ClusterConfig) -> None:
-    if config.tls is None:
-        _log.warning(
-            "--insecure: node %s publishes to %s what it holds without TLS; for labs only",
-            config.node,
-            ", ".join(config.indexes) or "itself",
-        )
-    warn_of_its_end(config.tls, renewal="'kvstore upgrade' has it read")
-
-
-def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:
+def _open_memory(cluster: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:
     try:
         # Only here: a node by itself needs no ZeroMQ.
         from kvstore.peers.engine_memory import EngineMemory
     except ImportError:
-        if config.engines:
+        if cluster.engines:
             raise ConfigError(lacking("--engine-events", "pyzmq", "events")) from None
         _log.info("%s", lacking("reading KV events of engines", "pyzmq", "events"))
         return None
-    return EngineMemory(config.engines, clock=clock, tell=feeder.log.append)
+    return EngineMemory(cluster.engines, clock=clock, tell=feeder.log.append)

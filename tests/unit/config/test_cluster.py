@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.client.certificates import load
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import address_parts
 from kvstore.config.cluster import load_index_config
@@ -27,7 +28,7 @@ def test_a_node_is_alone_by_default() -> None:
 def test_an_empty_peer_listen_counts_as_not_given() -> None:
     cluster = load_config(None, LAB | {"peer-listen": ""}).cluster
     assert cluster is not None
-    assert cluster.peers is None
+    assert cluster.transport is None
     assert load_config(None, LEAST | {"peer-listen": ""}).cluster is None
 
 
@@ -35,12 +36,11 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
     files = Lab(tmp_path / "pki").files("node", "n1")
     paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
     settings = LEAST | paths | {"index": "i.example:9470", "peer-listen": "10.0.0.7:9480"}
-    cluster = load_config(None, settings).cluster
-    assert cluster is not None
-    assert (cluster.node, cluster.indexes) == ("n1", ("i.example:9470",))
-    assert cluster.peers is not None
-    assert (cluster.peers.host, cluster.peers.port, cluster.replica) == ("10.0.0.7", 9480, None)
-    assert cluster.files == files
+    config = load_config(None, settings)
+    assert config.cluster is not None
+    assert (config.cluster.node, config.index) == ("n1", ("i.example:9470",))
+    assert (config.peer_listen, config.index_listen) == (("10.0.0.7", 9480), None)
+    assert config.cluster.tls == load(files)
     with pytest.raises(ConfigError, match=r"--cert .* is of node 'n1': leave node-name out"):
         load_config(None, settings | {"node-name": "n2"})
     with pytest.raises(ConfigError, match="is of a node only, and --index-listen"):

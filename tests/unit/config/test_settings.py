@@ -157,6 +157,7 @@ ELSE: Mapping[str, Any] = {
 AS_GIVEN = (
     *("socket", "policy", "file_admission", "file_writes_per_day", "metrics", "allow_uid"),
     *("trace", "trace_sample", "log_level", "fetch", "drain_s"),
+    *("index", "index_listen", "index_entries", "peer_listen"),
 )
 """Settings that a node uses as they are; fields of the configuration are made of all others."""
 BASE: Mapping[str, Any] = {

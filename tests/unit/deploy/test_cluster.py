@@ -13,6 +13,7 @@ from cryptography import x509
 
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
+from kvstore.config.node import NodeConfig
 from kvstore.config.router import RouterConfig
 from kvstore.net.server import WARNING_DAYS
 from kvstore.units import GIB, parse_size
@@ -82,10 +83,10 @@ def given(found: list[Object], part: str, secrets: dict[str, Path], **variables:
 
 def node(
     found: list[Object], secrets: dict[str, Path], patch: pytest.MonkeyPatch, name: str = "gpu-1"
-) -> ClusterConfig:
-    made = node_config(given(found, "node", secrets, NODE_NAME=name), patch).cluster
-    assert made is not None
-    return made
+) -> tuple[NodeConfig, ClusterConfig]:
+    made = node_config(given(found, "node", secrets, NODE_NAME=name), patch)
+    assert made.cluster is not None
+    return made, made.cluster
 
 
 def index(found: list[Object], number: int, secrets: dict[str, Path]) -> IndexConfig:
@@ -108,16 +109,13 @@ def test_each_node_takes_its_flags_and_its_certificate(
     name: str, secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = objects(CLUSTER)
-    made = node(found, secrets, monkeypatch, name)
-    assert made.node == name
-    assert made.tls is not None
-    assert made.peers is not None
+    made, cluster = node(found, secrets, monkeypatch, name)
+    assert cluster.node == name
+    assert cluster.tls is not None
+    assert cluster.transport is not None
     ports = {each["name"]: each["containerPort"] for each in container(found, "node")["ports"]}
-    assert (made.peers.host, made.peers.port) == (POD_IP, ports["peers"])
-    assert (made.peers.transport.name, made.peers.transport.port) == (
-        "tcp",
-        ports["transfer"],
-    )
+    assert made.peer_listen == (POD_IP, ports["peers"])
+    assert (cluster.transport.name, cluster.transport.port) == ("tcp", ports["transfer"])
 
 
 def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Path]) -> None:
@@ -139,13 +137,13 @@ def test_every_part_of_every_cluster_takes_its_flags_with_tls(
     found = objects(name)
     if "--transport=nixl" in container(found, "node")["args"]:
         pytest.importorskip("nixl_cu13")
-    made = node(found, secrets, monkeypatch)
-    assert made.tls is not None
+    made, cluster = node(found, secrets, monkeypatch)
+    assert cluster.tls is not None
     assert index(found, 0, secrets).tls is not None
     front = router(found, secrets, monkeypatch, tmp_path)
     assert front.tls is not None
     assert front.front is not None, "clients see TLS"
-    assert front.index == made.indexes
+    assert front.index == made.index
     for part in ("node", "index"):
         assert "--insecure" not in container(found, part)["args"]
 
