@@ -70,9 +70,10 @@ def measure(*, has_index: bool) -> dict[str, float]:
             prompt_tokens=TOKENS,
             keys=prompts[number % len(prompts)],
             block_tokens=BLOCK_TOKENS,
+            answer=answer,
         )
         begin_ns, begin_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        commands = core.step(Arrived(request, answer), now_ns)
+        commands = core.step(Arrived(request), now_ns)
         processor.append((time.thread_time_ns() - begin_cpu_ns) / 1e3)
         times.append((time.perf_counter_ns() - begin_ns) / 1e3)
         assert isinstance(commands[0], Routed)

@@ -43,9 +43,9 @@ def asked(number: int, keys: bytes) -> Arrived:
         model="m",
         prompt_tokens=CHAIN * 16,
         keys=keys,
-        is_of_bytes=True,
+        text_bytes=1,
     )
-    return Arrived(request, None)
+    return Arrived(request)
 
 
 def step_ms(core: RouterCore, event: RouteEvent, now_ns: int) -> float:

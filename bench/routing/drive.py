@@ -131,12 +131,13 @@ class CoreChooser:
             prompt_tokens=job.prompt_tokens,
             keys=b"".join(block.to_bytes(8, "little") * 4 for block in job.blocks),
             block_tokens=BLOCK_TOKENS,
+            answer=PrefixAnswer(PrefixTrust.EXACT, tuple(matches)),
             output_tokens_max=OUTPUT_TOKENS_MAX,
             session=job.session,
             tenant=job.tenant,
             service=job.service,
         )
-        return self._step(Arrived(request, PrefixAnswer(PrefixTrust.EXACT, tuple(matches))), now_s)
+        return self._step(Arrived(request), now_s)
 
     def prefill_done(self, job: Job, now_s: float) -> list[Sending]:
         return self._step(PrefillDone(str(job.number)), now_s)

@@ -22,11 +22,12 @@ from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace
 from kvstore.config.router import WorkerAddress, load_router_config
 from kvstore.router.front.intake import Peek
-from kvstore.router.keys.prefixes import Prefix
+from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.process import Router
 from kvstore.routing.core import RouterCore
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust
 from tests.kit.virtual_fleet import MODEL, ask
 from tests.kit.virtual_loop import MemoryServer, VirtualLoop
 
@@ -121,10 +122,11 @@ def _done(waited: asyncio.Future[None]) -> None:
         waited.set_result(None)
 
 
-class _ExactPrefixes:
-    """What each engine's cache holds at that moment, as Prefixes."""
+class _ExactPrefixes(Prefixes):
+    """What each engine's cache holds at that moment."""
 
     def __init__(self, jobs: Sequence[Job], engines: Sequence[ServedEngine]) -> None:
+        super().__init__(TokenEstimates())
         self._jobs, self._engines = jobs, engines
 
     async def of(

@@ -40,6 +40,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import StateChange
+from kvstore.routing.values import RouteRequest
 
 TICK_S: Final = 0.01
 """Pause between two ticks while requests are held."""
@@ -145,15 +146,15 @@ class RoutedLife(msgspec.Struct):
     routed: Routed | None = None
     """The last decision, while the core waits for its result; None: it does not."""
 
-    async def enter(self, asked: Arrived) -> Routed | Rejected:
+    async def enter(self, request: RouteRequest) -> Routed | Rejected:
         """The request arrives. Returns the decision of the core."""
-        core, model = self.dispatcher.core, asked.request.model
+        core, model = self.dispatcher.core, request.model
         models = core.arrivals.models
         if not core.policy.models and models.is_new(model):
             # An adapter may have been loaded just now. An engine that takes any name would answer
             # in its place, with another model.
             await self.dispatcher.workers.read_again(model, is_taken=bool(models.any_pools))
-        return self._decided(await self.dispatcher.ask(asked))
+        return self._decided(await self.dispatcher.ask(Arrived(request)))
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
         """A leg of the request failed. Returns the next decision."""

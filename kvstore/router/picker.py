@@ -168,7 +168,7 @@ class _Stream:
             return [refusal(400, str(error), "rejected-bad-body")]
         except Unauthorized as error:
             return [refusal(401, str(error), "rejected-unauthorized")]
-        routed = await self._life.enter(job.asked)
+        routed = await self._life.enter(job.request)
         if isinstance(routed, Rejected):
             picker.counts[routed.reason] += 1
             return [_rejected(routed)]

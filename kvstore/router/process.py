@@ -50,7 +50,7 @@ from kvstore.router.front.intake import Bodies, RequestIntake, load_tenants
 from kvstore.router.front.proxy import Origins, Proxy
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls, Spaces
 from kvstore.router.keys.parity import Parity
-from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes
+from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import Rendering
 from kvstore.router.pages import make_router_pages
@@ -107,9 +107,8 @@ class Router:
         self.parity: Parity | None = None
         self.rendering: Rendering | None = None
         self.ahead: Preparations | None = None
-        by_bytes = BytePrefixes(self.estimates)
-        by_keys = self._with_index(config, by_bytes) if config.index else None
-        self.intake = RequestIntake(by_keys or by_bytes, tenants, self.dispatcher)
+        prefixes = self._with_index(config) if config.index else Prefixes(self.estimates)
+        self.intake = RequestIntake(prefixes, tenants, self.dispatcher)
         self.bodies = Bodies(bytes_max=config.body_max)
         self.servers: dict[str, RpcServer] = {}
         """gRPC servers by name, `route` and `picker`, if configured."""
@@ -122,9 +121,9 @@ class Router:
             from kvstore.router.traces import RouteTraces
 
             self.traces = RouteTraces(config.trace, joined(*config.listen), config.trace_sample)
-        self._make_front(config, by_keys)
+        self._make_front(config)
 
-    def _make_front(self, config: RouterConfig, by_keys: KeyPrefixes | None) -> None:
+    def _make_front(self, config: RouterConfig) -> None:
         self.proxy = Proxy(
             self.dispatcher,
             self.engines,
@@ -140,14 +139,15 @@ class Router:
         self.exchange = LoadExchange(
             config.peer_router, config.tls, name=self.proxy.name, dispatcher=self.dispatcher
         )
-        self._route = RouteService(self.dispatcher, by_keys, suspected=self.probes.look_now)
+        prefixes, suspected = self.intake.prefixes, self.probes.look_now
+        self._route = RouteService(self.dispatcher, prefixes, suspected=suspected)
         self.door = FrontDoor(
             self.proxy.answer,
             connections_max=connections_max(config.connections),
             memory=self.bodies,
         )
 
-    def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:
+    def _with_index(self, config: RouterConfig) -> Prefixes:
         self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
         self.rendering = Rendering(
             self.engines, self.workers, self.keys, tokenizers=config.tokenizers
@@ -156,7 +156,7 @@ class Router:
         self.parity = Parity(self.rendering, spaces)
         self.ahead = Preparations(config.tls, spaces, answered=self.dispatcher.note)
         self.dispatcher.handlers[Prepare] = self.ahead.begin
-        return KeyPrefixes(self.rendering, spaces, by_bytes)
+        return Prefixes(self.estimates, self.rendering, spaces)
 
     async def start(self) -> None:
         """Listen, and begin all work. Raises ConfigError."""

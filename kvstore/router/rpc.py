@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
@@ -26,15 +27,9 @@ from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.intake import NAME_BYTES_MAX, output_tokens, session_of
-from kvstore.router.keys.prefixes import (
-    TOKENS_PER_PIECE,
-    KeyPrefixes,
-    Prefix,
-    predicted_tokens,
-)
+from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, Prefixes, predicted_tokens
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.routing.events import (
-    Arrived,
     Ending,
     Failure,
     Fault,
@@ -44,7 +39,7 @@ from kvstore.routing.events import (
     RequestEnded,
     Routed,
 )
-from kvstore.routing.values import RouteRequest
+from kvstore.routing.values import Prefix, RouteRequest
 from kvstore.types import KEY_BYTES
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
@@ -78,12 +73,12 @@ class RouteService(RouterServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        prefixes: KeyPrefixes | None,
+        prefixes: Prefixes,
         *,
         suspected: Callable[[Worker], None],
     ) -> None:
-        """`prefixes` None: this router asks no index. `suspected`: takes a worker that should be
-        probed, as a caller reports a failure there.
+        """`suspected`: takes a worker that should be probed, as a caller reports a failure
+        there.
         """
         self._suspected = suspected
         self._streams = Counter[str]()
@@ -118,18 +113,17 @@ class RouteService(RouterServicer):
         life: RoutedLife,
         request_id: str,
     ) -> AsyncGenerator[pb.Decision]:
-        prefix: Prefix | None = None
+        request: RouteRequest | None = None
         while True:
-            word = await _next(words, FIRST_WORD_S if prefix is None else SILENCE_S)
+            word = await _next(words, FIRST_WORD_S if request is None else SILENCE_S)
             if word is None:
                 return
             match word.WhichOneof("kind"):
-                case "ask" if prefix is None:
+                case "ask" if request is None:
                     if why := _fault(word.ask):
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-                    prefix = await self._prefix(word.ask)
-                    asked = Arrived(_request(word.ask, request_id, prefix), prefix.answer)
-                    decision = await life.enter(asked)
+                    request = _request(word.ask, request_id, await self._prefix(word.ask))
+                    decision = await life.enter(request)
                 case "failed" if life.routed is not None:
                     if (worker := life.worker) is not None:
                         self._suspected(worker)
@@ -154,20 +148,15 @@ class RouteService(RouterServicer):
                 case _:
                     text = "a stream is Ask first, then about its request"
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-            assert prefix is not None
-            yield self._decision(decision, life.worker, prefix)
+            assert request is not None
+            yield self._decision(decision, life.worker, request)
 
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":
-            ids = list(ask.tokens.ids)
-            found = None
-            if self._prefixes is not None:
-                found = await self._prefixes.of_ids(ask.model, ids, ask.tenant)
-            return found or Prefix(max(1, len(ids)))
+            return await self._prefixes.of_ids(ask.model, list(ask.tokens.ids), ask.tenant)
         block_tokens = ask.block_tokens or TOKENS_PER_PIECE
         count = max(ask.prompt_tokens, len(ask.keys) // KEY_BYTES * block_tokens, 1)
-        found = await self._prefixes.of_keys(ask.model, ask.keys, count) if self._prefixes else None
-        return found or Prefix(count, ask.keys, block_tokens)
+        return await self._prefixes.of_keys(ask.model, ask.keys, count, block_tokens)
 
     def _decision(
         self, routed: Routed | Rejected, worker: Worker | None, prefix: Prefix
@@ -215,17 +204,14 @@ async def _next(words: AsyncIterator[pb.RouteWord], timeout_s: float) -> pb.Rout
 
 def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
     return RouteRequest(
+        **msgspec.structs.asdict(prefix),
         request_id=request_id,
         model=ask.model,
-        prompt_tokens=prefix.prompt_tokens,
-        keys=prefix.keys,
-        block_tokens=prefix.block_tokens,
         output_tokens_max=output_tokens(ask.output_tokens_max),
         tenant=ask.tenant,
         service=ask.service,
         session=session_of(ask.session),
         subset=tuple(ask.subset) or None,
-        load_only=prefix.load_only,
         must_be_local=True,
     )
 

@@ -150,9 +150,7 @@ class PromptPins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def take(
-        self, request: RouteRequest, worker: str, now_ns: int, *, has_index: bool
-    ) -> HintAnswer:
+    def take(self, request: RouteRequest, worker: str, now_ns: int) -> HintAnswer:
         """Pin the prompt of a request that goes to `worker`. Returns for how long and how many
         tokens, or the reason why not.
         """
@@ -164,7 +162,7 @@ class PromptPins:
             return HintAnswer(refused="invalid")
         if not settings.is_on:
             return HintAnswer(refused="off")
-        if not keys or not has_index or request.parts:
+        if not keys or request.answer is None or request.parts:
             return HintAnswer(refused="no-keys")
         if is_new and self._of_tenant[request.tenant] >= settings.pins_per_tenant:
             return HintAnswer(refused="tenant-full")
@@ -253,7 +251,7 @@ class Ahead:
         """Whether a preparation is possible for a held request: prefetch is on, the index answered
         for its only prompt, and none was tried yet.
         """
-        is_one = opened.prefix is not None and not opened.request.parts
+        is_one = opened.request.answer is not None and not opened.request.parts
         return self._fleet.policy.ahead.is_on and is_one and not opened.is_prepared
 
     def waits(self, opened: OpenRequest) -> list[Prepare]:
@@ -265,10 +263,10 @@ class Ahead:
             return []
         opened.is_prepared = True
         state, request = self._fleet.workers[row], opened.request
-        assert opened.prefix is not None
+        assert request.answer is not None
         if not state.spec.node or state.is_red:
             return []
-        near, begin, longest = _reach(opened.prefix, state.spec)
+        near, begin, longest = _reach(request.answer, state.spec)
         if (longest - near) * request.block_tokens < self._fleet.policy.ahead.tokens_min:
             return []
         keys = request.keys[begin * KEY_BYTES : longest * KEY_BYTES]
@@ -317,8 +315,7 @@ class Ahead:
             return None
         answer = HintAnswer()
         if request.pin_s:
-            has_index = opened.prefix is not None
-            answer = self.pins.take(request, worker, now_ns, has_index=has_index)
+            answer = self.pins.take(request, worker, now_ns)
         ends = request.ends_session and bool(request.session)
         return msgspec.structs.replace(answer, ends_session=ends)
 
@@ -342,7 +339,7 @@ class Ahead:
         """Count a request for its prefix. Returns preparations of one more copy if the prefix is
         hot and all workers that have it are saturated.
         """
-        prefix, request = opened.prefix, opened.request
+        request, prefix = opened.request, opened.request.answer
         if (
             not self._fleet.policy.ahead.is_on
             or prefix is None

@@ -1,7 +1,7 @@
 """The decision core as a whole: events in, commands out.
 
     core = RouterCore(policy, seed=…)
-    for command in core.step(Arrived(request, prefix), now_ns): …
+    for command in core.step(Arrived(request), now_ns): …
 
 The shell calls `step` on one thread. A decision counts as sent: the shell sends it or says
 `LegFailed`. After `LegFailed` of one leg the other leg is void, too: the next `Routed` starts both.
@@ -31,7 +31,7 @@ from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.role_planner import Planner
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest, SharedLoad, WorkerRole
+from kvstore.routing.values import ProbeResult, RouteRequest, SharedLoad, WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from kvstore.units import NS_PER_S
 
@@ -64,9 +64,7 @@ class NewRequests:
             )
         return self._models
 
-    def opened(
-        self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
-    ) -> OpenRequest | Rejected:
+    def opened(self, request: RouteRequest, now_ns: int) -> OpenRequest | Rejected:
         """The request with its model, pool, class and expected output, ready to be placed; Rejected
         if no model has its name.
         """
@@ -84,7 +82,7 @@ class NewRequests:
             return Rejected(request.request_id, reason.status, reason, None, unknown.known)
         self.count += 1
         service = self.service_of(request)
-        opened = OpenRequest(request, prefix, side, service, now_ns, number=self.count)
+        opened = OpenRequest(request, side, service, now_ns, number=self.count)
         if stay is not None and stay.pool == side.pool:
             opened.stays_at = stay.worker
         most = request.output_tokens_max
@@ -224,7 +222,7 @@ class RouterCore:
     def _arrived(self, event: its.Arrived, now_ns: int) -> list[RouteCommand]:
         request = event.request
         assert request.request_id not in self.open, "request ids are unique among those under way"
-        opened = self.arrivals.opened(request, event.prefix, now_ns)
+        opened = self.arrivals.opened(request, now_ns)
         if isinstance(opened, Rejected):
             return [opened]
         self.open[request.request_id] = opened
@@ -490,7 +488,7 @@ class RouterCore:
 
     # Readings
 
-    def explain(self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int) -> Receipt:
+    def explain(self, request: RouteRequest, now_ns: int) -> Receipt:
         """Dry run: the receipt of the decision that `Arrived` would get now. Changes nothing.
 
         Raises:
@@ -498,7 +496,7 @@ class RouterCore:
                 text, or the `Rejected` that the request would get.
         """
         number = self.arrivals.count
-        opened = self.arrivals.opened(request, prefix, now_ns)
+        opened = self.arrivals.opened(request, now_ns)
         self.arrivals.count = number
         if isinstance(opened, Rejected):
             raise LookupError(opened)  # noqa: TRY004

@@ -101,7 +101,7 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
         return Dropped.BREAKER
     if now_ns < health.rests_until_ns:
         return Dropped.RESTS
-    if request.has_media and model in state.without_media:
+    if request.media and model in state.without_media:
         return Dropped.MEDIA
     is_long = request.prompt_tokens + (request.output_tokens_max or 0) > spec.context_of(model)
     return Dropped.CONTEXT if is_long else Dropped.NONE

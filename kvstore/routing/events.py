@@ -20,7 +20,6 @@ from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     LoadSample,
-    PrefixAnswer,
     ProbeResult,
     RouteRequest,
     SharedLoad,
@@ -161,7 +160,6 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     """A request, with the answer of the index where there is one."""
 
     request: RouteRequest
-    prefix: PrefixAnswer | None = None
 
 
 class RequestEvent(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ another policy can weigh them otherwise. Does not cover: what a number is worth 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -19,9 +19,6 @@ from kvstore.routing.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floa
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from kvstore.routing.requests import OpenRequest
 
 TRUSTS: Final = tuple(PrefixTrust)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
@@ -193,9 +190,9 @@ class PrefixColumns:
         self._is_followed = [bool(spec.engine or spec.node) for spec in specs]
         self._has_strangers = not all(self._is_followed)
 
-    def fill(self, columns: Floats, crew: Crew, opened: OpenRequest, now_ns: int) -> None:
+    def fill(self, columns: Floats, crew: Crew, request: RouteRequest, now_ns: int) -> None:
         """Write columns HBM to TRUST of the workers of a crew."""
-        request, prefix, rows = opened.request, opened.prefix, crew.rows
+        prefix, rows = request.answer, crew.rows
         if not request.keys:
             return
         self._places()
@@ -205,7 +202,7 @@ class PrefixColumns:
         trust = [_NONE] * count
         if prefix is not None:
             self._from_index(lengths, trust, prefix)
-        self._from_tree(lengths[0], trust, opened, now_ns)
+        self._from_tree(lengths[0], trust, request, now_ns)
         # Without the index there are only lengths of what was sent, whatever the keys.
         for row in self._red(request) if prefix is not None else ():
             trust[row] = _NONE
@@ -226,12 +223,12 @@ class PrefixColumns:
         return red + [row_of[name] for name in request.load_only if name in row_of]
 
     def _from_tree(
-        self, hbm: list[int], trust: list[int], opened: OpenRequest, now_ns: int
+        self, hbm: list[int], trust: list[int], request: RouteRequest, now_ns: int
     ) -> None:
         """Raise `hbm` (leading blocks by row) to all that was sent, at workers that the index does
         not follow; at others, to blocks sent so lately that the index cannot know them.
         """
-        row_of, request, has_index = self._fleet.row_of, opened.request, opened.prefix is not None
+        row_of, has_index = self._fleet.row_of, request.answer is not None
         if has_index:
             young = self._sent(request, now_ns, young_only=True)
             for worker, blocks in young.items():

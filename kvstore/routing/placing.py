@@ -146,7 +146,7 @@ class Placer:
         """Features of a request at some workers."""
         request, side, failed = opened.request, opened.side, opened.failed
         columns = load_columns(self.fleet, crew, now_ns)
-        self._prefixes.fill(columns, crew, opened, now_ns)
+        self._prefixes.fill(columns, crew, request, now_ns)
         if side.adapter:
             columns[FeatureColumn.WARM] = [side.adapter in state.adapters for state in crew.states]
         if opened.stays_at in crew.place_of:
@@ -154,7 +154,7 @@ class Placer:
         suspects: Iterable[int] = range(len(crew.states))
         fit = crew.fit(side.model)
         is_long = request.prompt_tokens + (request.output_tokens_max or 0) > fit.least_tokens
-        is_special = side.adapter or request.subset is not None or request.has_media or is_long
+        is_special = side.adapter or request.subset is not None or request.media or is_long
         if not is_special and fit.all_serve:
             named = failed | self.fleet.doubtful if failed else self.fleet.doubtful
             suspects = [crew.place_of[name] for name in named if name in crew.place_of]
@@ -296,7 +296,7 @@ class Placer:
         reason.
         """
         features, case = verdict.features, verdict.case
-        request, prefix = opened.request, opened.prefix
+        request, prefix = opened.request, opened.request.answer
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
         degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=opened.attempt + 1)
@@ -315,7 +315,7 @@ class Placer:
             policy_hash=self.policy_hash,
             index_trust=(PrefixTrust.NONE if prefix is None else prefix.trust).value,
             index_epoch=0 if prefix is None else prefix.epoch,
-            prompt_is_estimated=request.is_of_bytes,
+            prompt_is_estimated=bool(request.text_bytes),
             chosen=placed.worker if placed else "",
             prefill_worker=placed.prefill_worker if placed else "",
             fallbacks=fallbacks(verdict, self.fleet.policy) if placed else (),
@@ -344,7 +344,8 @@ class Placer:
 
     def _trust(self, opened: OpenRequest, features: Features, place: int) -> PrefixTrust:
         """Trust in the prefix length that was known of the worker, also if that is 0."""
-        request, prefix, worker = opened.request, opened.prefix, features.workers[place]
+        request, worker = opened.request, features.workers[place]
+        prefix = request.answer
         trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, place])]
         state = self.fleet.workers[self.fleet.row_of[worker]]
         if trust is not PrefixTrust.NONE or state.is_red or worker in request.load_only:

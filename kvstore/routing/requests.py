@@ -11,14 +11,13 @@ from kvstore.routing.models import ModelSide
 from kvstore.routing.receipts import ReceiptDraft, RouteOutcome
 from kvstore.routing.rows import Floats
 from kvstore.routing.split import SplitReason
-from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.values import RouteRequest
 
 
 class OpenRequest(msgspec.Struct):
     """A request under way."""
 
     request: RouteRequest
-    prefix: PrefixAnswer | None
     side: ModelSide
     service: str
     arrived_ns: int

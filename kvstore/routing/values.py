@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -76,75 +77,6 @@ those before it.
 """
 
 
-class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, after rendering."""
-
-    request_id: str
-    """Unique among the requests under way."""
-    model: str
-    """Model as the client wrote it: name, alias or adapter."""
-    prompt_tokens: int
-    """Estimated where there is no rendering."""
-    keys: bytes = b""
-    """32 bytes each, of the full blocks, in chain order; empty: no prefix routing by keys."""
-    block_tokens: int = 16
-    """Tokens of a block, which has one key."""
-    is_of_bytes: bool = False
-    """Nobody rendered the prompt: its keys are of the bytes of its text, and its tokens are
-    estimated.
-    """
-    parts: tuple[int, ...] = ()
-    """Number of keys of each prompt, if there are several, whose chains follow each other in
-    `keys`; empty: one prompt.
-    """
-    output_tokens_max: int | None = None
-    """Most output tokens that the client wants; None: it gave no limit."""
-    is_streamed: bool = True
-    """False: the response comes whole, and its first byte says nothing about its first token."""
-    has_media: bool = False
-    """Images, audio or video are part of the prompt."""
-    tenant: str = ""
-    service: str = ""
-    """Class of service; empty: the policy's default."""
-    session: str = ""
-    """Conversation: stays on its side of an A/B split (`ahead`); the key of policy `session`."""
-    priority: int = 0
-    """Within the class of service, lower is first, as in vLLM."""
-    subset: tuple[str, ...] | None = None
-    """Workers (or addresses) that may be chosen; None: all. An Envoy subset hint."""
-    has_side_effects: bool = True
-    """False: two workers may race for it without harm."""
-    pin_s: float = 0.0
-    """Seconds for which the client wants its prompt's blocks kept; 0: no pin; negative: the client
-    gave no valid number.
-    """
-    ends_session: bool = False
-    """The client says that no request of the session follows."""
-    is_bound_to_one: bool = False
-    """The request names a stored response that one worker keeps, and it is not known which: all may
-    be asked.
-    """
-    must_be_local: bool = False
-    """No remote prefill: the engine or the request does not allow it."""
-    load_only: dict[str, str] = {}
-    """Worker → why its prefixes are not known for this request."""
-
-    @property
-    def key_step(self) -> int:
-        """One key in so many is remembered in the tree. All are if keys are of bytes: then
-        `block_tokens` is an estimate, which changes.
-        """
-        return 1 if self.is_of_bytes else max(1, STEP_TOKENS // self.block_tokens)
-
-    @property
-    def chains(self) -> list[bytes]:
-        """Keys of each prompt."""
-        if not self.parts:
-            return [self.keys]
-        ends = itertools.accumulate(count * KEY_BYTES for count in self.parts)
-        return [self.keys[a:b] for a, b in itertools.pairwise((0, *ends))]
-
-
 class PrefixMatch(msgspec.Struct, frozen=True):
     """Leading blocks of the keys in a holder's tier or a faster one, as an index match says it.
 
@@ -170,6 +102,82 @@ class PrefixAnswer(msgspec.Struct, frozen=True):
     """Version of the index, for the receipt."""
     peers: frozenset[str] | None = None
     """Nodes that fetch blocks from each other; None: all."""
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """Facts about a prompt: its length, keys, and the index's answer."""
+
+    prompt_tokens: int
+    """Estimated where there is no rendering."""
+    keys: bytes = b""
+    """32 bytes each, of the full blocks, in chain order; empty: no prefix routing by keys."""
+    block_tokens: int = 16
+    """Tokens of a block, which has one key."""
+    answer: PrefixAnswer | None = None
+    """Answer of the index; None: there was none in time, or it was not asked."""
+    load_only: dict[str, str] = {}
+    """Worker → why its prefixes are not known for this prompt's adapter."""
+    parts: tuple[int, ...] = ()
+    """Number of keys of each prompt, if there are several, whose chains follow each other in
+    `keys`; empty: one prompt.
+    """
+    text_bytes: int = 0
+    """Bytes of text by which the tokens are estimated, and of which the keys are: nobody rendered
+    the prompt; 0: the tokens are counted.
+    """
+    media: Mapping[str, int] = {}
+    """Number of images, audio or video by kind."""
+
+
+class RouteRequest(Prefix, frozen=True, kw_only=True):
+    """One request, after rendering."""
+
+    request_id: str
+    """Unique among the requests under way."""
+    model: str
+    """Model as the client wrote it: name, alias or adapter."""
+    output_tokens_max: int | None = None
+    """Most output tokens that the client wants; None: it gave no limit."""
+    is_streamed: bool = True
+    """False: the response comes whole, and its first byte says nothing about its first token."""
+    tenant: str = ""
+    service: str = ""
+    """Class of service; empty: the policy's default."""
+    session: str = ""
+    """Conversation: stays on its side of an A/B split (`ahead`); the key of policy `session`."""
+    priority: int = 0
+    """Within the class of service, lower is first, as in vLLM."""
+    subset: tuple[str, ...] | None = None
+    """Workers (or addresses) that may be chosen; None: all. An Envoy subset hint."""
+    has_side_effects: bool = True
+    """False: two workers may race for it without harm."""
+    pin_s: float = 0.0
+    """Seconds for which the client wants its prompt's blocks kept; 0: no pin; negative: the client
+    gave no valid number.
+    """
+    ends_session: bool = False
+    """The client says that no request of the session follows."""
+    is_bound_to_one: bool = False
+    """The request names a stored response that one worker keeps, and it is not known which: all may
+    be asked.
+    """
+    must_be_local: bool = False
+    """No remote prefill: the engine or the request does not allow it."""
+
+    @property
+    def key_step(self) -> int:
+        """One key in so many is remembered in the tree. All are if keys are of bytes: then
+        `block_tokens` is an estimate, which changes.
+        """
+        return 1 if self.text_bytes else max(1, STEP_TOKENS // self.block_tokens)
+
+    @property
+    def chains(self) -> list[bytes]:
+        """Keys of each prompt."""
+        if not self.parts:
+            return [self.keys]
+        ends = itertools.accumulate(count * KEY_BYTES for count in self.parts)
+        return [self.keys[a:b] for a, b in itertools.pairwise((0, *ends))]
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,9 +76,9 @@ class TurnsCore(RouterCore):
         if not isinstance(event, RouteTick):
             self.events.append(event)
         match event:
-            case Arrived(request, prefix) if self.only:
+            case Arrived(request) if self.only:
                 bound = msgspec.structs.replace(request, subset=(self.only,))
-                event = Arrived(bound, prefix)
+                event = Arrived(bound)
             case LegFailed(request_id) | FirstToken(request_id):
                 assert request_id in self.open
             case RequestEnded(request_id):

@@ -28,13 +28,12 @@ from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.router.engines.connections import CONTENT_LENGTH, TRANSFER_ENCODING
 from kvstore.router.front.answers import is_of, worker_of
-from kvstore.routing.events import Arrived
 from kvstore.routing.values import RouteRequest
 from kvstore.wire.identity import is_name
 
 if TYPE_CHECKING:
     from kvstore.router.dispatch import Dispatcher
-    from kvstore.router.keys.prefixes import Prefix, Prefixes
+    from kvstore.router.keys.prefixes import Prefixes
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────
 # API keys of clients, and the tenants that they belong to.
@@ -583,18 +582,16 @@ class Unauthorized(KVStoreError):
 class RequestJob(NamedTuple):
     """A request for the core, and what its engine gets."""
 
-    asked: Arrived
+    request: RouteRequest
     path: str
     body: bytes
     read: Peek
-    prefix: Prefix
     editable: bytes
     """The body as JSON, in which fields can be set; empty: it is a form, and goes on as it came."""
     came_ns: int
     """Unix time at which its body was there, in ns."""
     size: int
     """Length of the body as it came."""
-    request_id: str
 
     def body_for(self, model: str, put: Mapping[str, Any] | None = None) -> bytes:
         """The body for an engine that serves the model by the name `model`, with the fields of
@@ -702,30 +699,23 @@ class RequestIntake:
             raise BadBody(f"there is no response {before[:NAME_BYTES_MAX]}")
         keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
+            **msgspec.structs.asdict(prefix),
             request_id=request_id,
             model=read.model,
-            prompt_tokens=prefix.prompt_tokens,
-            keys=prefix.keys,
-            block_tokens=prefix.block_tokens,
-            is_of_bytes=bool(prefix.text_bytes),
-            parts=prefix.parts,
             output_tokens_max=output_tokens(read.output_tokens),
             is_streamed=read.is_streamed,
-            has_media=bool(prefix.media),
             priority=_priority(headers, read),
             tenant=tenant,
             service=next((headers[name] for name in CLASS_HEADERS if name in headers), ""),
             session=session_of(headers.get(SESSION_HEADER, "") or read.session),
             subset=subset if keeper is None else (keeper.name,),
             is_bound_to_one=bool(before),
-            load_only=prefix.load_only,
             pin_s=_pin_s(headers.get(PIN_HEADER)),
             ends_session=headers.get(END_HEADER, "").lower() in ("1", "true"),
             has_side_effects=not (drives_legs and can_race(path, read)),
             must_be_local=not (drives_legs and can_split(path, read)),
         )
-        asked = Arrived(request, prefix.answer)
-        return RequestJob(asked, path, body, read, prefix, editable, came_ns, size, request_id)
+        return RequestJob(request, path, body, read, editable, came_ns, size)
 
 
 async def _read(body: bytes, content_type: str, tenant: str) -> tuple[Peek, bytes]:

@@ -402,7 +402,7 @@ class Proxy:
         """The receipt that a request would get, which is not sent."""
         core, now_ns = self._dispatcher.core, self._dispatcher.clock()
         try:
-            receipt = core.explain(job.asked.request, job.asked.prefix, now_ns)
+            receipt = core.explain(job.request, now_ns)
         except LookupError as error:
             if isinstance(rejected := error.args[0], Rejected):
                 return rejection(rejected)
@@ -475,9 +475,9 @@ class Proxy:
 
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
         if self._traces is not None:
-            self._traces.begin(job.request_id, client.headers, job.came_ns)
+            self._traces.begin(job.request.request_id, client.headers, job.came_ns)
         life = RoutedLife(self._dispatcher)
-        routed = await life.enter(job.asked)
+        routed = await life.enter(job.request)
         refusal: web.Response | None = None
         name = ""
         while isinstance(routed, Routed):
@@ -488,7 +488,9 @@ class Proxy:
                 refusal = error.answer
                 name = routed.worker if error.leg is Leg.PREFILL else error.worker or routed.worker
                 self.retried_count += not error.has_streamed
-                failed = LegFailed(job.request_id, error.leg, error.fault, error.has_streamed)
+                failed = LegFailed(
+                    job.request.request_id, error.leg, error.fault, error.has_streamed
+                )
                 routed = await life.failed(failed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
@@ -537,7 +539,7 @@ class Proxy:
         """As `_decode`, with a second attempt if the first piece is late."""
 
         def second() -> Attempt | None:
-            raced = self._dispatcher.late(job.request_id)
+            raced = self._dispatcher.late(job.request.request_id)
             worker = None if raced is None else self._workers.get(raced.worker)
             if worker is None:
                 return None
@@ -553,7 +555,7 @@ class Proxy:
         """One of two attempts has ended: count it, and report it to the core."""
         self.races["failed" if error is not None else "slower"] += 1
         fault = None if error is None else error.fault
-        self._dispatcher.note(RaceOver(job.request_id, attempt.worker.name, fault))
+        self._dispatcher.note(RaceOver(job.request.request_id, attempt.worker.name, fault))
 
     async def _decode(
         self,
@@ -570,7 +572,7 @@ class Proxy:
         worker, more = attempt.worker, hints(routed.hints)
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
-        is_streamed = job.asked.request.is_streamed
+        is_streamed = job.request.is_streamed
 
         def first() -> None:
             if claim is not None:
@@ -580,7 +582,7 @@ class Proxy:
 
         put = dict[str, Any]()
         if job.path == RESPONSES:
-            put |= answers.id_for(worker, job.path, job.read, job.asked.request.tenant)
+            put |= answers.id_for(worker, job.path, job.read, job.request.tenant)
         if parameters is not None:
             put[PARAMETERS] = parameters
         is_as_it_came = not put and routed.model == job.read.model
@@ -588,7 +590,7 @@ class Proxy:
             return await self._sent(
                 attempt,
                 job.body if is_as_it_came else job.body_for(routed.model, put),
-                job.request_id,
+                job.request.request_id,
                 on_first=life.first if is_streamed and claim is None else first,
                 more=more,
             )
@@ -614,7 +616,7 @@ class Proxy:
         prefiller = self._workers.get(name)
         if prefiller is None:
             raise LegFailure(Failure.CONNECT, "the prefiller has left", leg=Leg.PREFILL)
-        transfer = f"{job.request_id}.{routed.attempt}"
+        transfer = f"{job.request.request_id}.{routed.attempt}"
         early = ahead(prefiller, attempt.worker, transfer)
         prefill = self._prefill(attempt.request, job, routed, prefiller, transfer)
         is_too_late = False
@@ -634,7 +636,7 @@ class Proxy:
                     # blocks as long as the prefill has not failed.
                     is_of_use = _is_prefilled(prefilling) is (early is not None)
                     if early is None and (error := _failure_of(prefilling)) is not None:
-                        self._dispatcher.note(PrefillDone(job.request_id, error.fault))
+                        self._dispatcher.note(PrefillDone(job.request.request_id, error.fault))
                     if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
                     is_too_late = True  # its first piece may come before it has ended
@@ -652,13 +654,13 @@ class Proxy:
         LegFailure.
         """
         result, found = "aborted", None
-        over = PrefillDone(job.request_id)
+        over = PrefillDone(job.request.request_id)
         try:
             found = await prefilled(
                 self._engines,
                 worker,
                 client.path,
-                self._onward(client, job.request_id),
+                self._onward(client, job.request.request_id),
                 prefill_order(job.body_for(routed.model), transfer),
             )
         except LegFailure as error:
@@ -666,11 +668,11 @@ class Proxy:
             self._lost(worker, error)
             raise
         except PrefillRefused:
-            result, over = "refused", PrefillDone(job.request_id, Fault(Failure.REFUSED))
+            result, over = "refused", PrefillDone(job.request.request_id, Fault(Failure.REFUSED))
         else:
             result = "done" if found is not None else "useless"
             if found is None:  # computed twice: again and again, it is worse than no prefiller
-                over = PrefillDone(job.request_id, Fault(Failure.STATUS, why=USELESS))
+                over = PrefillDone(job.request.request_id, Fault(Failure.STATUS, why=USELESS))
         finally:
             self.prefills[result] += 1
         self._dispatcher.note(over)
@@ -692,13 +694,13 @@ class Proxy:
             if ending is Ending.DONE:
                 self._learn(attempt.worker, job, prompt, cached)
         finally:
-            life.end(RequestEnded(job.request_id, ending, cached, made))
+            life.end(RequestEnded(job.request.request_id, ending, cached, made))
 
     def _learn(
         self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None
     ) -> None:
         """Learn from an engine's own token counts of a request that it answered."""
-        prefix = job.prefix
+        prefix = job.request
         if prefix.text_bytes:
             self._estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
         if cached is None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -31,7 +31,7 @@ from kvstore.router.front.intake import Peek, edited, peek
 from kvstore.router.keys.index_calls import PrefixScope, Spaces
 from kvstore.router.keys.rendering import Rendering
 from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust
 from kvstore.types import KEY_BYTES
 
 PIECE_BYTES: Final = 512
@@ -44,45 +44,63 @@ _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
 """Trust from best to worst: an answer made of several scopes has the worst of theirs."""
 
 
-class Prefix(msgspec.Struct, frozen=True):
-    """Facts about a prompt: its length, keys, and the index's answer."""
+class Prefixes:
+    """Source of prefixes: by keys of tokens, with the index's answer; else by keys of bytes."""
 
-    prompt_tokens: int
-    keys: bytes = b""
-    block_tokens: int = TOKENS_PER_PIECE
-    answer: PrefixAnswer | None = None
-    """Answer of the index; None: there was none in time, or it was not asked."""
-    load_only: dict[str, str] = {}
-    """Worker → why its prefixes are not known for this prompt's adapter."""
-    parts: tuple[int, ...] = ()
-    """Number of keys of each prompt of a list; empty: there is one prompt."""
-    text_bytes: int = 0
-    """Bytes of text by which the tokens are estimated; 0: the tokens are counted."""
-    media: Mapping[str, int] = {}
-    """Number of media by kind."""
-
-
-class Prefixes(Protocol):
-    """A source of prefixes."""
+    def __init__(
+        self,
+        estimates: TokenEstimates,
+        rendering: Rendering | None = None,
+        spaces: Spaces | None = None,
+    ) -> None:
+        """`rendering`, `spaces`: None: there is no index, and keys are of bytes."""
+        self._estimates, self._rendering, self._spaces = estimates, rendering, spaces
 
     async def of(
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
     ) -> Prefix:
         """Facts about a request's prompt. Never raises for what a client sent."""
+        scope, text = self._scope(read.model), _text_of(read)
+        if scope is None:
+            return self._of_bytes(read, text, request_salt)
+        found = list[Prefix]()
+        for each, its in _orders(body, read, scope.model):
+            assert self._rendering is not None
+            made = await self._rendering.keys_of(path, each, its, scope, request_salt, tenant)
+            if made is None:  # its tokens are not known in time
+                return self._of_bytes(read, text, request_salt)
+            found.append(await self._found(scope, made.keys, made.token_count))
+        all_of_it = found[0] if len(found) == 1 else _joined(found)
+        return msgspec.structs.replace(all_of_it, media=text.media) if text.media else all_of_it
 
+    async def of_ids(self, model: str, ids: list[int], tenant: str = "") -> Prefix:
+        """Facts about a prompt by its token ids. Without keys, if nothing of the model is in the
+        index, or they are not made in time.
+        """
+        if (scope := self._scope(model)) is not None:
+            assert self._rendering is not None
+            made = await self._rendering.keys_of_ids(ids, scope.plan, tenant)
+            if made is not None:
+                return await self._found(scope, made.keys, len(ids))
+        return Prefix(max(1, len(ids)), block_tokens=TOKENS_PER_PIECE)
 
-class BytePrefixes:
-    """Source of prefixes by keys of the JSON's bytes alone."""
-
-    def __init__(self, estimates: TokenEstimates) -> None:
-        self._estimates = estimates
-
-    async def of(
-        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
+    async def of_keys(
+        self, model: str, keys: bytes, prompt_tokens: int, block_tokens: int
     ) -> Prefix:
-        return self.of_bytes(read, _text_of(read), request_salt)
+        """Facts about a prompt by its keys, each of `block_tokens`. Without an answer, if nothing
+        of the model is in the index.
+        """
+        if (scope := self._scope(model)) is None:
+            return Prefix(prompt_tokens, keys, block_tokens)
+        if scope.plan.digest:  # keys are those of the engine
+            found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+            keys = b"".join(adapter_keys(found, scope.plan.digest))
+        return await self._found(scope, keys, prompt_tokens)
 
-    def of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
+    def _scope(self, model: str) -> PrefixScope | None:
+        return None if self._spaces is None else self._spaces.scope(model)
+
+    def _of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
         """Facts about a prompt that is not rendered."""
         text, media = found
         tokens = self._estimates.tokens(read.model, len(text), media)
@@ -99,50 +117,10 @@ class BytePrefixes:
             media=media,
         )
 
-
-class KeyPrefixes:
-    """Source of prefixes by keys of tokens, with the index's answer; else by keys of bytes."""
-
-    def __init__(self, rendering: Rendering, spaces: Spaces, by_bytes: BytePrefixes) -> None:
-        self._rendering, self._spaces, self._by_bytes = rendering, spaces, by_bytes
-        self._index = spaces.index
-
-    async def of(
-        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
-    ) -> Prefix:
-        scope, text = self._spaces.scope(read.model), _text_of(read)
-        if scope is None:
-            return self._by_bytes.of_bytes(read, text, request_salt)
-        found = list[Prefix]()
-        for each, its in _orders(body, read, scope.model):
-            made = await self._rendering.keys_of(path, each, its, scope, request_salt, tenant)
-            if made is None:  # its tokens are not known in time
-                return self._by_bytes.of_bytes(read, text, request_salt)
-            found.append(await self._found(scope, made.keys, made.token_count))
-        all_of_it = found[0] if len(found) == 1 else _joined(found)
-        return msgspec.structs.replace(all_of_it, media=text.media) if text.media else all_of_it
-
-    async def of_ids(self, model: str, ids: list[int], tenant: str = "") -> Prefix | None:
-        """Facts about a prompt by its token ids; None: nothing of the model is in the index, or no
-        keys in time.
-        """
-        if (scope := self._spaces.scope(model)) is None:
-            return None
-        made = await self._rendering.keys_of_ids(ids, scope.plan, tenant)
-        return await self._found(scope, made.keys, len(ids)) if made is not None else None
-
-    async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:
-        """Facts about a prompt by its keys; None: nothing of the model is in the index."""
-        if (scope := self._spaces.scope(model)) is None:
-            return None
-        if scope.plan.digest:  # keys are those of the engine
-            found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-            keys = b"".join(adapter_keys(found, scope.plan.digest))
-        return await self._found(scope, keys, prompt_tokens)
-
     async def _found(self, scope: PrefixScope, keys: bytes, prompt_tokens: int) -> Prefix:
+        assert self._spaces is not None
         answers = await asyncio.gather(
-            *(self._index.match(tenant, space, keys) for tenant, space in scope.places)
+            *(self._spaces.index.match(tenant, space, keys) for tenant, space in scope.places)
         )
         found = [each for each in answers if each is not None]
         answer = None

@@ -121,7 +121,7 @@ def test_equal_keys_make_a_worker_exact(node: NodeProcess, worker: ScriptedWorke
 
         def is_found() -> bool:
             router.ask(ASK | {"prompt": TEXT})
-            prefix = arrived(router)[-1].prefix
+            prefix = arrived(router)[-1].request.answer
             if prefix is None:  # a busy machine
                 return False
             found = {match.node: match.dram_blocks for match in prefix.matches}
@@ -139,7 +139,7 @@ def test_without_render_endpoints_token_ids_prove_the_chain(
         warned = "worker a tokenizes no prompts: /render answers 403: start its vLLM with --enable"
         assert caplog.text.count(warned) == 1, "before any request"
         assert router.ask(ASK | {"prompt": TEXT})[0] == 200
-        assert arrived(router)[-1].prefix is None, "no tokens: nobody rendered"
+        assert arrived(router)[-1].request.answer is None, "no tokens: nobody rendered"
         assert arrived(router)[-1].request.keys[:32] != b""
         note = "tokenized by a, so the index is not used for them (/render answers 403: start its"
         assert f"{note} vLLM with --enable-scale-out)" in healthz(router)
@@ -195,11 +195,11 @@ def test_requests_with_an_adapter_are_routed_by_its_own_keys(
         def is_found() -> bool:
             router.ask(ask)
             last = arrived(router)[-1]
-            if last.prefix is None:  # a busy machine
+            if last.request.answer is None:  # a busy machine
                 return False
             expected = adapter_keys(keys_of(list(TEXT.encode()), adapter=ADAPTER), DIGEST)
             assert last.request.keys == b"".join(expected)
-            found = {match.node: match.dram_blocks for match in last.prefix.matches}
+            found = {match.node: match.dram_blocks for match in last.request.answer.matches}
             return found == {"n1": len(TEXT) // BLOCK_TOKENS}
 
         until(is_found)
@@ -222,7 +222,7 @@ def test_a_silent_index_costs_milliseconds_and_then_nothing(
                 assert router.ask(ASK | {"prompt": TEXT})[0] == 200
             assert "not used" in index.trouble
             assert index.late_count <= 4, "then nobody was asked"
-            assert arrived(router)[-1].prefix is None
+            assert arrived(router)[-1].request.answer is None
             text = router.on_loop(lambda: pages.health_of(router.router)).body.decode()
             assert "the index is not used" in text
         finally:
@@ -248,7 +248,7 @@ def test_nodes_that_fetch_are_those_with_an_address_for_others(
             until(lambda: index.peers == {"n2"})
             until(lambda: state(router) == "up")
             assert router.ask(ASK | {"prompt": TEXT})[0] == 200
-        prefix = arrived(router)[-1].prefix
+        prefix = arrived(router)[-1].request.answer
         assert prefix is not None
         assert prefix.peers == frozenset({"n2"})
 

@@ -28,11 +28,12 @@ from kvstore.router.front.intake import (
     output_tokens,
     session_of,
 )
-from kvstore.router.keys.prefixes import BytePrefixes, Prefix
+from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.rpc import _request
 from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.values import Prefix
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,10 @@ def test_bodies_headers_and_callers_of_the_route_service_have_these_bounds() -> 
     long = "s" * 100_000
     ask = pb.Ask(model="m", session=long, output_tokens_max=2**32 - 1)
     by_body = {"model": "m", "max_tokens": 10**400, "user": long}
-    for request in (_request(ask, "rpc-1", Prefix(1)), Site().job(by_body).asked.request):
+    for request in (_request(ask, "rpc-1", Prefix(1)), Site().job(by_body).request):
         assert request.output_tokens_max == OUTPUT_TOKENS_MAX
         assert request.session == session_of(long)
-    odd = Site().job({"max_tokens": -(10**400)}, {"X-Session-Id": "\udcff"}).asked.request
+    odd = Site().job({"max_tokens": -(10**400)}, {"X-Session-Id": "\udcff"}).request
     assert (odd.output_tokens_max, odd.session) == (1, session_of("\udcff"))
 
 
@@ -75,7 +76,7 @@ TENANTS = {hashlib.sha256(KEY.encode()).digest(): "team-a"}
 class Site:
     def __init__(self, tenants: Tenants | None = None) -> None:
         dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
-        self.workers, prefixes = dispatcher.workers, BytePrefixes(TokenEstimates())
+        self.workers, prefixes = dispatcher.workers, Prefixes(TokenEstimates())
         self.workers.replace(
             WorkerAddress(name=n, url=f"http://{n}", models=("sole",)) for n in "ab"
         )
@@ -123,7 +124,7 @@ def test_a_priority_is_that_of_the_header_or_the_body_within_bounds(
     content = {"model": "m", "prompt": "x"} | ({} if body is None else {"priority": body})
     headers = {} if header is None else {"X-Kvstore-Priority": header}
     job = Site().job(content, headers)
-    assert job.asked.request.priority == priority
+    assert job.request.priority == priority
     assert json.loads(job.body) == content, "the engine's own queue has it, too"
 
 
@@ -138,10 +139,10 @@ def test_a_tenant_has_its_salt_and_neither_steers_nor_goes_before_others() -> No
         "cache_salt": "team-a/mine",
         "vllm_xargs": {"top": 2},
     }
-    assert (job.asked.request.tenant, job.asked.request.service) == ("team-a", "inline")
-    assert site.job(given, tenant="team-b").prefix.keys == b""
+    assert (job.request.tenant, job.request.service) == ("team-a", "inline")
+    assert site.job(given, tenant="team-b").request.keys == b""
     long = {"model": "m", "prompt": "x" * 2000}
-    ours, theirs = (site.job(long, tenant=name).prefix.keys for name in ("team-a", "team-b"))
+    ours, theirs = (site.job(long, tenant=name).request.keys for name in ("team-a", "team-b"))
     assert ours
     assert ours != theirs, "nobody's prefixes are another tenant's"
 
@@ -174,12 +175,12 @@ def test_a_response_goes_on_where_the_one_before_is_kept() -> None:
     made = new_id(site.workers["b"], "")
     ask = {"model": "m", "input": "x"}
     kept = site.job(ask | {"previous_response_id": made}, path="/v1/responses")
-    assert (kept.asked.request.subset, kept.asked.request.is_bound_to_one) == (("b",), True)
+    assert (kept.request.subset, kept.request.is_bound_to_one) == (("b",), True)
     odd = site.job(ask | {"previous_response_id": "resp_x"}, path="/v1/responses", subset=("a",))
-    assert (odd.asked.request.subset, odd.asked.request.is_bound_to_one) == (("a",), True)
+    assert (odd.request.subset, odd.request.is_bound_to_one) == (("a",), True)
     for none in (None, "", 7):
         first = site.job(ask | {"previous_response_id": none}, path="/v1/responses")
-        assert (first.asked.request.subset, first.asked.request.is_bound_to_one) == (None, False)
+        assert (first.request.subset, first.request.is_bound_to_one) == (None, False)
 
 
 def test_a_body_that_is_odd_json_goes_on_as_it_came_or_with_its_fields_set() -> None:
@@ -201,19 +202,19 @@ def test_media_forms_and_hints_are_seen() -> None:
     site = Site()
     part = {"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 5000}}
     chat = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
-    request = site.job(chat, path="/v1/chat/completions").asked.request
-    assert request.has_media
+    request = site.job(chat, path="/v1/chat/completions").request
+    assert request.media
     assert request.prompt_tokens < 1200, "not 1,250 tokens of text"
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nw\r\n--b--\r\n'
     kind = {"Content-Type": "Multipart/Form-Data; boundary=b"}
     job = site.job(form, kind, path="/v1/audio/transcriptions", tenant="team-a")
-    assert (job.asked.request.model, job.body, job.body_for("other")) == ("w", form, form)
-    assert site.job(b"{}").asked.request.model == "sole"
+    assert (job.request.model, job.body, job.body_for("other")) == ("w", form, form)
+    assert site.job(b"{}").request.model == "sole"
     with pytest.raises(BadBody):
         site.job(form)
     for text, pin_s in (("60", 60.0), ("x", -1.0), ("1e9", -1.0), ("9999999", -1.0), ("²", -1.0)):
-        assert site.job(b"{}", {"X-Kvstore-Pin-Ttl-S": text}).asked.request.pin_s == pin_s
-    assert site.job(b"{}", {"X-Kvstore-Session-End": "TRUE"}).asked.request.ends_session
+        assert site.job(b"{}", {"X-Kvstore-Pin-Ttl-S": text}).request.pin_s == pin_s
+    assert site.job(b"{}", {"X-Kvstore-Session-End": "TRUE"}).request.ends_session
 
 
 @pytest.mark.parametrize(
@@ -232,5 +233,5 @@ def test_media_forms_and_hints_are_seen() -> None:
 def test_only_plain_streams_may_be_raced(path: str, more: dict[str, Any], races: bool) -> None:
     ask = {"model": "m", "prompt": "x", "stream": True, **more}
     job = Site().job(ask, path=path, drives_legs=True)
-    assert job.asked.request.has_side_effects is not races
-    assert Site().job(ask, path=path).asked.request.has_side_effects, "Envoy races nobody"
+    assert job.request.has_side_effects is not races
+    assert Site().job(ask, path=path).request.has_side_effects, "Envoy races nobody"

@@ -27,13 +27,13 @@ from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.index_calls import IndexCalls, Spaces
 from kvstore.router.keys.parity import Parity
-from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefix, predicted_tokens
+from kvstore.router.keys.prefixes import Prefixes, predicted_tokens
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import COMPLETIONS, Rendering
 from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
+from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
 from tests.kit.coroutines import on_loop
 
 BLOCK, SEED, SPACE = 4, "s", bytes(range(32))
@@ -85,8 +85,7 @@ class Site:
         )
         spaces = Spaces(self.workers, index, RoutingPolicy)
         self.parity = Parity(rendering, spaces)
-        by_bytes = BytePrefixes(TokenEstimates())
-        prefixes = KeyPrefixes(rendering, spaces, by_bytes)
+        prefixes = Prefixes(TokenEstimates(), rendering, spaces)
         self.intake = RequestIntake(prefixes, TENANTS, dispatcher)
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
@@ -137,7 +136,7 @@ class Site:
         return await self.intake.job(headers, COMPLETIONS, body, whose, request_id="r")
 
     def predicted(self, job: RequestJob) -> int:
-        return predicted_tokens(job.prefix, self.worker.address)
+        return predicted_tokens(job.request, self.worker.address)
 
 
 def _prompts(body: bytes) -> list[list[int]]:
@@ -168,7 +167,7 @@ async def test_keys_of_a_tenants_request_are_those_that_the_engine_stores(
     job = await site.job("team-a", **fields)
     assert site.predicted(job) == 0, "nobody sent it before"
     stored = site.compute(job.body)
-    assert job.prefix.keys == b"".join(stored), "the router's keys are the engine's"
+    assert job.request.keys == b"".join(stored), "the router's keys are the engine's"
     again = await site.job("team-a", **fields)
     assert site.predicted(again) == BLOCK * len(stored)
     for others in (await site.job("team-b", **fields), await site.job("team-a", prompt=prompt)):
@@ -186,7 +185,7 @@ async def test_an_engine_with_other_keys_is_load_only_for_tenants_too() -> None:
     assert "0 of" in site.worker.parity
     job = await site.job("team-a", prompt=TEXT)
     site.compute(job.body)
-    assert (await site.job("team-a", prompt=TEXT)).prefix.answer is None
+    assert (await site.job("team-a", prompt=TEXT)).request.answer is None
 
 
 @on_loop

@@ -10,7 +10,7 @@ from kvstore.config.router import WorkerAddress
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WorkerAdapter
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Arrived, Ending, Rejected, RequestEnded, Routed
+from kvstore.routing.events import Ending, Rejected, RequestEnded, Routed
 from kvstore.routing.policy import RoutingPolicy, parse
 from tests.kit.virtual_loop import VirtualLoop
 from tests.unit.routing.fleets import request
@@ -37,7 +37,7 @@ class Site:
 
     async def enter(self, model: str) -> tuple[RoutedLife, Routed | Rejected]:
         life = RoutedLife(self.dispatcher)
-        return life, await life.enter(Arrived(request("r", model=model)))
+        return life, await life.enter(request("r", model=model))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import BODIES_SHARE, Bodies, RequestIntake, Tenants
-from kvstore.router.keys.prefixes import BytePrefixes
+from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.picker import DESTINATION, DROPPED, SERVED, SUBSET, Picker
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import FirstToken, Probed, RequestEnded, RouteEvent
@@ -88,7 +88,7 @@ class Site:
         )
         for worker in self.workers:
             self.dispatcher.note(Probed(worker.name, ProbeResult.ANSWERED))
-        prefixes = BytePrefixes(TokenEstimates())
+        prefixes = Prefixes(TokenEstimates())
         intake = RequestIntake(prefixes, tenants, self.dispatcher)
         self.bodies = Bodies(bytes_max=BODY_BYTES_MAX)
         self.picker = Picker(self.dispatcher, intake, bodies=self.bodies)

@@ -14,7 +14,7 @@ from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WORKERS_MAX, Worker
 from kvstore.router.front.intake import NAME_BYTES_MAX
-from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, KeyPrefixes, Prefix
+from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, Prefixes
 from kvstore.router.rpc import (
     BLOCK_TOKENS_MAX,
     FIRST_WORD_S,
@@ -25,7 +25,6 @@ from kvstore.router.rpc import (
 )
 from kvstore.routing.core import RETRY_BURST, RouterCore
 from kvstore.routing.events import (
-    Arrived,
     Ending,
     Failure,
     Fault,
@@ -37,9 +36,10 @@ from kvstore.routing.events import (
     Routed,
     RouteEvent,
 )
+from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import FAULTS_MAX
-from kvstore.routing.values import ProbeResult, RouteRequest, WorkerWord
+from kvstore.routing.values import Prefix, ProbeResult, RouteRequest, WorkerWord
 from kvstore.types import KEY_BYTES
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
@@ -102,14 +102,14 @@ class Stream:
 class Site:
     """Workers a, b … that are up."""
 
-    def __init__(self, loop: VirtualLoop, count: int, prefixes: Any = None) -> None:
+    def __init__(self, loop: VirtualLoop, count: int, prefixes: Prefixes | None = None) -> None:
         self.loop, self.core = loop, RouterCore(RoutingPolicy(), seed=1)
         self.dispatcher = Dispatcher(self.core, clock=loop.clock_ns)
         self.workers = self.dispatcher.workers
         self.suspected: list[Worker] = []
         self.service = RouteService(
             self.dispatcher,
-            cast("KeyPrefixes | None", prefixes),
+            prefixes or Prefixes(TokenEstimates()),
             suspected=self.suspected.append,
         )
         self.workers.replace(
@@ -131,7 +131,7 @@ class Site:
         life = RoutedLife(self.dispatcher)
         request = RouteRequest(request_id=name, model="m", prompt_tokens=1000)
         async with asyncio.timeout(1):
-            return life, await life.enter(Arrived(request))
+            return life, await life.enter(request)
 
 
 def run(
@@ -348,27 +348,28 @@ async def test_a_worker_that_has_left_has_no_address_and_its_claim_is_no_error(s
     assert not site.core.open
 
 
-class Prefixes:
-    """As KeyPrefixes: notes what it is asked."""
+class NotingPrefixes(Prefixes):
+    """Notes what it is asked. `found`: all its answers; None: as without an index."""
 
     def __init__(self, found: Prefix | None) -> None:
+        super().__init__(TokenEstimates())
         self.found, self.asked = found, list[tuple[Any, ...]]()
 
-    async def of_ids(self, *asked: Any) -> Prefix | None:
+    async def of_ids(self, *asked: Any) -> Prefix:
         self.asked.append(asked)
-        return self.found
+        return self.found or await super().of_ids(*asked)
 
-    async def of_keys(self, *asked: Any) -> Prefix | None:
+    async def of_keys(self, *asked: Any) -> Prefix:
         self.asked.append(asked)
-        return self.found
+        return self.found or await super().of_keys(*asked)
 
 
 def test_a_prompt_is_at_least_what_its_keys_are() -> None:
     for found in (None, Prefix(777, KEY, 64)):
-        prefixes = Prefixes(found)
+        prefixes = NotingPrefixes(found)
 
         async def test(
-            site: Site, prefixes: Prefixes = prefixes, found: Prefix | None = found
+            site: Site, prefixes: NotingPrefixes = prefixes, found: Prefix | None = found
         ) -> None:
             asks = [
                 pb.Ask(model="m", keys=KEY * 3, block_tokens=16, prompt_tokens=50),
@@ -387,6 +388,6 @@ def test_a_prompt_is_at_least_what_its_keys_are() -> None:
             own = [50, 48, 3 * TOKENS_PER_PIECE, 3, 1]
             assert sizes == (own if found is None else [777] * 5)
             assert prefixes.asked[3] == ("m", [1, 2, 3], "")
-            assert [each[-1] for each in prefixes.asked[:3]] == own[:3]
+            assert [each[2] for each in prefixes.asked[:3]] == own[:3]
 
         run(test, prefixes=prefixes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import msgspec
+
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     AbandonWorker,
@@ -24,6 +26,7 @@ from kvstore.routing.events import (
     RouteEvent,
 )
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.receipts import Receipt
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     PrefixAnswer,
@@ -97,11 +100,22 @@ def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:
     return [each for each in commands if not isinstance(each, StateChange | AbandonWorker)]
 
 
+def knowing(its: RouteRequest, prefix: PrefixAnswer | None) -> RouteRequest:
+    """The request with the index's answer."""
+    return msgspec.structs.replace(its, answer=prefix)
+
+
+def explain(
+    core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
+) -> Receipt:
+    return core.explain(knowing(its, prefix), now_ns)
+
+
 def arrive(
     core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None = None, now_ns: int = S
 ) -> Routed | Rejected | None:
     """The final word about this request; None: it is held."""
-    for command in turn(core, Arrived(its, prefix), now_ns):
+    for command in turn(core, Arrived(knowing(its, prefix)), now_ns):
         if not isinstance(command, Prepare) and command.request_id == its.request_id:
             assert isinstance(command, Routed | Rejected)
             return command

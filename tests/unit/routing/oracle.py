@@ -208,7 +208,7 @@ class Oracle:
         its, spec, known = self.requests[name], self.specs[worker], self.known[worker]
         if known.is_down:
             return 1
-        if its.has_media and known.without_media:
+        if its.media and known.without_media:
             return 2
         return 3 * (its.prompt_tokens + (its.output_tokens_max or 0) > spec.context_of("m"))
 

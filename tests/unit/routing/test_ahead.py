@@ -45,6 +45,7 @@ from tests.unit.routing.fleets import (
     fail,
     hbm,
     keys,
+    knowing,
     request,
     spec,
     turn,
@@ -68,7 +69,7 @@ def held_core(*specs: WorkerSpec, **ahead: Any) -> RouterCore:
 
 def prepares(core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None) -> list[Prepare]:
     """Those of a request that is held."""
-    found = turn(core, Arrived(its, prefix))
+    found = turn(core, Arrived(knowing(its, prefix)))
     assert its.request_id in core.room.entries
     assert all(isinstance(each, Prepare) for each in found)
     return [each for each in found if isinstance(each, Prepare)]
@@ -166,7 +167,7 @@ def copies(
     for number in range(count):
         name = f"{prefix} {now_ns} {number}"
         its = request(name, prefix=prefix, pin_s=0)
-        commands = core.step(Arrived(its, answer(dram(0, blocks))), now_ns)
+        commands = core.step(Arrived(knowing(its, answer(dram(0, blocks)))), now_ns)
         check(core)
         found += [each for each in commands if isinstance(each, Prepare)]
         core.step(RequestEnded(name, Ending.ABORTED), now_ns)
@@ -258,8 +259,8 @@ def test_the_memory_of_prefixes_is_bounded() -> None:
 
 
 def pinned(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
-    its = request(name, **{"pin_s": 100.0, **more})
-    [sent] = (c for c in core.step(Arrived(its, answer()), now_ns) if isinstance(c, Routed))
+    its = request(name, **{"pin_s": 100.0, "answer": answer(), **more})
+    [sent] = (c for c in core.step(Arrived(its), now_ns) if isinstance(c, Routed))
     core.step(RequestEnded(name, Ending.DONE), now_ns)
     check(core)
     return sent
@@ -337,12 +338,12 @@ def test_several_prompts_in_one_request_are_neither_pinned_nor_brought() -> None
     hot = hot_core()
     for n in range(10):
         its = request(f"r{n}", prefix="hot", parts=(128, 128))
-        assert [type(c) for c in turn(hot, Arrived(its, answer(dram(0, 64))))] == [Routed]
+        assert [type(c) for c in turn(hot, Arrived(knowing(its, answer(dram(0, 64)))))] == [Routed]
 
 
 def test_without_keys_of_the_index_nothing_is_pinned() -> None:
     core = core_of(spec(0))
-    [sent] = core.step(Arrived(request("r", pin_s=5.0), None), S)
+    [sent] = core.step(Arrived(request("r", pin_s=5.0)), S)
     assert isinstance(sent, Routed)
     assert sent.hints is not None
     assert sent.hints.refused == "no-keys"

@@ -34,6 +34,7 @@ from tests.unit.routing.fleets import (
     arrive,
     comes_back,
     core_of,
+    explain,
     fail,
     fault,
     goes_down,
@@ -217,18 +218,18 @@ def test_what_one_worker_keeps_is_asked_of_all() -> None:
 def test_a_model_without_media_is_remembered_by_the_word_of_its_engine() -> None:
     core = core_of(spec(0), spec(1))
     likes_w0 = answer(hbm(0, 250))
-    assert routed(arrive(core, request("a", has_media=True), likes_w0)).worker == "w0"
+    assert routed(arrive(core, request("a", media={"image": 1}), likes_w0)).worker == "w0"
     [again] = turn(core, fail("a", Failure.REFUSED, lack=Lack.MEDIA))
     assert routed(again).worker == "w1"
-    later = routed(arrive(core, request("b", has_media=True), likes_w0))
+    later = routed(arrive(core, request("b", media={"image": 1}), likes_w0))
     assert (later.worker, later.draft.plain.filtered) == ("w1", {"w0": "media"})
     text = request("c", subset=("w0", "w1"))
     assert routed(arrive(core, text, likes_w0)).worker == "w0", "text is another matter"
-    other = request("d", model="m2", has_media=True)
+    other = request("d", model="m2", media={"image": 1})
     assert routed(arrive(core, other, likes_w0)).worker == "w0", "and so is another model"
     goes_down(core, "w0")
     comes_back(core, "w0")
-    again = routed(arrive(core, request("e", has_media=True), likes_w0))
+    again = routed(arrive(core, request("e", media={"image": 1}), likes_w0))
     assert again.worker == "w0", "it may be another engine now"
 
 
@@ -236,7 +237,7 @@ def test_names_that_clients_invent_fill_no_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(legs, "MODELS_MAX", 3)
     core = core_of(spec(0), spec(1))
     for number in range(9):
-        routed(arrive(core, request(f"r{number}", model=f"m{number}", has_media=True)))
+        routed(arrive(core, request(f"r{number}", model=f"m{number}", media={"image": 1})))
         turn(core, fail(f"r{number}", Failure.REFUSED, lack=Lack.MEDIA))
     states = [core.fleet.state(name) for name in ("w0", "w1")]
     assert 3 <= sum(len(state.without_media) for state in states if state is not None) <= 6
@@ -325,9 +326,9 @@ def test_cached_tokens_at_another_worker_say_nothing_of_the_one_that_was_chosen(
     core = core_of(spec(0), spec(1))
     end = {"end": Ending.DONE, "cached_tokens": 0}
     behind_a_gateway(core, "a", served_by="w1", **end)
-    assert core.explain(request("x"), None, S).features["hit_ratio"] == [1, 1]
+    assert explain(core, request("x"), None, S).features["hit_ratio"] == [1, 1]
     behind_a_gateway(core, "b", **end)
-    assert core.explain(request("x"), None, S).features["hit_ratio"][0] < 1
+    assert explain(core, request("x"), None, S).features["hit_ratio"][0] < 1
 
 
 # ── prefillers ───────────────────────────────────────────────────────────────────────────────────

@@ -29,6 +29,7 @@ from tests.unit.routing.fleets import (
     answer,
     arrive,
     core_of,
+    explain,
     fail,
     hbm,
     rejected,
@@ -96,9 +97,9 @@ def test_other_routers_count() -> None:
     core.step(Shared("other", (SharedLoad("w0", 200_000, 30), SharedLoad("gone", 1, 1))), S)
     for n in range(5):
         assert routed(arrive(core, request(f"r{n}", 160))).worker == "w1"
-    assert core.explain(request("x"), None, S).features["streams"][0] == 30
+    assert explain(core, request("x"), None, S).features["streams"][0] == 30
     core.step(Shared("other", ()), S)
-    assert core.explain(request("x"), None, S).features["queue_s"][0] == 0
+    assert explain(core, request("x"), None, S).features["queue_s"][0] == 0
 
 
 def test_what_is_in_flight_is_told_to_other_routers() -> None:
@@ -147,7 +148,7 @@ def test_observed_hits_lower_a_worker_that_is_believed_too_much() -> None:
         arrive(core, request(f"r{n}", subset=("w0",)), answer(hbm(0, 200)), now_ns)
         core.step(FirstToken(f"r{n}"), now_ns + 600 * MS)
         core.step(RequestEnded(f"r{n}", Ending.DONE, 0, 1), now_ns + 700 * MS)
-    receipt = core.explain(request("x"), answer(hbm(0, 200), hbm(1, 100)), 100 * S)
+    receipt = explain(core, request("x"), answer(hbm(0, 200), hbm(1, 100)), 100 * S)
     assert receipt.features["hit_ratio"][0] < 0.1
     assert receipt.chosen == "w1"
 
@@ -165,7 +166,7 @@ def test_hits_are_learned_apart_for_what_only_another_node_has() -> None:
             done = RequestEnded(its.request_id, Ending.DONE, cached_tokens, 1)
             core.step(done, now_ns + 700 * MS)
             core.tree.forget("w0")
-        features = core.explain(request("x"), None, 900 * S).features
+        features = explain(core, request("x"), None, 900 * S).features
         return [round(features[ratio][0], 2) for ratio in ("hit_ratio", "fetch_ratio")]
 
     # Its own dram has 1,600 tokens, that of another node 1,600 more.
@@ -178,13 +179,13 @@ def test_hits_are_learned_apart_for_what_only_another_node_has() -> None:
 def test_explain_changes_nothing() -> None:
     core = core_of(spec(0), spec(1))
     its = request("r")
-    before = core.explain(its, None, S)
-    assert core.explain(its, None, S) == before
+    before = explain(core, its, None, S)
+    assert explain(core, its, None, S) == before
     assert not core.open
     assert not core.fleet.flights
     assert routed(arrive(core, its)).draft.receipt() == before
     core.adopt(parse({"draining": ["w0", "w1"]}), S)
-    refused = core.explain(request("x"), None, S)
+    refused = explain(core, request("x"), None, S)
     assert (refused.outcome.rejected, refused.chosen) == ("rejected-no-endpoints", "")
     assert (len(core.take_drafts()), len(core.open)) == (0, 1), "nor is it kept"
 

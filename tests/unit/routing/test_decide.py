@@ -30,6 +30,7 @@ from tests.unit.routing.fleets import (
     answer,
     arrive,
     core_of,
+    explain,
     hbm,
     rejected,
     request,
@@ -179,7 +180,7 @@ def test_stale_numbers_decay_to_the_mean_of_the_pool() -> None:
         core.step(Scraped(f"w{n}", LoadSample(waiting=4, running=4), 100 * S), 100 * S)
 
     def queued(now_ns: int) -> float:
-        return core.explain(request("x"), None, now_ns).features["queued"][0]
+        return explain(core, request("x"), None, now_ns).features["queued"][0]
 
     assert queued(2 * S) == 40
     assert queued(101 * S) == pytest.approx(4, abs=0.01)
@@ -194,7 +195,7 @@ def test_a_number_that_is_not_said_is_not_0_and_what_was_known_decays() -> None:
         core.step(Scraped("w1", LoadSample(waiting=4, running=4), second * S), second * S)
 
     def queued(now_ns: int) -> float:
-        return core.explain(request("x"), None, now_ns).features["queued"][0]
+        return explain(core, request("x"), None, now_ns).features["queued"][0]
 
     assert queued(2 * S) == 40
     assert queued(99 * S) == pytest.approx(4, abs=0.01)
@@ -202,8 +203,11 @@ def test_a_number_that_is_not_said_is_not_0_and_what_was_known_decays() -> None:
 
 def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
     core = core_of(spec(0), spec(1), spec(2, node="", engine=""))
-    receipt = core.explain(
-        request("x"), answer(PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)), S
+    receipt = explain(
+        core,
+        request("x"),
+        answer(PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)),
+        S,
     )
     assert receipt.features["dram"] == [1600, 640, 0]
     assert receipt.features["remote"] == [640, 1600, 0]
@@ -215,7 +219,7 @@ def test_a_node_without_peers_neither_serves_nor_fetches() -> None:
 
     def remote(*peers: str) -> list[float]:
         found = PrefixAnswer(PrefixTrust.EXACT, matches, peers=frozenset(peers))
-        receipt = core.explain(request("x"), found, S)
+        receipt = explain(core, request("x"), found, S)
         assert receipt.features["dram"] == [1600, 640, 0]
         return receipt.features["remote"]
 
@@ -237,7 +241,7 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
     core = core_of(spec(0))
 
     def degraded(its: RouteRequest, prefix: PrefixAnswer | None) -> list[str]:
-        return list(core.explain(its, prefix, S).degraded)
+        return list(explain(core, its, prefix, S).degraded)
 
     assert degraded(request("a", 1), None) == degraded(request("a", 1), answer()) == []
     assert degraded(request("a", 16), None) == [], "its last token is computed in any case"
@@ -249,20 +253,20 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
     core.step(Judged("w0", is_parity_red=True), S)
     assert degraded(request("a"), answer()) == ["load-only"]
     stranger = core_of(spec(0, node="", engine=""))
-    assert stranger.explain(request("a"), answer(), S).degraded == ("prefix-approximate",)
+    assert explain(stranger, request("a"), answer(), S).degraded == ("prefix-approximate",)
 
 
 @pytest.mark.parametrize("is_of_bytes", [False, True])
 def test_a_receipt_says_whether_its_tokens_are_estimated(is_of_bytes: bool) -> None:
     core = core_of(spec(0))
-    sent = routed(arrive(core, request("a", is_of_bytes=is_of_bytes)))
+    sent = routed(arrive(core, request("a", text_bytes=int(is_of_bytes))))
     assert sent.draft.plain.prompt_is_estimated is is_of_bytes
 
 
 def test_a_receipt_has_the_tokens_that_were_expected_to_be_cached() -> None:
     core = core_of(*(spec(n) for n in range(3)))
     found = answer(hbm(0, 100), hbm(1, 100, PrefixTrust.STALE))
-    receipt = core.explain(request("a"), found, S)
+    receipt = explain(core, request("a"), found, S)
     assert receipt.cached == [1600.0, 800.0, 0.0]
     least = replay(receipt, parse({"policy": "least-load"}))
     assert least.cached == receipt.cached
@@ -273,7 +277,7 @@ def test_blocks_that_were_just_sent_count_beside_the_index() -> None:
     first = routed(arrive(core, request("a", 30_000, prefix="x"), answer()))
     again = routed(arrive(core, request("b", 30_000, prefix="x"), answer(), S + 100 * MS))
     assert again.worker == first.worker
-    later = core.explain(request("c", 30_000, prefix="x"), answer(), 60 * S)
+    later = explain(core, request("c", 30_000, prefix="x"), answer(), 60 * S)
     assert max(later.features["hbm"]) == 0
 
 
@@ -334,7 +338,7 @@ def test_a_session_leaves_a_worker_with_more_than_its_share() -> None:
 
 def test_the_weights_of_other_routers() -> None:
     core = core_of(spec(0), spec(1), policy=other_router("weighted"))
-    receipt = core.explain(request("x", 1600), answer(hbm(1, 50)), S)
+    receipt = explain(core, request("x", 1600), answer(hbm(1, 50)), S)
     assert receipt.terms["prefix"] == [0, -50]
     assert receipt.terms["load"] == [-50, -50]
     assert receipt.terms["memory"] == [-30, -30]

@@ -66,7 +66,7 @@ def test_a_held_request_that_cannot_be_placed_is_rejected_alone(harm: dict[str, 
 def test_a_new_request_that_cannot_be_placed_takes_no_commands_along(harm: dict[str, Any]) -> None:
     core = busy()
     assert arrive(core, request("late", service="batch")) is None
-    expired, bad = turn(core, Arrived(request("bad", **harm), None), 3 * S)
+    expired, bad = turn(core, Arrived(request("bad", **harm)), 3 * S)
     assert (expired.request_id, rejected(expired).status) == ("late", 503)
     assert (bad.request_id, rejected(bad).status) == ("bad", 500)
     check(core)

@@ -28,6 +28,7 @@ from tests.unit.routing.fleets import (
     arrive,
     comes_back,
     core_of,
+    explain,
     fail,
     goes_down,
     hbm,
@@ -54,7 +55,7 @@ def flawed(*flaws: str, policy: Any = None) -> RouterCore:
             goes_down(core, worker)
         for n in range({"breaker": 3, "media": 1, "rests": 1}.get(flaw, 0)):
             name = f"{worker} {n}"
-            routed(arrive(core, request(name, 16, subset=(worker,), has_media=True)))
+            routed(arrive(core, request(name, 16, subset=(worker,), media={"image": 1})))
             failure = {"breaker": Failure.STATUS, "media": Failure.REFUSED}
             lack = Lack.MEDIA if flaw == "media" else None
             turn(core, fail(name, failure.get(flaw, Failure.BUSY), lack=lack))
@@ -64,7 +65,7 @@ def flawed(*flaws: str, policy: Any = None) -> RouterCore:
 
 def special(name: str, **more: Any) -> RouteRequest:
     """A request with images and a long prompt."""
-    return request(name, 8192, has_media=True, **more)
+    return request(name, 8192, media={"image": 1}, **more)
 
 
 # ── last resorts ─────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +159,7 @@ def test_prompt_and_output_must_fit_into_the_context_of_their_model() -> None:
 
 
 def counted(core: RouterCore, tokens: int, prefix: PrefixAnswer | None = None) -> int:
-    receipt = core.explain(request("x", tokens, output_tokens_max=0), prefix, S)
+    receipt = explain(core, request("x", tokens, output_tokens_max=0), prefix, S)
     return receipt.prompt_tokens
 
 

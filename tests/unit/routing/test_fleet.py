@@ -24,6 +24,7 @@ from tests.unit.routing.fleets import (
     answer,
     arrive,
     core_of,
+    explain,
     hbm,
     request,
     routed,
@@ -40,7 +41,7 @@ def quiet(core: RouterCore, name: str, tokens: int = 8000, now_ns: int = S, **mo
 
 def counts(core: RouterCore, worker: int = 0) -> tuple[float, float]:
     """Requests before their first token, and after it."""
-    features = core.explain(request("x"), None, S).features
+    features = explain(core, request("x"), None, S).features
     return features["queued"][worker], features["streams"][worker]
 
 
@@ -68,9 +69,9 @@ def test_a_request_that_ended_when_the_page_was_asked_for_may_be_in_it() -> None
 def test_its_queue_is_no_backlog_for_those_after_it() -> None:
     core = core_of(spec(0))
     quiet(core, "r", 80_000)
-    assert core.explain(request("x"), None, S).features["queue_s"][0] > 10
+    assert explain(core, request("x"), None, S).features["queue_s"][0] > 10
     turn(core, RouteTick(), 60 * S)
-    assert core.explain(request("x"), None, 60 * S).features["queue_s"] == [0]
+    assert explain(core, request("x"), None, 60 * S).features["queue_s"] == [0]
 
 
 def test_a_second_worker_is_predicted_by_its_own_time() -> None:
@@ -96,7 +97,7 @@ def test_a_second_worker_is_predicted_by_its_own_time() -> None:
 
 
 def waiting(core: RouterCore) -> float:
-    return core.explain(request("x"), None, S).features["waiting"][0]
+    return explain(core, request("x"), None, S).features["waiting"][0]
 
 
 def test_own_requests_that_begin_or_end_leave_the_engines_queue() -> None:
@@ -120,7 +121,7 @@ def test_the_engines_queue_is_forgotten_when_its_numbers_grow_old() -> None:
     report(core, S, S, waiting=8)
     later = {}
     for seconds in (0, 2, 4, 6, 12):
-        features = core.explain(request("x"), None, (1 + seconds) * S).features
+        features = explain(core, request("x"), None, (1 + seconds) * S).features
         later[seconds] = features["waiting"]
     assert later == {0: [8], 2: [8], 4: [4], 6: [2], 12: [0]}
 
@@ -150,7 +151,7 @@ def test_what_others_have_there_is_what_own_requests_do_not_explain() -> None:
 
 
 def memory(core: RouterCore) -> float:
-    return round(core.explain(request("x"), None, S).features["memory"][0], 6)
+    return round(explain(core, request("x"), None, S).features["memory"][0], 6)
 
 
 def test_the_use_of_memory_is_what_the_engine_says_and_what_was_sent_since() -> None:

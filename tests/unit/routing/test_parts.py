@@ -10,6 +10,7 @@ from tests.unit.routing.fleets import (
     answer,
     arrive,
     core_of,
+    explain,
     fail,
     hbm,
     keys,
@@ -44,7 +45,7 @@ def serve(core: RouterCore, its: RouteRequest, worker: str) -> None:
 
 
 def hits(core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None = None) -> list[float]:
-    return core.explain(its, prefix, 30 * S).features["hbm"]
+    return explain(core, its, prefix, 30 * S).features["hbm"]
 
 
 def test_chains_are_cut_where_each_prompt_ends() -> None:
@@ -90,7 +91,7 @@ def test_the_index_answers_for_all_prompts_together() -> None:
 def test_what_was_just_sent_counts_beside_the_index() -> None:
     core = core_of(spec(0))
     serve(core, batch("r", "a", "b"), "w0")
-    features = core.explain(batch("x", "b", "a"), answer(), 2 * S).features
+    features = explain(core, batch("x", "b", "a"), answer(), 2 * S).features
     assert features["hbm"] == [2 * HIT]
     assert hits(core, batch("x", "b", "a"), answer()) == [0], "later the index knows better"
 

@@ -16,6 +16,7 @@ from tests.unit.routing.fleets import (
     S,
     arrive,
     core_of,
+    explain,
     fail,
     rejected,
     request,
@@ -90,9 +91,9 @@ def test_a_full_queue_rejects_and_a_dry_run_says_so(more: dict[str, dict[str, ob
     core = core_of(spec(0), policy=parse({**more, "limits": limits}))
     routed(arrive(core, request("first")))
     with pytest.raises(LookupError, match="wait"):
-        core.explain(request("x"), None, S)
+        explain(core, request("x"), None, S)
     assert arrive(core, request("held")) is None
-    assert core.explain(request("x"), None, S).outcome.rejected == "rejected-saturated"
+    assert explain(core, request("x"), None, S).outcome.rejected == "rejected-saturated"
     assert rejected(arrive(core, request("r"))).reason == "rejected-saturated"
     assert only_receipt(core).outcome.rejected == "rejected-saturated"
 

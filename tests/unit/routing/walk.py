@@ -45,7 +45,15 @@ from kvstore.routing.values import (
     WorkerRole,
 )
 from kvstore.wire.peers import PrepareReply
-from tests.unit.routing.fleets import MS, S, fault, keys, request, spec
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    fault,
+    keys,
+    knowing,
+    request,
+    spec,
+)
 from tests.unit.routing.oracle import (
     HELD_MAX,
     OPEN_MAX,
@@ -183,7 +191,7 @@ class Walk(Oracle):
             subset=subset,
             output_tokens_max=self.random.choice([None, 10, 400]),
             is_streamed=self.random.random() < 0.7,
-            has_media=self.random.random() < 0.5,
+            media={"image": 1} if self.random.random() < 0.5 else {},
             is_bound_to_one=self.random.random() < 0.1,
             pin_s=self.random.choice([0, 0, 1, 900]),
             ends_session=self.random.random() < 0.1,
@@ -191,7 +199,7 @@ class Walk(Oracle):
         )
         self.requests[name] = self.every[name] = its
         self.tried[name] = Tried(self.now_ns)
-        self.step(Arrived(its, self._prefix(its)))
+        self.step(Arrived(knowing(its, self._prefix(its))))
 
     def _prefix(self, its: RouteRequest) -> PrefixAnswer | None:
         if self.random.random() < 0.3:
