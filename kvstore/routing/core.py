@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -133,7 +134,7 @@ class RouterCore:
         self.blame = Blame(self.fleet)
         self.races = Races(self.fleet)
         self.planner = Planner(self.fleet, self.placer)
-        self.room = WaitingRoom(policy)
+        self.room = WaitingRoom(policy, self.placer.lanes)
         self.ahead = Ahead(self.fleet)
         self.stays = Stays(self.fleet)
         self.arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
@@ -188,14 +189,9 @@ class RouterCore:
         self.arrivals.forget_models()
         for opened in self.open.values():  # its class may be gone
             opened.service = self.arrivals.service_of(opened.request)
-        commands: list[RouteCommand] = []
         held = self.room.entries.values()
-        self.room = WaitingRoom(policy)
-        for opened in held:
-            is_laned = opened.request_id in self.placer.lanes.get(opened.pool, ())
-            evicted = self.room.add(opened, is_elsewhere=is_laned)
-            if evicted is not None:
-                commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
+        self.room = WaitingRoom(policy, self.placer.lanes)
+        commands = [command for opened in held for command in self._put(opened, now_ns)]
         return commands + self._pump(now_ns) + self.fleet.take_changes()
 
     # Workers
@@ -285,21 +281,20 @@ class RouterCore:
         opened.expires_ns = None if ttl_s is None else opened.arrived_ns + int(ttl_s * NS_PER_S)
         if opened.likely_worker is None and self.ahead.may_help(opened):
             self.placer.judge(opened, now_ns)
-        evicted = self.room.add(opened, is_elsewhere=why is its.Blocked.LANES)
-        opened.is_held = opened.was_held = True
         if why is its.Blocked.LANES:
             self.placer.queue(opened, now_ns)
-        commands: list[RouteCommand] = []
-        if evicted is not None:
-            commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
-        return [*commands, *self.ahead.waits(opened)]
+        opened.is_held = opened.was_held = True
+        return [*self._put(opened, now_ns), *self.ahead.waits(opened)]
+
+    def _put(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
+        """Put a request into the room. Returns the rejection of the one that it displaces."""
+        evicted = self.room.add(opened)
+        return [] if evicted is None else [self._reject(evicted, RejectReason.DISPLACED, now_ns)]
 
     def _send(self, opened: OpenRequest, placed: Placement, now_ns: int) -> Routed:
         request = opened.request
         name = request.request_id
-        self.room.remove(name)
-        if opened.pool in self.placer.lanes:
-            self.placer.lanes[opened.pool].remove(name)
+        self.room.remove(opened)
         self.room.taken(request.tenant, placed.uncached, now_ns, was_held=opened.is_held)
         opened.is_held = False
         opened.attempt += 1
@@ -348,12 +343,9 @@ class RouterCore:
 
     def _close(self, opened: OpenRequest, end: Ending, now_ns: int, *, rejected: str = "") -> None:
         """Take a request that is over out of every table, and keep the draft of its receipt."""
-        name = opened.request_id
-        del self.open[name]
+        del self.open[opened.request_id]
         self.blame.unserved(opened, now_ns)
-        self.room.remove(name)
-        if opened.pool in self.placer.lanes:
-            self.placer.lanes[opened.pool].remove(name)
+        self.room.remove(opened)
         self.legs.ended(opened, now_ns)
         outcome = opened.outcome
         outcome.attempts, outcome.end, outcome.rejected = opened.attempt, end.value, rejected
@@ -464,13 +456,9 @@ class RouterCore:
 
     def _next(self, pool: str, now_ns: int) -> RouteCommand | None:
         blocked_rank = None
-        lanes = self.placer.lanes.get(pool)
-        due = [] if lanes is None else [(-1, e.request_id) for e in lanes.order(now_ns)]
-        due += [(rank, entry.request_id) for rank, entry in self.room.heads(pool)]
-        for rank, name in due[:_HEADS_MAX]:
+        for rank, opened in list(islice(self.room.heads(pool, now_ns), _HEADS_MAX)):
             if blocked_rank is not None and rank > blocked_rank >= 0:
                 return None  # a less urgent class does not pass one that waits for room
-            opened = self.open[name]
             try:
                 placed = self.placer.place(opened, now_ns)
                 if isinstance(placed, Placement):
@@ -482,8 +470,8 @@ class RouterCore:
             if placed is not its.Blocked.LANES:
                 blocked_rank = rank
             elif rank >= 0:
-                self.room.move(name)
                 self.placer.queue(opened, now_ns)
+                self.room.trim(opened)
         return None
 
     # Readings

@@ -42,7 +42,7 @@ from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.rows import Crew, FleetColumn, Floats
-from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
+from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -167,10 +167,8 @@ class Placer:
         judgement.
         """
         _, lanes = self.split_of(opened.pool)
-        request = opened.request
-        uncached = opened.uncached or request.prompt_tokens
-        priority = 0 if request.tenant else request.priority  # no tenant goes before another
-        lanes.add(LaneEntry(request.request_id, uncached, priority, now_ns, opened.number))
+        opened.uncached = opened.uncached or opened.request.prompt_tokens
+        lanes.add(opened, now_ns)
 
     def judge(self, opened: OpenRequest, now_ns: int) -> None:
         """Note the worker that the request would likely go to now, as `likely_worker`."""
@@ -433,7 +431,8 @@ class Placer:
         }
         free = lanes.may_take(uncached, busy)
         if not free:
-            opened.uncached = uncached
+            if opened.laned_ns is None:
+                opened.uncached = uncached
             return reason, Blocked.LANES
         for place, name in enumerate(prefillers.workers):
             if name not in free and not unfit_codes[place]:

@@ -56,6 +56,10 @@ class OpenRequest(msgspec.Struct):
     has_begun: bool = False
     uncached: float = 0.0
     """Uncached tokens of its remote prefill, while that waits in the lanes."""
+    laned_ns: int | None = None
+    """When it came into the lanes (`split.PrefillLanes`), which decide on its turn; None: it is
+    not there.
+    """
     stays_at: str = ""
     """Worker of its session's last request; empty: none, or too long ago."""
     is_prepared: bool = False

@@ -26,12 +26,13 @@ import bisect
 import enum
 import heapq
 from collections.abc import Mapping
-from typing import Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from kvstore.routing.policy import PolicySplit
 from kvstore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.routing.requests import OpenRequest
 
 _UP, _DOWN = 1.05, 0.98
 """Factors of the threshold after a remote prefill that did not pay, and after one that did. Slow
@@ -105,68 +106,57 @@ class PrefillSplit:
         self.uncached_min = min(max(moved, LEARNED_LEAST), settings.learned_most)
 
 
-class LaneEntry(msgspec.Struct, frozen=True):
-    """A remote prefill that waits."""
-
-    request_id: str
-    uncached: float
-    priority: int
-    arrived_ns: int
-    number: int
-
-
 class PrefillLanes:
     """Queue of one pool's remote prefills, in lanes by length."""
 
     def __init__(self) -> None:
-        self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
-            [] for _ in range(len(BUCKET_TOKENS) + 1)
-        ]
+        self._lanes: list[list[tuple[int, int, str]]] = [[] for _ in range(len(BUCKET_TOKENS) + 1)]
         """A heap by (priority, number) for each bucket, shortest prompts first."""
-        self._waiting: dict[str, LaneEntry] = {}
+        self._waiting: dict[str, OpenRequest] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._waiting
 
     def bucket(self, uncached: float) -> int:
         """Bucket of a prompt by its uncached tokens; 0: the shortest."""
         return bisect.bisect_left(BUCKET_TOKENS, uncached)
 
-    def add(self, entry: LaneEntry) -> None:
-        """Queue a remote prefill."""
-        assert entry.request_id not in self._waiting
-        self._waiting[entry.request_id] = entry
-        heap = self._lanes[self.bucket(entry.uncached)]
+    def add(self, opened: OpenRequest, now_ns: int) -> None:
+        """Queue a remote prefill, by its `uncached` tokens, which stay as they are meanwhile."""
+        assert opened.laned_ns is None
+        opened.laned_ns = now_ns
+        self._waiting[opened.request_id] = opened
+        heap = self._lanes[self.bucket(opened.uncached)]
         if len(heap) > 2 * len(self._waiting) + _SLACK:
-            heap[:] = [each for each in heap if each[2].request_id in self._waiting]
+            heap[:] = [each for each in heap if each[2] in self._waiting]
             heapq.heapify(heap)
-        heapq.heappush(heap, (entry.priority, entry.number, entry))
+        request = opened.request
+        priority = 0 if request.tenant else request.priority  # no tenant goes before another
+        heapq.heappush(heap, (priority, opened.number, opened.request_id))
 
-    def remove(self, request_id: str) -> bool:
-        """Remove a request that was aborted or served otherwise. Returns whether it was queued."""
-        return self._waiting.pop(request_id, None) is not None
+    def remove(self, opened: OpenRequest) -> None:
+        """Take a request out; no error if it is not queued."""
+        if self._waiting.pop(opened.request_id, None) is not None:
+            opened.laned_ns = None
 
     def uncached(self) -> float:
         """Uncached tokens of all queued prompts together."""
-        return sum(entry.uncached for entry in self._waiting.values())
+        return sum(opened.uncached for opened in self._waiting.values())
 
-    def order(self, now_ns: int) -> list[LaneEntry]:
-        """First entry of each lane, in the order in which they are due: by bucket less aging, then
-        by arrival.
+    def order(self, now_ns: int) -> list[OpenRequest]:
+        """First request of each lane, in the order in which they are due: by bucket less aging,
+        then by arrival.
         """
         heads = []
         for bucket, heap in enumerate(self._lanes):
-            while heap and heap[0][2].request_id not in self._waiting:
+            while heap and heap[0][2] not in self._waiting:
                 heapq.heappop(heap)
             if heap:
-                entry = heap[0][2]
-                waited_s = (now_ns - entry.arrived_ns) / NS_PER_S
-                aged = bucket - int(waited_s / AGING_S)
-                heads.append((aged, entry.arrived_ns, entry.number, entry))
-        return [entry for *_, entry in sorted(heads, key=lambda head: head[:3])]
+                opened = self._waiting[heap[0][2]]
+                assert opened.laned_ns is not None
+                aged = bucket - int((now_ns - opened.laned_ns) / NS_PER_S / AGING_S)
+                heads.append((aged, opened.laned_ns, opened.number, opened))
+        return [opened for *_, opened in sorted(heads, key=lambda head: head[:3])]
 
     def may_take(self, uncached: float, busy: Mapping[str, tuple[int, float]]) -> set[str]:
         """Prefillers that may take a prompt. Args: `busy`: prefiller → (requests there, uncached

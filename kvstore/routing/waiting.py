@@ -14,11 +14,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest
+from kvstore.routing.split import PrefillLanes
 from kvstore.units import NS_PER_S
 
 _RATE_SAMPLES: Final = 64
@@ -35,12 +36,12 @@ _Lane = tuple[str, int, str]
 class WaitingRoom:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
-        self.policy = policy
+    def __init__(self, policy: RoutingPolicy, prefills: Mapping[str, PrefillLanes]) -> None:
+        """`prefills`: lanes of each pool, which decide on the turn of requests that are there."""
+        self.policy, self._prefills = policy, prefills
         self.entries: dict[str, OpenRequest] = {}
         self._lanes: dict[_Lane, list[tuple[int, int, str]]] = {}
         """(pool, rank, tenant) → heap of (priority, number, request)."""
-        self._elsewhere: set[str] = set()
         self._expiry: list[tuple[int, str]] = []
         self._served: dict[str, float] = {}
         """Tenant → uncached tokens over its share."""
@@ -60,18 +61,15 @@ class WaitingRoom:
             and self._rank(self._lowest()) <= its.rank
         )
 
-    def add(self, entry: OpenRequest, *, is_elsewhere: bool = False) -> OpenRequest | None:
-        """Hold a request. Returns the one that is displaced, which may be the request itself.
-        `is_elsewhere`: its turn is decided elsewhere (`split.PrefillLanes`)."""
+    def add(self, entry: OpenRequest) -> OpenRequest | None:
+        """Hold a request. Returns the one that is displaced, which may be the request itself."""
         displaced = None
         if len(self.entries) >= self.policy.limits.held_max:
             displaced = self._lowest()
             if self._rank(displaced) <= self._rank(entry):
                 return entry
-            self.remove(displaced.request_id)
-        if is_elsewhere:
-            self._elsewhere.add(entry.request_id)
-        else:
+            self.remove(displaced)
+        if entry.laned_ns is None:
             lane = self._lane(entry)
             if lane not in self._lanes:
                 self._level(entry.request.tenant)
@@ -88,22 +86,16 @@ class WaitingRoom:
         self._by_pool[entry.pool] += 1
         return displaced
 
-    def remove(self, request_id: str) -> OpenRequest | None:
-        """Remove and return a request (routed, rejected or aborted); None: it is not here."""
-        entry = self.entries.pop(request_id, None)
-        if entry is not None:
+    def remove(self, entry: OpenRequest) -> None:
+        """Take a request out (routed, rejected or aborted); no error if it is not here."""
+        if entry.laned_ns is not None:
+            self._prefills[entry.pool].remove(entry)
+        if self.entries.pop(entry.request_id, None) is not None:
             self._by_class[entry.service] -= 1
             self._by_pool[entry.pool] -= 1
-            self._elsewhere.discard(request_id)
-            self._trim(entry)
-        return entry
+            self.trim(entry)
 
-    def move(self, request_id: str) -> None:
-        """From now on the turn of this request is decided elsewhere (`split.PrefillLanes`)."""
-        self._elsewhere.add(request_id)
-        self._trim(self.entries[request_id])
-
-    def _trim(self, entry: OpenRequest) -> None:
+    def trim(self, entry: OpenRequest) -> None:
         """Drop the heads of an entry's lane that are not queued in it any more; an empty
         lane goes.
         """
@@ -115,7 +107,7 @@ class WaitingRoom:
             self._lanes.pop(lane, None)
 
     def _is_queued(self, request_id: str) -> bool:
-        return request_id in self.entries and request_id not in self._elsewhere
+        return request_id in self.entries and self.entries[request_id].laned_ns is None
 
     def taken(self, tenant: str, uncached: float, now_ns: int, *, was_held: bool) -> None:
         """A request was routed: charge its tenant."""
@@ -126,8 +118,12 @@ class WaitingRoom:
         if was_held:
             self._taken_ns.append(now_ns)
 
-    def heads(self, pool: str) -> Iterator[tuple[int, OpenRequest]]:
-        """(class rank, first request) of each tenant, in the order in which they are due."""
+    def heads(self, pool: str, now_ns: int) -> Iterator[tuple[int, OpenRequest]]:
+        """(class rank, first request) of each tenant, in the order in which they are due, behind
+        those that are due in the prefill lanes, with rank -1.
+        """
+        if pool in self._prefills:
+            yield from ((-1, entry) for entry in self._prefills[pool].order(now_ns))
         due = sorted(
             (rank, self._served.get(tenant, 0.0), tenant)
             for its_pool, rank, tenant in self._lanes
@@ -156,8 +152,8 @@ class WaitingRoom:
         """Remove the requests whose time to live is over, and return them."""
         over = []
         while self._expiry and self._expiry[0][0] <= now_ns:
-            entry = self.remove(heapq.heappop(self._expiry)[1])
-            if entry is not None:
+            if (entry := self.entries.get(heapq.heappop(self._expiry)[1])) is not None:
+                self.remove(entry)
                 over.append(entry)
         return over
 

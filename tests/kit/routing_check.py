@@ -73,17 +73,19 @@ def check_weights(weights: TermWeights) -> None:
 
 def check_lanes(lanes: PrefillLanes) -> None:
     """Raises AssertionError if an invariant is broken."""
-    queued = {entry.request_id for heap in lanes._lanes for *_, entry in heap}
+    queued = {name for heap in lanes._lanes for *_, name in heap}
     assert lanes._waiting.keys() <= queued
+    assert all(opened.laned_ns is not None for opened in lanes._waiting.values())
 
 
 def _check_room(room: WaitingRoom) -> None:
     """Raises AssertionError if an invariant is broken."""
     assert len(room.entries) <= room.policy.limits.held_max
     queued = [name for heap in room._lanes.values() for _, _, name in heap]
-    assert set(queued) >= room.entries.keys() - room._elsewhere
+    laned = {name for lanes in room._prefills.values() for name in lanes._waiting}
+    assert laned == {n for n, opened in room.entries.items() if opened.laned_ns is not None}
+    assert set(queued) >= room.entries.keys() - laned
     assert all(room._is_queued(heap[0][2]) for heap in room._lanes.values())
-    assert room._elsewhere <= room.entries.keys()
     assert len(room._served) <= TENANTS_MAX
     assert len(room._expiry) <= 2 * room.policy.limits.held_max + _SLACK + 1
     assert +room._by_class == Counter(e.service for e in room.entries.values())

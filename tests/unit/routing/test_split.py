@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.routing.models import ModelSide
 from kvstore.routing.policy import PolicySplit
+from kvstore.routing.requests import OpenRequest
 from kvstore.routing.split import (
     LEARNED_LEAST,
-    LaneEntry,
     PrefillLanes,
     PrefillSplit,
     SplitReason,
 )
 from tests.kit.routing_check import check_lanes
-from tests.unit.routing.fleets import S
+from tests.unit.routing.fleets import S, request
 
 LONG, BUSY, SHORT = SplitReason.LONG, SplitReason.BUSY_DECODE, SplitReason.SHORT
 QUEUE = SplitReason.PREFILL_QUEUE
@@ -65,58 +66,79 @@ def test_a_long_prompt_says_nothing_about_the_threshold() -> None:
     assert split.uncached_min == 256
 
 
-def entry(
-    name: str, uncached: float, at_s: float = 0.0, number: int = 0, priority: int = 0
-) -> LaneEntry:
-    return LaneEntry(name, uncached, priority, int(at_s * S), number)
+def put(
+    lanes: PrefillLanes,
+    name: str,
+    uncached: float,
+    at_s: float = 0.0,
+    number: int = 0,
+    priority: int = 0,
+) -> OpenRequest:
+    its = request(name, 16, priority=priority)
+    opened = OpenRequest(its, ModelSide("p", "m", "m"), "inline", 0, number, uncached=uncached)
+    lanes.add(opened, int(at_s * S))
+    return opened
 
 
 def test_short_prompts_go_first_and_long_ones_age() -> None:
     lanes = PrefillLanes()
-    lanes.add(entry("long", 30_000, 0.0, 1))
-    lanes.add(entry("short", 500, 0.5, 2))
+    put(lanes, "long", 30_000, 0.0, 1)
+    short = put(lanes, "short", 500, 0.5, 2)
     assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
-    lanes.add(entry("late", 500, 4.0, 3))
+    put(lanes, "late", 500, 4.0, 3)
     assert [e.request_id for e in lanes.order(4 * S)] == ["short", "long"]
-    lanes.remove("short")  # three buckets up in four seconds: before one that comes now
+    lanes.remove(short)  # three buckets up in four seconds: before one that comes now
     assert [e.request_id for e in lanes.order(4 * S)] == ["long", "late"]
 
 
 def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
     lanes = PrefillLanes()
     for number, priority in enumerate((0, 5, -5, 0)):
-        lanes.add(entry(f"r{number}", 400, number=number, priority=priority))
+        put(lanes, f"r{number}", 400, number=number, priority=priority)
     order = []
     while len(lanes):
         [first] = lanes.order(0)
         order.append(first.request_id)
-        lanes.remove(first.request_id)
+        lanes.remove(first)
     assert order == ["r2", "r0", "r3", "r1"]
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
     lanes = PrefillLanes()
-    lanes.add(entry("long", 100_000, 0.0, 0))
+    put(lanes, "long", 100_000, 0.0, 0)
     for number in range(1, 200):
         now_s = number * 0.1
-        lanes.add(entry(f"s{number}", 100, now_s, number))
+        put(lanes, f"s{number}", 100, now_s, number)
         first = lanes.order(int(now_s * S))[0]
         if first.request_id == "long":
             assert 3.0 < now_s < 6.0
             return
-        lanes.remove(first.request_id)
+        lanes.remove(first)
     raise AssertionError("the long prompt starved")
 
 
 def test_aborted_prefills_leave_nothing_behind() -> None:
     lanes = PrefillLanes()
-    lanes.add(entry("first", 400, number=0))
+    put(lanes, "first", 400, number=0)
     for number in range(1, 2000):
-        lanes.add(entry(f"r{number}", 400, number=number))
-        lanes.remove(f"r{number}")
+        lanes.remove(put(lanes, f"r{number}", 400, number=number))
         check_lanes(lanes)
     assert sum(map(len, lanes._lanes)) < 200
     assert [e.request_id for e in lanes.order(0)] == ["first"]
+
+
+def test_a_prefill_may_come_back_to_its_lane() -> None:
+    """After a failure, say: it has the same priority and number as what is left of it there."""
+    lanes = PrefillLanes()
+    first, second = (put(lanes, name, 400, number=number) for number, name in enumerate("ab"))
+    lanes.remove(second)
+    lanes.add(second, S)
+    lanes.remove(first)
+    assert [e.request_id for e in lanes.order(S)] == ["b"]
+    lanes.remove(second)
+    lanes.add(second, 2 * S)
+    assert [e.request_id for e in lanes.order(2 * S)] == ["b"]
+    check_lanes(lanes)
 
 
 def test_one_prefiller_is_kept_from_long_prompts() -> None:

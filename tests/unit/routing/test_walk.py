@@ -192,8 +192,8 @@ def displaced_ones_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 @instead_of(WaitingRoom, "heads")
-def batch_passes(real: Any, self: WaitingRoom, pool: str) -> Any:
-    yield from reversed(list(real(self, pool)))
+def batch_passes(real: Any, self: WaitingRoom, pool: str, now_ns: int) -> Any:
+    yield from reversed(list(real(self, pool, now_ns)))
 
 
 def a_choice_that_nobody_can_replay(patch: pytest.MonkeyPatch) -> None:
