@@ -32,6 +32,7 @@ from kvstore.engine.trust import Scrubs, Sealed, Switches
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import Snapshots, TierReport
+from kvstore.errors import ProtocolError
 from kvstore.types import Tier
 from kvstore.wire import messages
 from kvstore.wire.feed import Stored
@@ -45,10 +46,6 @@ CLEAR_ROWS_MAX = 32_768
 reported."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_RANK = (
-    *(messages.Seal, messages.Drop, messages.Quiet),
-    *(messages.Distrust, messages.Verified, messages.Pinned),
-)
 
 
 class Engine(Snapshots):
@@ -197,21 +194,21 @@ class Engine(Snapshots):
         elif connection.ended:
             pass  # queued before the end; its session is over
         else:
-            objection = self._dispatch(connection, message)
-            if objection:
-                self._sessions.hang_up(connection, objection)
+            try:
+                self._dispatch(connection, message)
+            except ProtocolError as objection:
+                self._sessions.hang_up(connection, str(objection))
 
-    def _dispatch(self, connection: Connection, message: messages.EngineMessage) -> str:
-        """Handle a message of an attached process. Returns why the connection must end, or
-        nothing."""
-        if (connection.role == "rank") != isinstance(message, _FROM_RANK):
-            return f"{type(message).__name__} from a {connection.role}"
+    def _dispatch(self, connection: Connection, message: messages.EngineMessage) -> None:
+        """Handle a message of an attached process. Raises ProtocolError."""
+        if (connection.role == "rank") != isinstance(message, messages.RankMessage):
+            raise ProtocolError(f"{type(message).__name__} from a {connection.role}")
         state, session = self._state, connection.owner.open_session
         match message:
             case messages.LeaseAsk():
-                return self._lookups.lease(connection, message)
+                self._lookups.lease(connection, message)
             case messages.Hint():
-                return self._lookups.hint(connection, message)
+                self._lookups.hint(connection, message)
             case messages.Story():
                 self.explain.tell(connection, message)
             case messages.Compared():
@@ -228,9 +225,8 @@ class Engine(Snapshots):
             case messages.Unserved(reason=reason):
                 connection.owner.unserved = reason
             case messages.PushExpect():
-                objection = self._awaited.expect(connection, message)
+                self._awaited.expect(connection, message)
                 self._grants.give_room()
-                return objection
             case messages.PushCancel(transfer=transfer):
                 self._awaited.cancel(connection, transfer)
             case messages.PushOpen():
@@ -240,11 +236,11 @@ class Engine(Snapshots):
                 self._transfers.close(connection, message)
                 self._prefill_named(connection, message.transfer)
             case messages.Seal():
-                return self._stores.seal(connection, message)
+                self._stores.seal(connection, message)
             case messages.Drop():
                 self._stores.drop(connection, message)
             case messages.Quiet(session=session):
-                return self._sessions.quiet(connection, session)
+                self._sessions.quiet(connection, session)
             case messages.Distrust():
                 self._stores.distrust(connection, message)
             case messages.Verified():
@@ -253,7 +249,6 @@ class Engine(Snapshots):
                 connection.pinned_bytes, connection.trouble = pinned, trouble
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
-        return ""
 
     def _prefill_named(self, connection: Connection, transfer: str) -> None:
         """A PushOpen or PushClose came: wake pushes and expectations of this transfer, which wait

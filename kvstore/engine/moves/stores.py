@@ -20,19 +20,8 @@ from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    Distrust,
-    Drop,
-    Grant,
-    HelloRank,
-    Seal,
-    Verified,
-    checksums_array,
-    generations_array,
-    keys_array,
-    slots_array,
-)
+from kvstore.errors import ProtocolError
+from kvstore.wire import messages as wire
 from kvstore.wire.space import GROUPS_MAX
 
 CREDIT_PART = 4
@@ -50,7 +39,7 @@ class Stores:
         """Number of counted sessions that use one of these slot sizes, by set of sizes."""
         self._sharing_quota: Counter[QuotaGroup] = Counter()
 
-    def drop(self, connection: Connection, message: Drop) -> None:
+    def drop(self, connection: Connection, message: wire.Drop) -> None:
         """Free granted slots that were not written."""
         words, valid = self._valid(connection, message)
         words = np.unique(words[valid])
@@ -58,47 +47,44 @@ class Stores:
         self._ungrant(connection.owner, words, message)
 
     def _valid(
-        self, connection: Connection, message: Seal | Drop
+        self, connection: Connection, message: wire.Seal | wire.Drop
     ) -> tuple[Words, NDArray[np.bool_]]:
-        slots = slots_array(message.slots)
+        slots = wire.slots_array(message.slots)
         words, known = self._state.slots.words_of(slots)
         valid = (
             known
             & (message.session % GROUPS_MAX == 0)  # else another group's sum
             & (self._state.slots.writer[words] == connection.id)
             & (self._state.slots.state[words] == SlotState.GRANTED)
-            & (self._state.slots.generation[words] == generations_array(message.generations))
+            & (self._state.slots.generation[words] == wire.generations_array(message.generations))
             & (self._state.slots.session[words] == message.session + message.group)
         )
         self._state.counters.stale_slots += int((~valid).sum())
         return words, valid
 
-    def seal(self, connection: Connection, message: Seal) -> str:
-        """Publish the blocks of a Seal whose grants are valid. Returns why the connection must end,
-        or nothing."""
+    def seal(self, connection: Connection, message: wire.Seal) -> None:
+        """Publish the blocks of a Seal whose grants are valid. Raises ProtocolError."""
         owner, hello = connection.owner, connection.hello
-        assert isinstance(hello, HelloRank)
+        assert isinstance(hello, wire.HelloRank)
         words, valid = self._valid(connection, message)
-        keys = keys_array(message.keys)
+        keys = wire.keys_array(message.keys)
         if len(np.unique(np.frombuffer(message.keys, dtype="V32"))) != len(keys) or len(
             np.unique(words[valid])
         ) != int(valid.sum()):
-            return "a Seal that names a key or slot twice"
+            raise ProtocolError("a Seal that names a key or slot twice")
         if not owner.open_session or message.session != owner.open_session:
             self._ungrant(owner, words[valid], message)
-            return ""
-        if message.group >= len(owner.groups):
-            return "a Seal of a KV cache group that its engine does not have"
-        group = owner.groups[message.group]
+            return
+        group = owner.group_of(message)
         if hello.rank not in group.writers:
-            return "a Seal from a rank that does not write its shard"
+            raise ProtocolError("a Seal from a rank that does not write its shard")
         if self._state.is_off(*group.asker.address):
             self._ungrant(owner, words[valid], message)
             self._state.counters.stores_dropped += int(valid.sum())
-            return ""
+            return
         owner.sealed_ns = self._state.now_ns
         words, keys = words[valid], keys[valid]
-        checksums = checksums_array(message.checksums)[valid]
+        checksums = wire.checksums_array(message.checksums)[valid]
         column = group.writers.index(hello.rank)
         copies = Copies(group.asker.scopes[column], keys, words, checksums)
         block_bytes = group.asker.block_bytes[column]
@@ -112,32 +98,31 @@ class Stores:
         tenant, known = owner.key[0], self._state.known.get(group.asker.address)
         if known is not None and taken:
             self._state.ledger.stored((known.label, tenant), taken * block_bytes)
-        return ""
 
-    def _ungrant(self, owner: Owner, words: Words, message: Seal | Drop) -> None:
+    def _ungrant(self, owner: Owner, words: Words, message: wire.Seal | wire.Drop) -> None:
         self._state.free(words)
         if len(words) and message.session == owner.open_session:
             owner.groups[message.group].granted_slots -= len(words)
 
-    def distrust(self, connection: Connection, message: Distrust) -> None:
+    def distrust(self, connection: Connection, message: wire.Distrust) -> None:
         """Forget copies whose bytes failed their checksum. Only copies that this engine can read
         count: no engine may empty another model's or tenant's cache."""
         words = self._readable(connection, message)
         self._state.counters.blocks_distrusted += len(words)
         self._state.empty(words, self._state.stamp(Reason.FAILED_CHECK))
 
-    def verified(self, connection: Connection, message: Verified) -> None:
+    def verified(self, connection: Connection, message: wire.Verified) -> None:
         """Mark copies whose bytes passed their checksum as verified. Only copies that this engine
         can read count."""
         words = self._readable(connection, message)
         self._state.counters.blocks_verified += int(self._state.residency.unverified[words].sum())
         self._state.residency.unverified[words] = False
 
-    def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
+    def _readable(self, connection: Connection, message: wire.Distrust | wire.Verified) -> Words:
         """Slots of the message whose named generation is still sealed there and whose block the
         engine can read."""
-        generations = generations_array(message.generations)
-        words = self._state.slots.sealed_still(slots_array(message.slots), generations)
+        generations = wire.generations_array(message.generations)
+        words = self._state.slots.sealed_still(wire.slots_array(message.slots), generations)
         rows = self._state.residency.row_of_word[words]
         scopes = [s for group in connection.owner.groups for s in group.asker.scopes]
         own = np.isin(self._state.residency.table.scopes[rows], scopes)
@@ -194,7 +179,7 @@ class Stores:
     def _grant(self, owner: Owner, index: int, wanted: int, active: set[int]) -> None:
         group = owner.groups[index]
         sizes, quota = group.asker.slot_sizes, group.asker.quota
-        wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // len(sizes))
+        wanted = min(wanted, wire.KEYS_PER_DATAGRAM_MAX // len(sizes))
         assert owner.scheduler is not None
         pins, block_bytes = self._state.slots.pins, sum(sizes)
         room = pins.room(pins.account(owner.scheduler.id), quota, block_bytes)
@@ -216,5 +201,5 @@ class Stores:
         slots = self._state.slots.slots_of(words).astype("<u4").tobytes()
         generations = self._state.slots.generation[words].astype("<u8").tobytes()
         self._state.send(
-            owner.scheduler, Grant(owner.open_session, slots, generations, group=index)
+            owner.scheduler, wire.Grant(owner.open_session, slots, generations, group=index)
         )

@@ -28,6 +28,7 @@ from kvstore.engine.moves.pushes import EVER, LOOK_NS, Transfers
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import PushReport, PushTimes
+from kvstore.errors import ProtocolError
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import PushEnd, PushExpect, keys_array
@@ -291,20 +292,17 @@ class Awaited:
 
     # ── what is expected ─────────────────────────────────────────────────────────────────────────
 
-    def expect(self, connection: Connection, message: PushExpect) -> str:
-        """A request waits for these blocks to be pushed. Returns why the connection must end, or
-        nothing."""
+    def expect(self, connection: Connection, message: PushExpect) -> None:
+        """A request waits for these blocks to be pushed. Raises ProtocolError."""
         state, owner = self._state, connection.owner
-        if owner.open_session and message.group >= len(owner.groups):
-            return "a PushExpect of a KV cache group that its engine does not have"
         keys = keys_array(message.keys)
         if len(set(each(keys))) != len(keys):
-            return "a PushExpect that names a key twice"
+            raise ProtocolError("a PushExpect that names a key twice")
         process, times = state.slots.pins.process(connection.id).name, PushTimes(state.now_ns)
         if refusal := self._refusal(connection, process, len(keys)):
             self._tell(connection, message, refusal, times, (0, 0, 0))
-            return ""
-        asker = owner.groups[message.group].asker
+            return
+        asker = owner.group_of(message).asker
         rows = state.residency.table.find_all(asker.scopes, keys)
         held = np.logical_and.reduce(self._files.there(rows), axis=0)
         missing = keys[~held].copy()
@@ -326,7 +324,6 @@ class Awaited:
         else:
             self.expects.queue.add(expect.lane, expect)
             self._look_later(expect)
-        return ""
 
     def _refusal(self, connection: Connection, process: ProcessName, count: int) -> str:
         state, owner = self._state, connection.owner

@@ -31,21 +31,14 @@ from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.awaited import Awaited
-from kvstore.engine.sessions.owners import A_ROUTER, Asker, Connection
+from kvstore.engine.sessions.owners import A_ROUTER, Asker, Connection, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.engine.why.curve import BlockEvent
 from kvstore.engine.why.reasons import Wanted
+from kvstore.errors import ProtocolError
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
-    PUSHED,
-    Hint,
-    HintReply,
-    LeaseAsk,
-    LeaseReply,
-    keys_array,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.peers import PrepareReply
 
 AHEAD_SHARE = 2
@@ -79,29 +72,31 @@ class Lookups:
         self._ahead_ns = 0
         """Time as of which `_ahead_bytes` counts."""
 
-    def lease(self, connection: Connection, ask: LeaseAsk) -> str:
-        """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
+    def lease(self, connection: Connection, ask: wire.LeaseAsk) -> None:
+        """Pin the longest run in dram and answer. Raises ProtocolError."""
         state, session = self._state, connection.owner.open_session
         state.counters.lease_asks += 1
         if not session:
             self._serve_nothing(connection, ask)
-            return ""
-        if ask.group >= len(connection.owner.groups):
-            return "a LeaseAsk of a KV cache group that its engine does not have"
-        asker = connection.owner.groups[ask.group].asker
-        if state.is_off(*asker.address):
-            return self._refuse(connection, ask, asker)
-        return self._lease(connection, session, ask, asker)
+            return
+        group = connection.owner.group_of(ask)
+        if state.is_off(*group.asker.address):
+            self._refuse(connection, ask, group.asker)
+        else:
+            self._lease(connection, session, ask, group)
 
-    def _lease(self, connection: Connection, session: int, ask: LeaseAsk, asker: Asker) -> str:
-        state, shards = self._state, len(asker.scopes)
+    def _lease(
+        self, connection: Connection, session: int, ask: wire.LeaseAsk, group: OwnerGroup
+    ) -> None:
+        state, asker = self._state, group.asker
+        shards = len(asker.scopes)
         # With many shards a full ask would be answered with more than fits a datagram.
-        keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // shards]
+        keys = wire.keys_array(ask.keys)[: wire.KEYS_PER_DATAGRAM_MAX // shards]
         if not state.leases.may_add(session, ask.lease):
             keys = keys[:0]
         run = leading_run(state.residency, asker.scopes, keys)
         if run.repeats():
-            return "a LeaseAsk that names a key twice"
+            raise ProtocolError("a LeaseAsk that names a key twice")
         account = state.slots.pins.account(connection.id)
         run, refused = state.leasable(session, account, run)
         words = run.words()
@@ -115,9 +110,9 @@ class Lookups:
         name, wants = (session, ask.lease), keys[:0] if refused else rest
         promoting, estimate, wanted = self._bring(asker, wants, run, name)
         if promoting == REPEATED:
-            return "a LeaseAsk that names a key twice"
+            raise ProtocolError("a LeaseAsk that names a key twice")
         origins, leased = self._arrivals.leased(asker, run, words, asked=ask.with_checksums)
-        reply = LeaseReply(
+        reply = wire.LeaseReply(
             lease=ask.lease,
             ttl_ms=state.config.lease_ttl_ms,
             promoting=promoting,
@@ -127,9 +122,9 @@ class Lookups:
         )
         state.send(connection, reply)
         if self._hbm is not None:
-            self._hbm.leased(connection.owner.groups[ask.group], run)
+            self._hbm.leased(group, run)
         if not len(keys):
-            return ""
+            return
         # Other groups have the same tokens: their blocks take room and count for nothing.
         seen = BlockEvent.NAMED if ask.group else BlockEvent.ASKED
         state.curve.see(seen, asker, keys, state.paces.of(*asker.address).compute_ns_per_token)
@@ -141,7 +136,6 @@ class Lookups:
             wait = (connection, ask.lease, held, asker, rest, ask.with_checksums, promoting)
             bring = functools.partial(self._files.promote, asker, name=name)
             self._arrivals.wait(Wait(*wait, bring))
-        return ""
 
     def _bring(
         self, asker: Asker, keys: Keys, run: Run, name: Name
@@ -150,7 +144,7 @@ class Lookups:
         disk, later ones from other nodes. Returns (number on their way or possibly so,
         (estimated time in ms, source) of those that take longest, result of asking other nodes)."""
         pushed = self._awaited.run(asker, keys)
-        estimate = (0, PUSHED if pushed else "")
+        estimate = (0, wire.PUSHED if pushed else "")
         if not self._brings or not len(keys):
             return pushed, estimate, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows(), name=name)
@@ -165,36 +159,32 @@ class Lookups:
             estimate = max(estimate, self._fetches.estimate(asker, keys[promoting:], wanted))
         return promoting + wanted.coming, estimate, wanted
 
-    def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
+    def _refuse(self, connection: Connection, ask: wire.LeaseAsk, asker: Asker) -> None:
         """Answer with no block because the space is switched off, and record that for `explain`."""
-        state, keys = self._state, keys_array(ask.keys)
+        state, keys = self._state, wire.keys_array(ask.keys)
         self._serve_nothing(connection, ask)
         if len(keys):
             state.trail.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
-        return ""
 
-    def _serve_nothing(self, connection: Connection, ask: LeaseAsk) -> None:
+    def _serve_nothing(self, connection: Connection, ask: wire.LeaseAsk) -> None:
         ttl_ms = self._state.config.lease_ttl_ms
-        nothing = LeaseReply(lease=ask.lease, ttl_ms=ttl_ms, slots=b"", generations=b"")
+        nothing = wire.LeaseReply(lease=ask.lease, ttl_ms=ttl_ms, slots=b"", generations=b"")
         self._state.send(connection, nothing)
 
-    def hint(self, connection: Connection, hint: Hint) -> str:
+    def hint(self, connection: Connection, hint: wire.Hint) -> None:
         """Touch the named blocks that are here, begin to bring others, and reply which keys are
-        known, up to LOOKED_UP_MAX. Returns why the connection must end, or nothing."""
-        state, owner, keys = self._state, connection.owner, keys_array(hint.keys)
+        known, up to LOOKED_UP_MAX. Raises ProtocolError."""
+        state, owner, keys = self._state, connection.owner, wire.keys_array(hint.keys)
         present: NDArray[np.bool_] = np.zeros(len(keys), dtype=bool)
         if owner.open_session:
-            if hint.group >= len(owner.groups):
-                return "a Hint of a KV cache group that its engine does not have"
-            asker = owner.groups[hint.group].asker
+            asker = owner.group_of(hint).asker
             keys = keys[: LOOKED_UP_MAX // len(asker.scopes) // 8 * 8]
             present = present[: len(keys)]
             if not state.is_off(*asker.address):
                 present = self._hint(asker, keys)
         bits = np.packbits(present, bitorder="little").tobytes()
-        reply = HintReply(hint.request, bits, hint.group, hint.first_block)
+        reply = wire.HintReply(hint.request, bits, hint.group, hint.first_block)
         state.send(connection, reply)
-        return ""
 
     def _hint(self, asker: Asker, keys: Keys) -> NDArray[np.bool_]:
         """Flags of the keys that are known in every shard."""
@@ -234,7 +224,7 @@ class Lookups:
         elif state.slots.any_starved:
             reply = PrepareReply(refused="memory is short here: blocks in use leave no room")
         else:
-            keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX]
+            keys = wire.keys_array(its.keys)[: wire.KEYS_PER_DATAGRAM_MAX]
             reply = self._bring_ahead(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)])
         state.counters.prepares += 1
         state.counters.prepared_blocks += reply.reading + reply.sought

@@ -14,9 +14,10 @@ from typing import Final, Literal
 import msgspec
 
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup
+from kvstore.errors import ProtocolError
 from kvstore.types import ConnectionId, Shard, SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.messages import HelloRank, HelloScheduler
+from kvstore.wire.messages import HelloRank, HelloScheduler, Hint, LeaseAsk, PushExpect, Seal
 from kvstore.wire.space import Group, Space, shard_bytes, slot_bytes
 
 # ── askers ────────────────────────────────────────────────────────────────────────────────────────
@@ -188,6 +189,13 @@ class Owner(msgspec.Struct, eq=False):
         """Hellos of the attached ranks, by rank."""
         hellos = (self.ranks[rank].hello for rank in sorted(self.ranks))
         return [hello for hello in hellos if isinstance(hello, HelloRank)]
+
+    def group_of(self, message: LeaseAsk | Hint | PushExpect | Seal) -> OwnerGroup:
+        """The KV cache group that a message names. Raises ProtocolError: there is no such group."""
+        if message.group >= len(self.groups):
+            kind = type(message).__name__
+            raise ProtocolError(f"a {kind} of a KV cache group that its engine does not have")
+        return self.groups[message.group]
 
     def columns(self, group: int) -> dict[Shard, HelloRank]:
         """Distinct shards of a group in column order, each with the Hello of the rank that writes

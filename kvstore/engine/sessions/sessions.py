@@ -9,17 +9,9 @@ from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, asker, objection
 from kvstore.engine.state import KnownSpace, State
+from kvstore.errors import ProtocolError
 from kvstore.types import ConnectionId, EngineSource, SpaceId
-from kvstore.wire.messages import (
-    PROTOCOL_VERSION,
-    HelloRank,
-    HelloScheduler,
-    Quiesce,
-    Refused,
-    SessionClosed,
-    SessionOpen,
-    Welcome,
-)
+from kvstore.wire import messages as wire
 from kvstore.wire.space import GROUPS_MAX, ShardColumn, Slab, Space, fingerprint
 
 
@@ -32,16 +24,18 @@ class Sessions:
         # and a plan of the old session, late in its engine, would pass for one of the new.
         self._next_session = (state.config.incarnation & 0x7F_FFFF_FFFF) << 24 | GROUPS_MAX
 
-    def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
+    def hello(
+        self, id: ConnectionId, hello: wire.HelloScheduler | wire.HelloRank, process: int = 0
+    ) -> None:
         """Attach a process, or refuse it. If its engine is complete with it, a session is begun.
         `process`: as in `events.Received`."""
         reason, permanent, is_full = "", False, False
         most = self._state.config.connection_count_max
         replaced = self._attached_as(hello)
-        if hello.protocol != PROTOCOL_VERSION:
+        if hello.protocol != wire.PROTOCOL_VERSION:
             permanent = True
             reason = (
-                f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine "
+                f"this node speaks attach protocol {wire.PROTOCOL_VERSION}, the engine "
                 f"{hello.protocol}: install the same kvstore version on both"
             )
         elif replaced is not None and replaced.hello.process != hello.process:
@@ -67,43 +61,45 @@ class Sessions:
         if replaced is not None:
             self._state.say(Hangup(replaced.id, f"the {replaced.role} attached again"))
             self.ended(replaced.id)
-        if isinstance(hello, HelloRank):
+        if isinstance(hello, wire.HelloRank):
             self._rank_is_quiet_again(owner, hello)
             owner.ranks[hello.rank] = connection
         else:
             owner.scheduler = connection
             owner.unserved, owner.waits_since_ns = "", self._state.now_ns
         self._state.owners[key] = owner
-        welcome = Welcome(
-            protocol=PROTOCOL_VERSION,
+        welcome = wire.Welcome(
+            protocol=wire.PROTOCOL_VERSION,
             incarnation=self._state.config.incarnation,
             now_ns=self._state.now_ns,
             arena_bytes=self._state.config.arena_bytes,
             generation_bytes=self._state.config.generation_bytes,
             hbm=_slab_for(hello, self._state.config.hbm),
         )
-        self._state.say(Admit(id, welcome, isinstance(hello, HelloRank)))
+        self._state.say(Admit(id, welcome, isinstance(hello, wire.HelloRank)))
         self._form(owner)
 
-    def _attached_as(self, hello: HelloScheduler | HelloRank) -> Connection | None:
+    def _attached_as(self, hello: wire.HelloScheduler | wire.HelloRank) -> Connection | None:
         """The attached connection that this Hello asks to replace: the same engine's scheduler or
         rank. None: there is none."""
         owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
-        if owner is None or isinstance(hello, HelloScheduler):
+        if owner is None or isinstance(hello, wire.HelloScheduler):
             return None if owner is None else owner.scheduler
         return owner.ranks.get(hello.rank)
 
     def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
         self._state.counters.protocol_refusals += 1
-        self._state.say(Send(id, Refused(reason=reason, permanent=permanent)))
+        self._state.say(Send(id, wire.Refused(reason=reason, permanent=permanent)))
         self._state.say(Hangup(id, reason))
 
-    def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
+    def _rank_is_quiet_again(self, owner: Owner, hello: wire.HelloRank) -> None:
         """Free the slots of ended connections of this rank and process: its new Hello shows that no
         copy of the process still writes."""
         its = hello.rank, hello.process
         for old in list(self._state.connections.values()):
-            same = isinstance(old.hello, HelloRank) and (old.hello.rank, old.hello.process) == its
+            same = (
+                isinstance(old.hello, wire.HelloRank) and (old.hello.rank, old.hello.process) == its
+            )
             if same and old.ended and old.owner.key == owner.key:
                 self._state.free(self._state.slots.of_writer(old.id))
                 self._forget(old)
@@ -135,24 +131,22 @@ class Sessions:
             for group in range(groups)
         ]
         for rank in owner.ranks.values():
-            assert isinstance(rank.hello, HelloRank)
+            assert isinstance(rank.hello, wire.HelloRank)
             rank.asked_session = owner.forming
             its = [columns[i][group.shard] for i, group in enumerate(rank.hello.groups)]
             parts = tuple(ShardColumn(n, writes=writer == rank.hello.rank) for n, writer in its)
-            self._state.send(rank, Quiesce(owner.forming, weights_epoch, columns=parts))
+            self._state.send(rank, wire.Quiesce(owner.forming, weights_epoch, columns=parts))
 
-    def quiet(self, connection: Connection, session: int) -> str:
+    def quiet(self, connection: Connection, session: int) -> None:
         """Free the rank's slots of earlier sessions; open the session when all ranks are quiet.
-
-        Returns why the connection must end, or nothing.
-        """
+        Raises ProtocolError."""
         if session > connection.asked_session:
-            return "a Quiet for a session that nobody asked for"
+            raise ProtocolError("a Quiet for a session that nobody asked for")
         if session <= connection.quiet_session:
-            return "a Quiet for a session that it was quiet for already"
+            raise ProtocolError("a Quiet for a session that it was quiet for already")
         connection.quiet_session = session
         if session < connection.asked_session:
-            return ""  # it was asked again meanwhile: its slots come back with that answer
+            return  # it was asked again meanwhile: its slots come back with that answer
         mine = self._state.slots.of_writer(connection.id)
         self._state.free(mine[self._state.slots.session[mine] < session])
         owner = connection.owner
@@ -162,7 +156,6 @@ class Sessions:
             and all(rank.quiet_session == session for rank in owner.ranks.values())
         ):
             self._open(owner)
-        return ""
 
     def _open(self, owner: Owner) -> None:
         scheduler, hello = owner.scheduler, owner.hello
@@ -178,7 +171,7 @@ class Sessions:
         self._state.counters.sessions_opened += 1
         self._state.credits_due = True
         pace = self._state.paces.of(*first.address)
-        opened = SessionOpen(
+        opened = wire.SessionOpen(
             session=owner.open_session,
             shard_counts=tuple(len(group.writers) for group in owner.groups),
             compute_ns_per_token=pace.compute_ns_per_token,
@@ -187,7 +180,9 @@ class Sessions:
         )
         self._state.send(scheduler, opened)
 
-    def _group(self, owner: Owner, hello: HelloScheduler, index: int, space: Space) -> OwnerGroup:
+    def _group(
+        self, owner: Owner, hello: wire.HelloScheduler, index: int, space: Space
+    ) -> OwnerGroup:
         # The columns that Quiesce told the ranks: an arrival or end since then ended `forming`.
         columns, state, tenant = owner.columns(index), self._state, owner.key[0]
         address = tenant, fingerprint(space, weights_epoch=hello.weights_epoch)
@@ -212,7 +207,7 @@ class Sessions:
         return OwnerGroup(its, writers, owner.forming + index, on_gpu)
 
     def _follow(
-        self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
+        self, id: ConnectionId, hello: wire.HelloScheduler, space: Space, space_id: SpaceId
     ) -> None:
         if self._state.config.follows and hello.events:
             source = EngineSource(
@@ -237,7 +232,7 @@ class Sessions:
         connection.ended = True
         owner = connection.owner
         self._close_session(owner, f"the {connection.role} detached")
-        if isinstance(connection.hello, HelloScheduler):
+        if isinstance(connection.hello, wire.HelloScheduler):
             if self._state.config.follows and connection.hello.events:
                 self._state.say(Unfollow(id))
             if owner.scheduler is connection:
@@ -281,7 +276,7 @@ class Sessions:
         self._state.leases.end_session(owner.open_session)
         self._state.credits_due = True
         if owner.scheduler is not None:
-            closed = SessionClosed(session=owner.open_session, reason=reason)
+            closed = wire.SessionClosed(session=owner.open_session, reason=reason)
             self._state.send(owner.scheduler, closed)
         owner.open_session = 0
         for group in owner.groups:
@@ -295,7 +290,7 @@ class Sessions:
             self.ended(connection.id)
 
 
-def _slab_for(hello: HelloScheduler | HelloRank, slab: Slab | None) -> Slab | None:
+def _slab_for(hello: wire.HelloScheduler | wire.HelloRank, slab: Slab | None) -> Slab | None:
     """The hbm slab, if this Hello is from a rank on the slab's GPU; else None."""
-    is_there = isinstance(hello, HelloRank) and slab is not None and hello.gpu == slab.gpu
+    is_there = isinstance(hello, wire.HelloRank) and slab is not None and hello.gpu == slab.gpu
     return slab if is_there else None
