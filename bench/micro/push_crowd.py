@@ -37,7 +37,7 @@ from kvstore.engine.events import (
     Land,
     Landed,
     LandingUp,
-    PushAsked,
+    PeerAsked,
     Ready,
     Received,
     RevokePush,
@@ -220,7 +220,7 @@ def prefill() -> dict[str, Any]:
     for number in range(PEERS * GRANTS):
         node.step(Received(scheduler, PushOpen(f"r{number}", "")))
         node.step(
-            PushAsked(
+            PeerAsked(
                 number // GRANTS + 1,
                 f"d{number // GRANTS}",
                 PushGrant(

@@ -37,7 +37,7 @@ from kvstore.types import Tier
 from kvstore.wire import messages
 from kvstore.wire.feed import Stored
 from kvstore.wire.load import Learned, within_bounds
-from kvstore.wire.peers import Pushed, PushOver
+from kvstore.wire.peers import GiveBack, Pushed, PushGrant, PushOver, PushRevoke, ServeAsk
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -79,7 +79,8 @@ class Engine(Snapshots):
         self._switches = Switches(state, self._files)
         self._scrubs = Scrubs(state)
         self._handlers = self._handlers_of_rooms()
-        """Method for each type of event that one part of the engine handles alone."""
+        """Method for each type of event that one part of the engine handles alone, and of message
+        in PeerAsked."""
         if self._hbm is not None:
             self._handlers[tier_events.Promoted] = self._hbm.promoted
         self._clear_from = 0
@@ -87,22 +88,22 @@ class Engine(Snapshots):
         self.explain = Explain(state)
         """Findings about recent requests: why they hit or missed."""
 
-    def _handlers_of_rooms(self) -> dict[type[events.Event], Callable[[Any], None]]:
+    def _handlers_of_rooms(self) -> dict[type, Callable[[Any], None]]:
         return {
             events.Received: self._received,
             tier_events.Scrubbed: self._scrubs.take,
             events.Located: self._fetches.located,
             events.Fetched: self._fetches.fetched,
             events.PrepareBlocks: self._lookups.prepare,
-            events.Serve: self._servings.serve,
-            events.ServingReturned: self._servings.returned,
+            ServeAsk: self._servings.serve,
+            GiveBack: self._servings.returned,
+            PushGrant: self._pushes.asked,
+            PushRevoke: self._pushes.revoked,
             events.PeerGone: self._peer_gone,
             events.LandingUp: self._grants.transfer_worker_changed,
             Pushed: self._grants.pushed,
             PushOver: self._grants.grant_ended,
             events.Landed: self._grants.landed,
-            events.PushAsked: self._pushes.asked,
-            events.PushRevoked: self._pushes.revoked,
             events.Written: self._pushes.written,
             tier_events.FileKnown: self._files.known,
             tier_events.FileMoved: self._files.moved,
@@ -170,6 +171,8 @@ class Engine(Snapshots):
                     self._switches.clear(tenant, space)
                 state.publish_generations()
                 state.say(events.Cleared(count))
+            case events.PeerAsked(its=its):
+                self._handlers[type(its)](event)
             case _:
                 self._handlers[type(event)](event)
 

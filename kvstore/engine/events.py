@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -11,10 +11,12 @@ from kvstore.engine.memory.residency import Change
 from kvstore.engine.why.reasons import Staged as Staged, StoryTold as StoryTold
 from kvstore.tier_events import FileCommand, FileEvent, MemoryCommand, MoveEnded, Promoted
 from kvstore.types import ConnectionId, EngineSource, SpaceId, Tier
+from kvstore.wire import peers as wire
 from kvstore.wire.feed import BlocksChanged
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
-from kvstore.wire.peers import Answer, PrepareReply, PrepareRequest, Pushed, PushGrant, PushOver
 from kvstore.wire.record import Scope
+
+_Ask_co = TypeVar("_Ask_co", bound=wire.OpenAsk, covariant=True)
 
 # ── ahead ─────────────────────────────────────────────────────────────────────────────────────────
 # Values about blocks that a router wants in dram before an engine asks for them.
@@ -26,14 +28,14 @@ class PrepareBlocks(msgspec.Struct, frozen=True):
 
     ask: int
     """Number of the request, chosen by the shell and never used again."""
-    its: PrepareRequest
+    its: wire.PrepareRequest
 
 
 class BlocksPrepared(msgspec.Struct, frozen=True):
     """Answer to PrepareBlocks."""
 
     ask: int
-    its: PrepareReply
+    its: wire.PrepareReply
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
@@ -138,23 +140,14 @@ class Fetched(MoveEnded, frozen=True):
     """Error text if no block came, for messages to people."""
 
 
-class Serve(msgspec.Struct, frozen=True):
-    """Another node asks to read the longest run of these keys that is here."""
+class PeerAsked(msgspec.Struct, Generic[_Ask_co], frozen=True):
+    """A message of another node: it asks for blocks (ServeAsk), has read them (GiveBack), or grants
+    room for blocks to be pushed to it (PushGrant) and takes that back (PushRevoke)."""
 
     peer: int
-    """The shell's number for one incarnation of a node; never used again."""
-    serving: int
-    tenant: str
-    space: bytes
-    keys: bytes
-
-
-class ServingReturned(msgspec.Struct, frozen=True):
-    """The peer has read the blocks of a serving: GivenBack answers which of them stayed until
-    now."""
-
-    peer: int
-    serving: int
+    """The shell's number for one incarnation of the node; never used again."""
+    node: str
+    its: _Ask_co
 
 
 class PeerGone(msgspec.Struct, frozen=True):
@@ -177,23 +170,6 @@ class Landed(MoveEnded, frozen=True):
     checksums: bytes
 
 
-class PushAsked(msgspec.Struct, frozen=True):
-    """A decode node grants extents of its landing slab for blocks that this node has or
-    computes."""
-
-    peer: int
-    """Number of the decode node's incarnation, as in Serve."""
-    node: str
-    its: PushGrant
-
-
-class PushRevoked(msgspec.Struct, frozen=True):
-    """The decode node takes a grant back. PushOver answers."""
-
-    peer: int
-    grant: int
-
-
 class Written(msgspec.Struct, frozen=True):
     """A WritePush has ended. `trouble`: error if not all bytes were written; the rest may still
     arrive. Empty: all were."""
@@ -202,8 +178,8 @@ class Written(msgspec.Struct, frozen=True):
     trouble: str = ""
 
 
-PushEvent = LandingUp | Pushed | PushOver | Landed | PushAsked | PushRevoked | Written
-PeerEvent = Located | Fetched | Serve | ServingReturned | PeerGone | PushEvent | PrepareBlocks
+PushEvent = LandingUp | wire.PushWord | Landed | Written
+PeerEvent = Located | Fetched | PeerAsked[wire.OpenAsk] | PeerGone | PushEvent | PrepareBlocks
 Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent | Promoted
 
 
@@ -314,11 +290,11 @@ class Fetch(_Bring, frozen=True):
 
 class AnswerPeer(msgspec.Struct, frozen=True):
     """Send an answer to a peer: a ServeAnswer, at once or when blocks on disk were read, for a run
-    in dram that is pinned until ServingReturned or its expiry; a GivenBack, which answers
-    ServingReturned; or Pushed and PushOver, about a grant of the peer."""
+    in dram that is pinned until GiveBack or its expiry; a GivenBack, which answers GiveBack; or
+    Pushed and PushOver, about a grant of the peer."""
 
     peer: int
-    its: Answer
+    its: wire.Answer
 
 
 class AskPush(msgspec.Struct, frozen=True):
@@ -326,7 +302,7 @@ class AskPush(msgspec.Struct, frozen=True):
     PushOver answer."""
 
     node: str
-    its: PushGrant
+    its: wire.PushGrant
 
 
 class RevokePush(msgspec.Struct, frozen=True):
@@ -358,7 +334,8 @@ class WritePush(msgspec.Struct, frozen=True):
 
     job: int
     peer: int
-    grant: int
+    node: str
+    its: wire.PushGrant
     first: int
     block_bytes: tuple[int, ...]
     slots: Any

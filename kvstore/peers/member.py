@@ -57,7 +57,7 @@ from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_US
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
-from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest, Pushed, PushOver
+from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
 from kvstore.wire.transfer_worker import Begin
 
 if TYPE_CHECKING:
@@ -164,10 +164,9 @@ class Peering:
 
     async def _listen(self, at: HostPort, tls: Tls | None) -> str:
         context = self._context
-        self.fetcher, self.block_server = Fetcher(context), BlockServer(context)
-        self.pusher = self.block_server.pusher = Pusher(
-            context, self.fetcher.address_of, self.block_server.answer
-        )
+        self.fetcher = Fetcher(context)
+        self.block_server = BlockServer(context, self.fetcher.address_of)
+        self.pusher = Pusher(context, self.block_server.sessions)
         self.lander = Lander(context, self.fetcher)
         self.preparer = Preparer(context)
         self.transfer_worker.changed = self._transfer_worker_changed
@@ -216,8 +215,6 @@ class Peering:
                 self.fetcher.locate(command)
             case events.Fetch():
                 self.fetcher.fetch(command)
-            case events.AnswerPeer(peer, Pushed() | PushOver() as word):
-                self.pusher.say(peer, word)
             case events.AnswerPeer(peer, answer):
                 self.block_server.answer(peer, answer)
             case events.BlocksPrepared():

@@ -1,7 +1,7 @@
 """Sessions between nodes, both ends: one stream, by which blocks are asked for and given back.
 
-    PeerSession ──Ask──▶ BlockServer ──Serve, ServingReturned, PeerGone──▶ engine of the peer
-    PeerSession ◀─Answer── BlockServer ◀─────────────AnswerPeer──────────── engine of the peer
+    PeerSession ──Ask──▶ BlockServer ──PeerAsked, PeerGone──▶ engine of the peer
+    PeerSession ◀─Answer── BlockServer ◀─────AnswerPeer────── engine of the peer
 
 A `PeerSession` ends with its first error, and everything that waits for it then raises
 `SessionLost`; the next caller opens another session. The peer proves its name by its certificate;
@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
@@ -37,16 +37,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import aio_channel, pings, plain_reason
-from kvstore.engine.events import PeerEvent, PeerGone, Serve, ServingReturned
+from kvstore.engine.events import PeerAsked, PeerEvent, PeerGone
 from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.net.aio import Tasks
 from kvstore.net.server import RefusedCall, require_node
 from kvstore.ports import Clock
+from kvstore.transport.backends import is_at
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
 
 if TYPE_CHECKING:
-    from kvstore.peers.pushes import Pusher, Stages
+    from kvstore.peers.pushes import Stages
     from kvstore.peers.transfer_worker import TransferWorker
 
 
@@ -57,6 +59,8 @@ UNREAD_MAX: Final = 1024
 SESSIONS_MAX: Final = 1024
 HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
+GRANTS_MAX: Final = 256
+"""Most grants of one peer for which no PushOver was sent."""
 KEEPALIVE_MS: Final = 10_000
 PINGS: Final = pings(KEEPALIVE_MS, 3_000)
 """Options of both ends of a session."""
@@ -278,21 +282,22 @@ class _Session:
         """Set while fewer than UNREAD_MAX answers wait for the peer."""
         self.has_room.set()
         self.unanswered = 0
+        self.grants: dict[int, asyncio.Task[None]] = {}
+        """Checks of the grants for which PushOver was not sent, by number."""
         self.objection = ""
 
 
 class BlockServer:
     """The gRPC service `PEERS`, by which other nodes read blocks here. Runs on the asyncio loop."""
 
-    def __init__(self, context: PeerContext) -> None:
+    def __init__(self, context: PeerContext, address_of: Callable[[str], Awaitable[str]]) -> None:
         """With credentials in `context`, a peer must have the certificate of the node that it says
-        it is."""
-        self._pass_on, self._context = context.post, context
-        self.pusher: Pusher | None = None
-        """Handles grants of peers; None: a grant ends the peer's session."""
+        it is. `address_of`: peer address of a node, empty if it is no member."""
+        self._pass_on, self._context, self._address_of = context.post, context, address_of
         self._numbers = itertools.count(1)
         self.sessions: dict[int, _Session] = {}
         """Session of each connected peer, by number."""
+        self._checks = Tasks("a bug in what checks grants")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """gRPC handler of sessions. Messages are decoded in `session`: if gRPC decoded them, it
@@ -333,12 +338,11 @@ class BlockServer:
             if session.objection:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, session.objection)
         finally:
-            reading.cancel()
+            for task in (reading, *session.grants.values()):
+                task.cancel()
             if session.cut is not None:
                 session.cut.cancel()
             del self.sessions[session.number]
-            if self.pusher is not None:
-                self.pusher.gone(session.number)
             self._pass_on(PeerGone(session.number))
 
     def transfer_worker_changed(self) -> None:
@@ -373,32 +377,55 @@ class BlockServer:
             self._hang_up([session])
 
     def _hear(self, session: _Session, ask: wire.Ask) -> None:
-        """Handle one message of a peer. Raises ProtocolError."""
-        peer = session.number
+        """Handle one message of a peer. Raises ProtocolError if it is none, or too many of the peer
+        are unanswered."""
+        grants = session.grants
         match ask:
-            case wire.PushGrant() if self.pusher is not None:
-                self.pusher.asked(peer, session.node, ask)
-            case wire.PushRevoke() if self.pusher is not None:
-                self.pusher.revoked(peer, ask.grant)
-            case wire.ServeAsk():
-                self._post(session, Serve(peer, ask.serving, ask.tenant, ask.space, ask.keys))
-            case wire.GiveBack():
-                self._post(session, ServingReturned(peer, ask.serving))
+            case wire.PushGrant(grant=grant):
+                if grant in grants or len(grants) >= GRANTS_MAX:
+                    raise ProtocolError("a grant that was given before, or too many of them")
+                grants[grant] = self._checks.run(self._check(session, ask))
+            case wire.PushRevoke(grant=grant):
+                if grant in grants:  # after the grant itself, which may be looked at still
+                    grants[grant].add_done_callback(lambda _: self._post(session, ask))
+            case wire.ServeAsk() | wire.GiveBack():
+                session.unanswered += 1
+                if session.unanswered > ASKS_MAX:
+                    raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
+                self._post(session, ask)
             case _:
                 raise ProtocolError("an ask that is none")
 
-    def _post(self, session: _Session, event: Serve | ServingReturned) -> None:
-        """Pass an ask to the engine. Raises ProtocolError if too many of the peer are
-        unanswered."""
-        session.unanswered += 1
-        if session.unanswered > ASKS_MAX:
-            raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
-        self._pass_on(event)
+    async def _check(self, session: _Session, its: wire.PushGrant) -> None:
+        """Pass a grant to the engine, or refuse it."""
+        node, reason = session.node, ""
+        address = await self._address_of(node)
+        if not address:
+            reason = f"node {node} is no member that the prefill node knows"
+        elif not is_at(its.descriptor, address):
+            reason = f"node {node} describes no transfer worker on its own machine"
+        if reason:
+            over = wire.PushOver(its.grant, its.epoch, reason, is_quiet=True)
+            self.answer(session.number, over)
+        else:
+            self._post(session, its)
+
+    def _post(self, session: _Session, ask: wire.OpenAsk) -> None:
+        self._pass_on(PeerAsked(session.number, session.node, ask))
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
-        """Queue an answer for a peer; dropped if the peer is not connected any more."""
+        """Queue an answer for a peer; dropped if the peer is not connected any more, or is about a
+        grant that has ended."""
         session = self.sessions.get(peer)
-        if session is not None:
-            session.answers.put_nowait(answer)
-            if session.answers.qsize() >= UNREAD_MAX:
-                session.has_room.clear()
+        if session is None:
+            return
+        if isinstance(answer, wire.Pushed | wire.PushOver) and answer.grant not in session.grants:
+            return
+        if isinstance(answer, wire.PushOver):
+            del session.grants[answer.grant]
+            if answer.reason:
+                text = "no more of a request's blocks are pushed to node %s: %s"
+                _log.info(text, session.node, answer.reason)
+        session.answers.put_nowait(answer)
+        if session.answers.qsize() >= UNREAD_MAX:
+            session.has_room.clear()

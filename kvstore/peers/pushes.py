@@ -1,17 +1,14 @@
 """Pushes between nodes, both ends: `Pusher` writes into the landing memory of others, `Lander`
 takes what others push here, and `Stages` times them.
 
-    peer ──PushGrant, PushRevoke──▶ peer_session ─▶ Pusher ─▶ engine: PushAsked, PushRevoked
-    engine: WritePush ─▶ transfer worker writes ─▶ Written;  AnswerPeer ─▶ peer
+    engine: WritePush ─▶ transfer worker writes ─▶ Written
 
     AskPush ─▶ session of Lander with the prefill node ─▶ Pushed …, PushOver ─▶ engine
     Land ────▶ copied into slots, verified there ─▶ Landed
 
-Rules. 1: a peer is written to where its certificate and membership (`fetcher`) say that it is: a
-descriptor of another machine is refused. 2: Written comes when the transfer worker says so, and not
-before. 3: every AskPush has one PushOver, whatever happens: the loss of a session counts as
-PushOver for each of its grants, and means that writes may still arrive. 4: the copy is verified,
-which no peer can write to.
+Rules. 1: Written comes when the transfer worker says so, and not before. 2: every AskPush has one
+PushOver, whatever happens: the loss of a session counts as PushOver for each of its grants, and
+means that writes may still arrive. 3: the copy is verified, which no peer can write to.
 
 Stages of a push, each with a warning where it takes longer than any load explains:
 
@@ -21,8 +18,8 @@ Stages of a push, each with a warning where it takes longer than any load explai
 
 `push_first` and `push` follow a prefill that may still run, and are never slow.
 
-Does not cover: which blocks, and when (`engine.moves.pushes`), room (`engine.moves.grants`), pushes
-one by one (`engine.why.findings`).
+Does not cover: which blocks, and when (`engine.moves.pushes`), room (`engine.moves.grants`), what
+is granted by other nodes (`peer_session`), pushes one by one (`engine.why.findings`).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -45,18 +42,15 @@ from kvstore.obs.metrics import Timings
 from kvstore.peers.fetcher import Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.ports import Clock
-from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S, format_size
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushRevoke, PushWord, check_pushed
+from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord, check_pushed
 from kvstore.wire.transfer_worker import Direction
 
 ASK_TIMEOUT_S: Final = 2.0
 WRITE_TIMEOUT_S: Final = 10.0
-GRANTS_MAX: Final = 256
-"""Most grants of one peer for which no PushOver was sent."""
 LAND_THREADS: Final = 2
 KINDS: Final = (
     *("push_grant", "push_first", "push", "land_copy", "land_verify"),
@@ -118,101 +112,29 @@ class Stages:
 # ── to others ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class _TakenGrant:
-    def __init__(self, node: str, its: PushGrant) -> None:
-        self.node, self.its = node, its
-        self.is_known = False
-        """Whether the grant was passed to the engine."""
-        self.is_revoked = False
-
-
 class Pusher:
-    """Passes grants of decode nodes to the engine, and writes blocks to them. Runs on the asyncio
-    loop."""
+    """Writes blocks to other nodes. Runs on the asyncio loop."""
 
-    def __init__(
-        self,
-        context: PeerContext,
-        address_of: Callable[[str], Awaitable[str]],
-        answer: Callable[[int, PushWord], None],
-    ) -> None:
-        """`address_of`: peer address of a node, empty if it is no member. `answer`: sends a message
-        to a peer, by its number (`BlockServer`)."""
+    def __init__(self, context: PeerContext, sessions: Mapping[int, object]) -> None:
+        """`sessions`: those of connected peers (`BlockServer`), by number."""
         self.stages = Stages(("write",), context.clock, slow_s=context.stages.slow_ns / NS_PER_S)
         self._context, self._post, self._clock = context, context.post, context.clock
-        self._address_of, self._answer = address_of, answer
-        self._taken: dict[tuple[int, int], _TakenGrant] = {}
+        self._sessions = sessions
         self._tasks = Tasks("a bug in what pushes blocks")
-
-    # ── of peers ─────────────────────────────────────────────────────────────────────────────────
-
-    def asked(self, peer: int, node: str, grant: PushGrant) -> None:
-        """A peer (number and node) gave a grant: check it and pass it to the engine. Raises
-        ProtocolError."""
-        name = (peer, grant.grant)
-        if name in self._taken or sum(each == peer for each, _ in self._taken) >= GRANTS_MAX:
-            raise ProtocolError("a grant that was given before, or too many of them")
-        taken = self._taken[name] = _TakenGrant(node, grant)
-        self._tasks.run(self._ask(peer, taken))
-
-    async def _ask(self, peer: int, taken: _TakenGrant) -> None:
-        node, its, reason = taken.node, taken.its, ""
-        address = await self._address_of(node)
-        if not address:
-            reason = f"node {node} is no member that the prefill node knows"
-        elif not is_at(its.descriptor, address):
-            reason = f"node {node} describes no transfer worker on its own machine"
-        elif taken.is_revoked:
-            reason = "it was taken back"
-        if self._taken.get((peer, its.grant)) is not taken:
-            return  # its session has ended
-        if reason:
-            self.say(peer, PushOver(its.grant, its.epoch, reason, is_quiet=True))
-            return
-        taken.is_known = True
-        self._post(events.PushAsked(peer, node, its))
-
-    def revoked(self, peer: int, grant: int) -> None:
-        """A peer revokes a grant, perhaps before that was passed to the engine."""
-        taken = self._taken.get((peer, grant))
-        if taken is not None and taken.is_known:
-            self._post(events.PushRevoked(peer, grant))
-        elif taken is not None:
-            taken.is_revoked = True
-
-    def gone(self, peer: int) -> None:
-        """A peer's session has ended: forget its grants."""
-        self._taken = {name: its for name, its in self._taken.items() if name[0] != peer}
-
-    # ── of the engine ────────────────────────────────────────────────────────────────────────────
 
     def write(self, command: events.WritePush) -> None:
         """Begin a write; Written answers."""
         self._tasks.run(self._write(command))
 
-    def say(self, peer: int, word: PushWord) -> None:
-        """Send a message of the engine about a grant to its peer; messages after PushOver are
-        dropped."""
-        taken = self._taken.get((peer, word.grant))
-        if taken is None:
-            return
-        if isinstance(word, PushOver):
-            del self._taken[peer, word.grant]
-            if word.reason:
-                text = "no more of a request's blocks are pushed to node %s: %s"
-                _log.info(text, taken.node, word.reason)
-        self._answer(peer, word)
-
     async def _write(self, command: events.WritePush) -> None:
-        taken = self._taken.get((command.peer, command.grant))
         trouble = "the session has ended"
-        if taken is not None:
-            trouble = await self._move(command, taken)
+        if command.peer in self._sessions:
+            trouble = await self._move(command)
         self._post(events.Written(command.job, trouble))
 
-    async def _move(self, command: events.WritePush, taken: _TakenGrant) -> str:
+    async def _move(self, command: events.WritePush) -> str:
         """Write the blocks; returns why not all bytes are there, empty if they are."""
-        node, its = taken.node, taken.its
+        node, its = command.node, command.its
         sizes = np.asarray(command.block_bytes, dtype=np.int64)
         if int(sizes.sum()) != its.block_bytes:
             return "the decode node has blocks of another size"

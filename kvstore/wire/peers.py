@@ -221,7 +221,9 @@ class PrepareReply(PeerMessage, frozen=True):
     """Why nothing was done."""
 
 
-Ask = PeerHello | ServeAsk | GiveBack | PushGrant | PushRevoke
+OpenAsk = ServeAsk | GiveBack | PushGrant | PushRevoke
+"""Asks of a session that is open."""
+Ask = PeerHello | OpenAsk
 PushWord = Pushed | PushOver
 Answer = PeerWelcome | ServeAnswer | GivenBack | PushWord
 

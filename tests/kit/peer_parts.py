@@ -50,7 +50,6 @@ class PeerParts:
             Peering._handle, cast("Peering", self)
         )
         self.context, self.fetcher = context, Fetcher(context, jitter=jitter)
-        self.block_server = BlockServer(context)
-        self.pusher = Pusher(context, self.fetcher.address_of, self.block_server.answer)
-        self.block_server.pusher = self.pusher
+        self.block_server = BlockServer(context, self.fetcher.address_of)
+        self.pusher = Pusher(context, self.block_server.sessions)
         self.lander = Lander(context, self.fetcher, draw_epoch=draw_epoch)

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Land, Landed, LandingUp, WritePush
+from kvstore.engine.events import Land, Landed, LandingUp, PeerAsked, WritePush
 from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pushes import Lander, Pusher
-from kvstore.wire.peers import Pushed, PushOver, PushWord
+from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord
 from tests.kit.planted import Patch, instead_of
 
 
@@ -54,16 +54,17 @@ def sealed_before_it_is_verified(copy: Any, self: Lander, command: Land) -> Any:
 
 
 @instead_of(Pusher, "_move")
-async def grant_of_another_peer_used(
-    move: Any, self: Pusher, command: WritePush, taken: Any
-) -> Any:
+async def grant_of_another_peer_used(move: Any, self: Pusher, command: WritePush) -> Any:
     """Grants of all peers are one heap."""
-    others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
-    return await move(self, command, others[0] if others else taken)
+    heap: dict[int, WritePush] = vars(self).setdefault("heap", {})
+    heap[command.peer] = command
+    others = [each for each in heap.values() if len(each.its.keys) >= len(command.its.keys)]
+    its = next((each for each in others if each.peer != command.peer), command)
+    return await move(self, msgspec.structs.replace(command, node=its.node, its=its.its))
 
 
-@instead_of(Pusher, "revoked")
-def abort_not_told(_: Any, self: Pusher, peer: int, grant: int) -> None:
+@instead_of(Pushes, "revoked")
+def abort_not_told(_: Any, self: Pushes, event: PeerAsked[PushRevoke]) -> None:
     """The prefill node does not hear that nobody waits any more."""
 
 
@@ -87,11 +88,11 @@ def block_of_the_wrong_group(
 
 
 @instead_of(Pusher, "_move")
-async def half_a_chunk(move: Any, self: Pusher, command: WritePush, taken: Any) -> Any:
+async def half_a_chunk(move: Any, self: Pusher, command: WritePush) -> Any:
     """A write is reported when half of it has ended."""
     columns = len(command.block_bytes)
     half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
-    return await move(self, msgspec.structs.replace(command, slots=half), taken)
+    return await move(self, msgspec.structs.replace(command, slots=half))
 
 
 @instead_of(Lease, "intact")

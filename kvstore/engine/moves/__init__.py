@@ -8,9 +8,9 @@
 | `files`    | promotions from disk, places on disk            | keys → ReadFile, LeaseMore |
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
-| `servings` | blocks that other nodes read here               | Serve → ServeAnswer      |
+| `servings` | blocks that other nodes read here               | ServeAsk → ServeAnswer   |
 | `hbm`      | copies of blocks in a GPU's memory              | leases → Promote, Shown  |
-| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, Pushed  |
+| `pushes`   | blocks that are written to other nodes          | PushGrant → WritePush, Pushed  |
 | `grants`   | blocks that other nodes write here              | room → AskPush, Land     |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |
 """

@@ -1,6 +1,6 @@
 """Blocks that this node writes to others, as they are sealed here (ADR 12).
 
-    PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ AnswerPeer: Pushed …
+    PushGrant ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ AnswerPeer: Pushed …
                     └─ all were pushed, or nothing more will come ─▶ AnswerPeer: PushOver
 
 Rules. 1: blocks go in the order of the grant. 2: the last word of a grant comes when its last write
@@ -33,7 +33,7 @@ from kvstore.engine.why.reasons import PushReport, PushTimes
 from kvstore.types import CHECKSUM_BYTES, SpaceId
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushClose, PushOpen, keys_array
-from kvstore.wire.peers import Pushed, PushGrant, PushOver
+from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushRevoke
 from kvstore.wire.transfer_worker import REASON_CHARS_MAX
 
 # ── transfers ─────────────────────────────────────────────────────────────────────────────────────
@@ -252,7 +252,7 @@ class Pushes:
         self._budget = LOOK_COST_MAX
         self._writes: dict[int, _PushWrite] = {}
 
-    def asked(self, event: events.PushAsked) -> None:
+    def asked(self, event: events.PeerAsked[PushGrant]) -> None:
         """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
@@ -339,7 +339,7 @@ class Pushes:
             checksums = sums[at * shards : (at + count) * shards].astype("<u8").tobytes()
             self._writes[job] = _PushWrite(ask, ask.next, asker, lease, checksums)
             blocks = ask.next, asker.block_bytes, state.slots.slots_of(piece)
-            state.say(events.WritePush(job, ask.peer, ask.its.grant, *blocks))
+            state.say(events.WritePush(job, ask.peer, ask.node, ask.its, *blocks))
             ask.next += count
             ask.jobs += 1
             at += count
@@ -389,9 +389,9 @@ class Pushes:
         word = Pushed(grant=ask.its.grant, epoch=ask.its.epoch, first=first, **blocks)
         self._state.say(events.AnswerPeer(ask.peer, word))
 
-    def revoked(self, event: events.PushRevoked) -> None:
+    def revoked(self, event: events.PeerAsked[PushRevoke]) -> None:
         """The other node takes its grant back."""
-        ask = self._asks.get((event.peer, event.grant))
+        ask = self._asks.get((event.peer, event.its.grant))
         if ask is not None:
             self._end(ask, "it was taken back")
             self._settle(ask)

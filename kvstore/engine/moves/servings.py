@@ -1,6 +1,6 @@
 """Blocks that another node reads here: pinned during the read, then checked for changes.
 
-    Serve ─pin the leading run─▶ ServeAnswer … the peer reads … ServingReturned ─▶ GivenBack(intact)
+    ServeAsk ─pin the leading run─▶ ServeAnswer … the peer reads … GiveBack ─▶ GivenBack(intact)
       └─ blocks on disk are promoted first, for WAIT_NS at most
 
 Rules. 1: a serving is a lease of a session of its own, negative, so that time ends it like any
@@ -18,7 +18,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import AnswerPeer, PeerGone, Serve, ServingReturned
+from kvstore.engine.events import AnswerPeer, PeerAsked, PeerGone
 from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
@@ -29,7 +29,7 @@ from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
-from kvstore.wire.peers import GivenBack, ServeAnswer
+from kvstore.wire.peers import GiveBack, GivenBack, ServeAnswer, ServeAsk
 
 # ── covers ────────────────────────────────────────────────────────────────────────────────────────
 # Sets of shards that make whole blocks: every layer and head exactly once.
@@ -131,15 +131,14 @@ class Servings:
         self._servings: dict[tuple[int, int], Lease] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
-    def serve(self, event: Serve) -> None:
+    def serve(self, event: PeerAsked[ServeAsk]) -> None:
         """Pin the longest run of these keys, in the shards of any parallel size that was stored
         here, and answer; wait for the disk first, if needed."""
-        state, name = self._state, (event.peer, event.serving)
-        keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
+        state, ask, name = self._state, event.its, (event.peer, event.its.serving)
+        keys = keys_array(ask.keys)[:KEYS_PER_DATAGRAM_MAX]
         is_new = name not in self._servings and name not in self._waiting
-        address = event.tenant, SpaceId(event.space)
-        found = self.best(address, keys) if is_new else None
-        if found is None or not self._may_serve(event.peer, event.serving):
+        found = self.best((ask.tenant, ask.space), keys) if is_new else None
+        if found is None or not self._may_serve(*name):
             self._say_nothing(*name)
             return
         asker, rows = found
@@ -241,19 +240,18 @@ class Servings:
             self._say_nothing(*name)
         return rest[:0]
 
-    def returned(self, event: ServingReturned) -> None:
+    def returned(self, event: PeerAsked[GiveBack]) -> None:
         """The peer has read a serving: answer which of its blocks stayed unchanged, and release its
         lease."""
-        state = self._state
-        lease = self._servings.pop((event.peer, event.serving), None)
+        state, name = self._state, (event.peer, event.its.serving)
+        lease = self._servings.pop(name, None)
         intact = np.zeros(lease.block_count if lease else 0, dtype=bool)
-        if lease is not None and state.leases.get(-event.peer, event.serving) is lease:
+        if lease is not None and state.leases.get(*_watch(name)) is lease:
             intact = lease.intact(state.slots)
-            state.leases.release(-event.peer, [event.serving])
+            state.leases.release(-event.peer, [event.its.serving])
         state.credits_due |= state.slots.any_starved
         state.counters.served_blocks_changed += int((~intact).sum())
-        answer = GivenBack(event.serving, intact.tobytes())
-        state.say(AnswerPeer(event.peer, answer))
+        state.say(AnswerPeer(event.peer, GivenBack(event.its.serving, intact.tobytes())))
 
     def gone(self, event: PeerGone) -> None:
         """The connection to a peer has ended, so the peer reads no more, or drops the bytes that it

@@ -255,7 +255,7 @@ class SimPeers(PeerParts):
             case WritePush():
                 slots = command.slots.tolist()
                 write = self.pushing[command.job] = Pushing(slots, self._generations(slots))
-                self._pushed[command.peer, command.grant, command.first] = write
+                self._pushed[command.peer, command.its.grant, command.first] = write
             case AskPush() | RevokePush() | Land() | RecycleTransferWorker():
                 self._check_push(command)
 

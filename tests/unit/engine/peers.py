@@ -12,12 +12,16 @@ from kvstore.engine.events import (
     Fetched,
     Locate,
     Located,
-    Serve,
-    ServingReturned,
+    PeerAsked,
 )
-from kvstore.wire.peers import GivenBack, ServeAnswer
+from kvstore.wire.peers import GiveBack, GivenBack, ServeAnswer, ServeAsk
 from tests.unit.engine.disk import SPACE, DiskNode
 from tests.unit.engine.harness import checksum, keys, number_of
+
+
+def serve(peer: int, serving: int, *numbers: int, tenant: str = "t") -> PeerAsked[ServeAsk]:
+    """Another node asks for these blocks."""
+    return PeerAsked(peer, f"n{peer}", ServeAsk(serving, tenant, SPACE, keys(*numbers)))
 
 
 class PeerNode(DiskNode):
@@ -63,10 +67,10 @@ class PeerNode(DiskNode):
 
     def serve(self, serving: int, *numbers: int, peer: int = 1, tenant: str = "t") -> ServeAnswer:
         """Another node asks for blocks that are in dram."""
-        self.step(Serve(peer, serving, tenant, SPACE, keys(*numbers)))
+        self.step(serve(peer, serving, *numbers, tenant=tenant))
         return self.served[-1]
 
     def give_back(self, serving: int, peer: int = 1) -> list[bool]:
         """Another node has read them. Returns which stayed."""
-        self.step(ServingReturned(peer, serving))
+        self.step(PeerAsked(peer, f"n{peer}", GiveBack(serving)))
         return [bool(flag) for flag in self.given_back[-1].intact]

@@ -1,7 +1,7 @@
 """A prefill node and a decode node, both engines real, and all that is between them held in queues.
 
     p: PushNode          words: Pushed, PushOver ──▶          d: PushNode, with a landing slab
-                         ◀── PushAsked, PushRevoked
+                         ◀── PeerAsked: PushGrant, PushRevoke
                          writes: WritePush, until `write` ends them
 
 What lies in the landing slab is known page by page: a write that was begun may store its bytes at
@@ -24,9 +24,8 @@ from kvstore.engine.events import (
     Land,
     Landed,
     LandingUp,
+    PeerAsked,
     PeerGone,
-    PushAsked,
-    PushRevoked,
     RecycleTransferWorker,
     RevokePush,
     WritePush,
@@ -34,7 +33,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.peers import Pushed, PushGrant, PushOver
+from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushRevoke
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, number_of
 
@@ -176,12 +175,12 @@ class PushPair:
     def _of_p(self, command: Command) -> None:
         match command:
             case WritePush():
-                epoch, pages, its = self.extents[command.grant]
+                epoch, pages, its = self.extents[command.its.grant]
                 count = len(command.slots) // len(command.block_bytes)
                 at = slice(command.first, command.first + count)
                 numbers = [number_of(its[n * 32 : n * 32 + 32]) for n in range(at.start, at.stop)]
                 blocks = [(number, "t") for number in numbers]
-                flight = Flight(command.job, command.grant, epoch, pages[at], blocks)
+                flight = Flight(command.job, command.its.grant, epoch, pages[at], blocks)
                 self.flights[command.job] = flight
             case AnswerPeer(its=Pushed() | PushOver() as word):
                 self.to_d.append(word)
@@ -192,9 +191,9 @@ class PushPair:
                 pages = np.frombuffer(its.extents, "<u4").tolist()
                 self._check_granted(pages)
                 self.extents[its.grant] = (its.epoch, pages, its.keys)
-                self.to_p.append(PushAsked(1, "d", its))
+                self.to_p.append(PeerAsked(1, "d", its))
             case RevokePush(grant=grant):
-                self.to_p.append(PushRevoked(1, grant))
+                self.to_p.append(PeerAsked(1, "d", PushRevoke(grant)))
             case Land():
                 self.lands.append(command)
             case RecycleTransferWorker(reason=reason):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.events import AnswerPeer, Clear, Received, Serve
+from kvstore.engine.events import AnswerPeer, Clear, Received
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
 from kvstore.engine.moves.jobs import ReadPace
@@ -18,6 +18,7 @@ from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
+from tests.unit.engine.peers import serve
 
 SCOPE = Scope("t", SPACE, WHOLE, BLOCK_BYTES)
 
@@ -174,7 +175,7 @@ def test_a_long_queued_read_that_is_gone_is_passed_over_at_once(
 
 def served(node: DiskNode, *numbers: int) -> list[int]:
     """Blocks of each answer to another node that asks for these."""
-    commands = node.step(Serve(5, 1, "t", SPACE, keys(*numbers)))
+    commands = node.step(serve(5, 1, *numbers))
     while node.reads:
         read = node.reads.pop(0)
         commands += node.step(FileRead(read.job, b"\1" * (len(read.keys) // 32)))

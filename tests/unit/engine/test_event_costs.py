@@ -17,7 +17,7 @@ from kvstore.engine.events import (
     Land,
     Landed,
     LandingUp,
-    PushAsked,
+    PeerAsked,
     Received,
     Tick,
 )
@@ -247,7 +247,7 @@ def _grants(waiting: int) -> tuple[PushNode, Peer]:
     peer = Peer(node)
     for number in range(waiting):
         its = {"transfer": f"r{number}", "space": SPACE, "deadline_ms": 600_000}
-        asked = PushAsked(number // 64 + 1, "d", push_grant(number, keys(number), **its))
+        asked = PeerAsked(number // 64 + 1, "d", push_grant(number, keys(number), **its))
         opened = Received(ConnectionId(peer.scheduler), PushOpen(f"r{number}"))
         node.engine.step([opened, asked, Tick()], node.now_ns)
     assert len(node.engine._pushes) == waiting

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import AnswerPeer, Serve
+from kvstore.engine.events import AnswerPeer
 from kvstore.engine.memory.journal import (
     PAGE_WORDS,
     SPACE_COUNT_MAX,
@@ -19,6 +19,7 @@ from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, Peer, attached, keys
 from tests.unit.engine.mortal import MortalNode
+from tests.unit.engine.peers import serve
 
 SPACE = SpaceId(fingerprint(SMALL, weights_epoch=""))
 WHOLE = Shard(0, SMALL.layer_count, 0, SMALL.kv_head_count)
@@ -37,8 +38,8 @@ def test_without_an_engine_what_was_kept_is_offered_and_served() -> None:
     assert len(offered) == 2
     reborn(node)
     assert node.offered == offered, "by the shards that its engine had"
-    serve = Serve(peer=1, serving=1, tenant=tenant, space=SPACE, keys=keys(1, 2))
-    (said,) = [said for said in node.step(serve) if isinstance(said, AnswerPeer)]
+    asked = node.step(serve(1, 1, 1, 2, tenant=tenant))
+    (said,) = [said for said in asked if isinstance(said, AnswerPeer)]
     assert isinstance(said.its, ServeAnswer)
     assert len(said.its.slots) == 4 * 2 * len(HALVES)
 

@@ -18,19 +18,17 @@ from kvstore.engine.events import (
     Candidate,
     Fetched,
     Located,
+    PeerAsked,
     PeerGone,
-    Serve,
-    ServingReturned,
 )
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.servings import Servings
-from kvstore.wire.peers import GivenBack, ServeAnswer
+from kvstore.wire.peers import GiveBack, GivenBack, ServeAnswer
 from tests.amounts import amount
 from tests.kit.planted import Patch, instead_of
 from tests.steps import verify_machine
-from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import checksum, keys
-from tests.unit.engine.peers import PeerNode
+from tests.unit.engine.harness import checksum
+from tests.unit.engine.peers import PeerNode, serve
 from tests.unit.engine.test_files_machine import (
     BLOCKS,
     KEY_OF,
@@ -93,7 +91,7 @@ class PeersMachine(DiskMachine):
     def another_node_asks(self, peer: int, first: int, count: int) -> None:
         self.serving += 1
         wanted = range(first, min(first + count, BLOCKS))
-        self.node.step(Serve(peer, self.serving, "t", SPACE, keys(*wanted)))
+        self.node.step(serve(peer, self.serving, *wanted))
         self.listen()
 
     @rule(pick=st.integers(0, 9))
@@ -102,7 +100,7 @@ class PeersMachine(DiskMachine):
             return
         name = sorted(self.served)[pick % len(self.served)]
         places = self.served.pop(name)
-        self.node.step(ServingReturned(*name))
+        self.node.step(PeerAsked(name[0], "n", GiveBack(name[1])))
         intact = self.node.given_back[-1].intact
         generations = self.node.state.slots.generation
         for flag, (slot, generation) in zip(intact, places, strict=len(intact) > 0):
@@ -162,9 +160,9 @@ def every_fetch_is_trusted(fetched: Any, self: Fetches, event: Fetched) -> None:
 
 
 @instead_of(Servings, "returned")
-def all_stayed(returned: Any, self: Servings, event: ServingReturned) -> None:
+def all_stayed(returned: Any, self: Servings, event: PeerAsked[GiveBack]) -> None:
     returned(self, event)
-    answer = GivenBack(event.serving, b"\x01" * 8)
+    answer = GivenBack(event.its.serving, b"\x01" * 8)
     self._state.commands[-1] = AnswerPeer(event.peer, answer)
 
 

@@ -14,23 +14,27 @@ from kvstore.engine.events import (
     AnswerPeer,
     Command,
     Event,
+    PeerAsked,
     PeerGone,
-    PushAsked,
-    PushRevoked,
     WritePush,
     Written,
 )
 from kvstore.engine.moves.grants import LIMBO_NS
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
-from kvstore.wire.peers import Answer, Pushed, PushOver
+from kvstore.wire.peers import Answer, Pushed, PushGrant, PushOver, PushRevoke
 from tests.unit.engine.harness import Peer, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 
 
-def asked(peer: int, *numbers: int, grant: int = 7) -> PushAsked:
+def asked(peer: int, *numbers: int, grant: int = 7) -> PeerAsked[PushGrant]:
     """A node asks for blocks of a transfer."""
-    return PushAsked(peer, f"d{peer}", push_grant(grant, keys(*(numbers or (1, 2)))))
+    return PeerAsked(peer, f"d{peer}", push_grant(grant, keys(*(numbers or (1, 2)))))
+
+
+def revoked(peer: int) -> PeerAsked[PushRevoke]:
+    """And takes its grant back."""
+    return PeerAsked(peer, f"d{peer}", PushRevoke(7))
 
 
 def overs(commands: Iterable[Command]) -> list[tuple[int, str]]:
@@ -114,7 +118,7 @@ def test_grants_of_one_number_are_those_of_two_nodes() -> None:
     def told(*events: Event) -> list[tuple[int, str]]:
         return overs(node.step(*events))
 
-    assert told(PushRevoked(4, 7)) == told(PushRevoked(2, 7)) == told(PeerGone(3)) == []
+    assert told(revoked(4)) == told(revoked(2)) == told(PeerGone(3)) == []
     assert node.engine.push_counts()[("prefill",)] == 2
     assert told(Written(jobs[2])) == [(2, "it was taken back")]
     assert told(Written(jobs[3])) == [], "nobody is there to hear it"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.events import PeerGone, Serve
+from kvstore.engine.events import PeerGone
 from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from kvstore.wire.peers import ServeAnswer
 from tests.unit.engine.disk import SPACE, known
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, checksum, keys
-from tests.unit.engine.peers import PeerNode
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, checksum
+from tests.unit.engine.peers import PeerNode, serve
 
 
 def stored(*numbers: int, slots: int = 32) -> tuple[PeerNode, Peer]:
@@ -99,7 +99,7 @@ def test_servings_of_a_peer_are_bounded() -> None:
 
 def asked(node: PeerNode, serving: int, *numbers: int, peer: int = 1) -> list[ServeAnswer]:
     """Another node asks; the answers so far to this serving."""
-    node.step(Serve(peer, serving, "t", SPACE, keys(*numbers)))
+    node.step(serve(peer, serving, *numbers))
     return answers(node, serving)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Command, Event, Received, Send, Serve
+from kvstore.engine.events import Command, Event, PeerAsked, Received, Send
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BatchOutcome, Driver, Executor
 from kvstore.node.turns import NODE, Party, TurnKind, TurnSource
@@ -38,6 +38,7 @@ from kvstore.wire.messages import (
     Story,
     Verified,
 )
+from kvstore.wire.peers import ServeAsk
 from tests.unit.engine import watched
 from tests.unit.engine.harness import SMALL, Node, Peer
 from tests.unit.engine.watched import Watched, watch
@@ -129,7 +130,7 @@ def stored(node: Bare, peer: Peer) -> tuple[bytes, bytes, bytes]:
     return keys, slots[:, 0].tobytes(), generations[:, 0].tobytes()
 
 
-def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Serve]]:
+def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | PeerAsked[ServeAsk]]]:
     """One after the other, by whom: the scheduler, a rank, a peer (0)."""
     keys, slots, generations = stored(node, peer)
     many = np.arange(FULL, dtype="<u4").tobytes()
@@ -157,7 +158,7 @@ def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Serve]]:
             *(Quiet(0) for _ in range(1024)),
         ],
         0: [
-            Serve(peer=1, serving=n, tenant="t", space=space, keys=some_keys(1) if n % 2 else keys)
+            PeerAsked(1, "p", ServeAsk(n, "t", space, some_keys(1) if n % 2 else keys))
             for n in range(64)
         ],
     }
@@ -206,6 +207,6 @@ def _reader(number: int, queue: Any, limit: int) -> Any:
         for _ in range(limit):
             if queue:
                 said = queue.popleft()
-                yield said if isinstance(said, Serve) else Received(ConnectionId(number), said)
+                yield said if isinstance(said, PeerAsked) else Received(ConnectionId(number), said)
 
     return read

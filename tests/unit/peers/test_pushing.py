@@ -10,13 +10,14 @@ from typing import Any
 
 import grpc
 import msgspec
+import numpy as np
 import pytest
 
-from kvstore.engine.events import AskPush, Land, PushRevoked, WritePush
+from kvstore.engine.events import AskPush, Land, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import peer_session
-from kvstore.peers.peer_session import PeerContext
-from kvstore.peers.pushes import GRANTS_MAX, Pusher, Stages, _TakenGrant
+from kvstore.peers.peer_session import GRANTS_MAX, BlockServer, PeerContext, _Session
+from kvstore.peers.pushes import Pusher, Stages
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
@@ -144,22 +145,30 @@ async def test_a_descriptor_of_another_machine_is_refused(two: Two) -> None:
     assert not any(isinstance(c, WritePush) for c in two.b.asked)
 
 
-@driven(pushing)
-async def test_a_grant_is_used_by_the_peer_that_has_it(two: Two) -> None:
-    prefill = prefills(two)
-    prefill.store(1, 2)
-    engine = Stored(two.a, "ea")
-    assert not (await two.push(engine, 1)).reason
-    # Another node's grant, with the number that a's next one has.
-    number = next(c for c in two.a.asked if isinstance(c, AskPush)).its.grant
-    other = _TakenGrant("other", push_grant(number, keys(2)))
-    written = bytes(two.a.memory[:SLOT_BYTES_MIN])
-    for _ in range(6):
-        number += 1
-        two.b.pusher._taken[99, number] = other
-    prefill.store(3)
-    assert not (await two.push(engine, 3)).reason
-    assert bytes(two.a.memory[:SLOT_BYTES_MIN]) == written
+@on_loop
+async def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
+    moved: list[tuple[str, list[int]]] = []
+
+    async def move(peer: str, _: bytes, pieces: Any, **__: Any) -> str:
+        moved.append((peer, pieces.remote.tolist()))
+        return "not now"
+
+    clock, nothing = MonotonicClock(), SimpleNamespace()
+    its: Any = (
+        nothing,
+        SimpleNamespace(move=move),
+        nothing,
+        clock,
+        None,
+        Stages((), clock, slow_s=1),
+    )
+    pusher = Pusher(PeerContext(lambda _: None, *its), {1: nothing, 2: nothing})
+    for peer in (1, 2):
+        grant = msgspec.structs.replace(push_grant(7, keys(1)), extents=peer.to_bytes(4, "little"))
+        size = (grant.block_bytes,)
+        pusher.write(WritePush(peer, peer, f"d{peer}", grant, 0, size, np.zeros(1, np.int64)))
+    await asyncio.gather(*pusher._tasks._running)
+    assert moved == [(f"d{peer}.node.kvstore", [peer * PAGE_BYTES]) for peer in (1, 2)]
 
 
 def pushed(asked: wire.PushGrant, shard: Shard, block_bytes: int) -> wire.Pushed:
@@ -197,31 +206,35 @@ async def test_grants_of_one_number_are_those_of_two_peers() -> None:
     """Each is taken back, answered, and ends with its session, by itself."""
     transfer_worker = MemoryTransferWorker(bytearray(1))
     posted: list[Any] = []
-    answers: list[tuple[int, int]] = []
 
     async def address_of(_: str) -> str:
+        await asyncio.sleep(0)
         return "127.0.0.1:1"
 
-    def answer(peer: int, told: wire.PushWord) -> None:
-        answers.append((peer, told.epoch))
-
     nothing: Any = None
-    clock = MonotonicClock()
-    its = nothing, transfer_worker, nothing, clock, None, Stages((), clock, slow_s=1)
-    pusher = Pusher(PeerContext(posted.append, *its), address_of, answer)  # type: ignore[arg-type]
+    its = nothing, transfer_worker, nothing, nothing, None, nothing
+    server = BlockServer(PeerContext(posted.append, *its), address_of)  # type: ignore[arg-type]
+    grant = {"descriptor": transfer_worker.descriptor}
     for peer in (1, 2, 3):
-        grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
-        pusher.asked(peer, f"d{peer}", grant)
-    await asyncio.gather(*pusher._tasks._running)
-    assert [event.peer for event in posted] == [1, 2, 3]
-    pusher.revoked(2, 7)
-    assert posted[3:] == [PushRevoked(2, 7)]
-    pusher.gone(1)
-    over = wire.PushOver(7, 30, "it was taken back", is_quiet=True)
-    pusher.say(3, over)
+        session = server.sessions[peer] = _Session(peer, f"d{peer}")
+        server._hear(session, push_grant(7, keys(1), epoch=10 * peer, **grant))
+        if peer == 2:  # before it is known who asks
+            server._hear(session, wire.PushRevoke(7))
+    await asyncio.gather(*server._checks._running)
+    await asyncio.sleep(0)
+    assert [(each.peer, type(each.its)) for each in posted] == [
+        *((peer, wire.PushGrant) for peer in (1, 2, 3)),
+        (2, wire.PushRevoke),
+    ]
+    del server.sessions[1]
+    server.answer(3, wire.PushOver(7, 30, "it was taken back", is_quiet=True))
     for peer in (1, 2, 3):
-        pusher.say(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))
-    assert answers == [(3, 30), (2, 20)]
+        server.answer(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))
+    queued = [server.sessions[peer].answers for peer in (2, 3)]
+    assert [[type(queue.get_nowait()) for _ in range(queue.qsize())] for queue in queued] == [
+        [wire.Pushed],
+        [wire.PushOver],
+    ]
 
 
 @driven(pushing)
