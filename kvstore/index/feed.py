@@ -1,7 +1,7 @@
 """Messages of one node to one replica of the index: trust in them, and their orders about blocks.
 
-    Hello ─▶ EXACT ⇄ ASKED ─▶ FILLING ─▶ EXACT       `Feed`: words in, `Heard` out
-    Heard, word ─▶ open, store, remove, show, void   `Places`: which slot stands for which place
+    Hello ─▶ EXACT ⇄ ASKED ─▶ FILLING ─▶ EXACT       `Feed`: words in, verdicts out
+    word ─▶ open, store, remove, show, void          `Places`: which slot stands for which place
 
 A feed is an ordered stream that the node dials. Each `Delta` has the next sequence number, and a
 `FeedBeat` repeats the last. A message that does not fit (a number left out, another count at
@@ -135,28 +135,6 @@ class Verdict(enum.Enum):
     applied."""
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """Outcome of one event: the next step for the stream, and for the node's blocks.
-
-    To be done in this order: `forget`, `abandon`, `begin`, the changes if `apply`, `complete`.
-    """
-
-    verdict: Verdict
-    forget: bool = False
-    """All blocks of the node are void."""
-    abandon: bool = False
-    """The snapshot under way is void."""
-    begin: bool = False
-    """A new snapshot begins with this event."""
-    apply: bool = False
-    complete: bool = False
-    """The snapshot is whole: blocks neither in it nor published meanwhile are void."""
-
-
-_CLOSE: Final = Heard(Verdict.CLOSE)
-_GO_ON: Final = Heard(Verdict.GO_ON)
-
-
 def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | None:
     """Trust in a node after `silent_ms` of silence; None: it is left out of answers. `is_open`: its
     stream is open; `is_exact`: no snapshot is missing."""
@@ -183,7 +161,9 @@ class Feed:
     """Feed of one node, made for its first Hello, which must then be passed to `hear` like any
     event."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
+        """`places`: of the node's blocks, none yet, which accepted messages are applied to."""
+        self.places = places
         self.address = ""
         self.sequence = 0
         self.load: Load | None = None
@@ -208,6 +188,7 @@ class Feed:
     @classmethod
     def of_another(
         cls,
+        places: Places,
         incarnation: Incarnation,
         replaced: Iterable[Incarnation],
         *,
@@ -216,32 +197,32 @@ class Feed:
         """Feed of a node whose stream another replica had, until `heard_ms` (None: its stream has
         ended). Sequence numbers were those of another stream: only a snapshot or a new incarnation
         makes it in sync."""
-        feed = cls()
+        feed = cls(places)
         feed.incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
         feed.replaced.extend(replaced)
         if heard_ms is not None:
             feed.is_open, feed._heard_ms = True, heard_ms
         return feed
 
-    def hear(self, event: Event, now_ms: int) -> Heard:
-        """Apply an event of this node; returns what follows from it."""
+    def hear(self, event: Event, now_ms: int) -> Verdict:
+        """Apply an event of this node. Returns what to do with the stream."""
         match event:
             case wire.Hello():
                 return self._hello(event, now_ms)
             case ConnectRefused():
                 self._refused = True
-                return _GO_ON
+                return Verdict.GO_ON
         if (event.incarnation, event.stream) != (self.incarnation, self._stream):
-            return _CLOSE
+            return Verdict.CLOSE
         if isinstance(event, FeedClosed):
             self.is_open = False
-            return _GO_ON
+            return Verdict.GO_ON
         if not self.is_open:
-            return _CLOSE
+            return Verdict.CLOSE
         self._spoke(now_ms)
         match event:
             case wire.Delta():
-                return self._delta(event.sequence, now_ms)
+                return self._delta(event, now_ms)
             case wire.FeedBeat():
                 self.load = event.load or self.load
                 return self._beat(event.sequence, now_ms)
@@ -249,7 +230,7 @@ class Feed:
                 return self._part(event, now_ms)
             case wire.Registry(engines=engines):
                 self.engines = engines
-                return _GO_ON
+                return Verdict.GO_ON
 
     @property
     def is_exact(self) -> bool:
@@ -275,13 +256,13 @@ class Feed:
         self._heard_ms = max(now_ms, self._heard_ms)
         self._refused = False
 
-    def _hello(self, hello: wire.Hello, now_ms: int) -> Heard:
+    def _hello(self, hello: wire.Hello, now_ms: int) -> Verdict:
         is_new = hello.incarnation != self.incarnation
         if not is_new and hello.stream <= self._stream:
-            return _CLOSE
+            return Verdict.CLOSE
         if hello.incarnation in self.replaced:
             if self.is_open and now_ms - self._heard_ms < STALE_MS:
-                return _CLOSE
+                return Verdict.CLOSE
             # What replaced it was a dead one's Hello, which came late: this one lives.
             self.replaced.remove(hello.incarnation)
         if is_new and self.incarnation:
@@ -292,58 +273,55 @@ class Feed:
         if is_new:
             self._phase, self.sequence, self.load = _Phase.EXACT, 0, None
             self.engines = ()
-        abandon = self._phase is _Phase.FILLING
-        if abandon or self._phase is _Phase.ASKED or hello.sequence != self.sequence:
-            self.sequence = hello.sequence
-            return self._ask(now_ms, forget=is_new, abandon=abandon)
-        return Heard(Verdict.GO_ON, forget=is_new)
+            self.places.forget()
+        if self._phase is _Phase.EXACT and hello.sequence == self.sequence:
+            return Verdict.GO_ON
+        self.sequence = hello.sequence
+        return self._ask(now_ms)
 
-    def _ask(
-        self, now_ms: int, *, forget: bool = False, abandon: bool = False, apply: bool = False
-    ) -> Heard:
+    def _ask(self, now_ms: int) -> Verdict:
+        """Drop the snapshot under way, if there is one, and ask for another."""
         self._phase, self._awaited_ms = _Phase.ASKED, now_ms
-        return Heard(Verdict.ASK, forget=forget, abandon=abandon, apply=apply)
+        self.places.abandon()
+        return Verdict.ASK
 
-    def _delta(self, sequence: int, now_ms: int) -> Heard:
-        if sequence <= self.sequence:
-            return _GO_ON  # heard before
-        is_next = sequence == self.sequence + 1
-        self.sequence = sequence
-        if is_next or self._phase is _Phase.ASKED:
-            return Heard(Verdict.GO_ON, apply=True)
-        return self._ask(now_ms, abandon=self._phase is _Phase.FILLING, apply=True)
+    def _delta(self, delta: wire.Delta, now_ms: int) -> Verdict:
+        if delta.sequence <= self.sequence:
+            return Verdict.GO_ON  # heard before
+        is_next = delta.sequence == self.sequence + 1
+        self.sequence = delta.sequence
+        asks = not is_next and self._phase is not _Phase.ASKED
+        verdict = self._ask(now_ms) if asks else Verdict.GO_ON
+        for change in delta.changes:
+            self.places.change(change)
+        return verdict
 
-    def _beat(self, sequence: int, now_ms: int) -> Heard:
+    def _beat(self, sequence: int, now_ms: int) -> Verdict:
         lacks_delta = sequence > self.sequence and self._phase is not _Phase.ASKED
         is_late = self._phase is not _Phase.EXACT and now_ms - self._awaited_ms >= ASK_AGAIN_MS
         if not lacks_delta and not is_late:
-            return _GO_ON
+            return Verdict.GO_ON
         self.sequence = max(sequence, self.sequence)
-        return self._ask(now_ms, abandon=self._phase is _Phase.FILLING)
+        return self._ask(now_ms)
 
-    def _part(self, part: wire.SnapshotPart, now_ms: int) -> Heard:
-        abandon = self._phase is _Phase.FILLING
-        begin = part.number == 0
-        if begin:
+    def _part(self, part: wire.SnapshotPart, now_ms: int) -> Verdict:
+        if part.number == 0:
             fits = part.sequence >= self.sequence
-        elif not abandon or part.number < self._parts:
-            return _GO_ON  # of a snapshot that was given up, or heard before
+        elif self._phase is not _Phase.FILLING or part.number < self._parts:
+            return Verdict.GO_ON  # of a snapshot that was given up, or heard before
         else:
             fits = part.number == self._parts and part.sequence == self.sequence
         if not fits:
-            return self._ask(now_ms, abandon=abandon)
+            return self._ask(now_ms)
         self.sequence = part.sequence
         self._parts, self._awaited_ms = part.number + 1, now_ms
         self._phase = _Phase.EXACT if part.is_last else _Phase.FILLING
-        return Heard(
-            Verdict.GO_ON, abandon=abandon and begin, begin=begin, apply=True, complete=part.is_last
-        )
+        self.places.fill(part)
+        return Verdict.GO_ON
 
 
 # ── places ────────────────────────────────────────────────────────────────────────────────────────
 # The messages as orders to the keeper of the node's blocks: `holdings`, or `kvstore.stores`.
-#
-#     Heard, event ─▶ open, store, remove, show, void
 #
 # A **slot** is one holder in one (tenant, space). If a node that has slots sends a snapshot, hidden
 # slots are filled beside them; at its end these are shown, and the older ones are void. Deltas that
@@ -414,22 +392,16 @@ class Places:
         self.abandon()
         self._know(slots)
 
-    def take(self, heard: Heard, event: Event) -> None:
-        """Apply an event as `Feed.hear` decided about it."""
-        if heard.forget:
-            self.forget()
-        if heard.abandon:
+    def fill(self, part: wire.SnapshotPart) -> None:
+        """Take a part of a snapshot. After the last one, blocks neither in it nor published
+        meanwhile are void."""
+        if part.number == 0:
             self.abandon()
-        if heard.begin:
             self.is_short = False
             self.coming = {} if self.slots else None
-        if heard.apply and isinstance(event, wire.Delta):
-            for change in event.changes:
-                self._change(change)
-        if heard.apply and isinstance(event, wire.SnapshotPart):
-            for stored in event.stored:
-                self._store(stored, self.slots if self.coming is None else self.coming)
-        if heard.complete:
+        for stored in part.stored:
+            self._store(stored, self.slots if self.coming is None else self.coming)
+        if part.is_last:
             self._complete()
 
     def forget(self) -> None:
@@ -459,7 +431,8 @@ class Places:
         for engine, rank, scope in places:
             self._scopes.setdefault((engine, rank), set()).add(scope)
 
-    def _change(self, change: wire.Change) -> None:
+    def change(self, change: wire.Change) -> None:
+        """Take a change, into the snapshot under way too."""
         both = [self.slots] if self.coming is None else [self.slots, self.coming]
         match change:
             case wire.Stored():

@@ -74,15 +74,6 @@ class Statistics(msgspec.Struct, frozen=True):
     """Blocks that left because the index was full."""
 
 
-class _Node:
-    """A node: its feed, its places in the index, and the trust in it."""
-
-    def __init__(self, name: str, holdings: Holdings) -> None:
-        self.feed = Feed()
-        self.places = Places(name, holdings)
-        self.trust: Trust | None = None
-
-
 class Index:
     """The index of one replica, with state in the memory of this process.
 
@@ -94,26 +85,27 @@ class Index:
 
     def __init__(self, holdings: Holdings, *, now_ms: int, node_count_max: int = 4096) -> None:
         self.holdings = holdings
-        self.nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, Feed] = {}
+        self._trusts: dict[str, Trust | None] = {}
+        """Trust in each node as of the last look."""
         self._node_count_max = node_count_max
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
         """Time until which silence does not change the trust in any node."""
-        self.doubted: set[_Node] = set()
+        self.doubted: set[str] = set()
         """Nodes in answers that are not in sync: they may hold more than answers have."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply a message of a node, or an event of its stream. Returns what to do with the
         stream."""
-        node = self.nodes.get(event.node)
-        if node is None:
+        feed = self.nodes.get(event.node)
+        if feed is None:
             if not isinstance(event, Hello) or len(self.nodes) >= self._node_count_max:
                 return Verdict.CLOSE
-            node = self.nodes[event.node] = _Node(event.node, self.holdings)
-        heard = node.feed.hear(event, now_ms)
-        node.places.take(heard, event)
-        self._judge(node, now_ms)
-        return heard.verdict
+            feed = self.nodes[event.node] = Feed(Places(event.node, self.holdings))
+        verdict = feed.hear(event, now_ms)
+        self._judge(event.node, now_ms)
+        return verdict
 
     def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         """The longest prefix of `keys` (32 bytes each) that each holder has."""
@@ -121,7 +113,7 @@ class Index:
         matches = []
         for slot, hbm, dram, file, lost in self.holdings.match(tenant, space, keys):
             holder = self.holdings.holders[slot]
-            trust = self.nodes[holder.node].trust
+            trust = self._trusts[holder.node]
             if trust is not None:
                 if lost and trust is Trust.EXACT:
                     trust = Trust.CATCHING_UP
@@ -141,10 +133,10 @@ class Index:
         self._review(now_ms)
         return [
             Member(
-                name, its.incarnation, its.address, node.trust, its.sequence, its.load, its.engines
+                *(name, its.incarnation, its.address, self._trusts[name]),
+                *(its.sequence, its.load, its.engines),
             )
-            for name, node in sorted(self.nodes.items())
-            for its in (node.feed,)
+            for name, its in sorted(self.nodes.items())
         ]
 
     def statistics(self) -> Statistics:
@@ -163,25 +155,26 @@ class Index:
         """Update the trust in nodes that became silent, when silence can have changed it."""
         if now_ms < self._review_ms:
             return
-        for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
-            node = self.nodes.pop(name)
-            node.places.forget()
-            self.doubted.discard(node)
+        for name in [name for name, feed in self.nodes.items() if feed.is_lost(now_ms)]:
+            self.nodes.pop(name).places.forget()
+            del self._trusts[name]
+            self.doubted.discard(name)
         self._review_ms = now_ms + OUT_MS
-        for node in self.nodes.values():
-            self._judge(node, now_ms)
+        for name in self.nodes:
+            self._judge(name, now_ms)
 
-    def _judge(self, node: _Node, now_ms: int) -> None:
+    def _judge(self, name: str, now_ms: int) -> None:
         """Set the trust in a node, by its last message and the time since."""
-        trust = node.feed.trust(now_ms)
-        if trust is Trust.EXACT and node.places.is_short:
+        feed = self.nodes[name]
+        trust = feed.trust(now_ms)
+        if trust is Trust.EXACT and feed.places.is_short:
             trust = Trust.CATCHING_UP
-        node.trust = trust
+        self._trusts[name] = trust
         if trust is None or trust is Trust.EXACT:
-            self.doubted.discard(node)
+            self.doubted.discard(name)
         else:
-            self.doubted.add(node)
-        self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))
+            self.doubted.add(name)
+        self._review_ms = min(self._review_ms, feed.until_ms(now_ms))
 
 
 class LocalStore:

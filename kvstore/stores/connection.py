@@ -110,28 +110,10 @@ class StoreConnection:
                 steps.evalsha(script.sha, 0, PREFIX, *arguments)
             return list(map(int, await _outcomes(steps)))
 
-    async def record(self, node: str) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Version, body and places of a node's record; None for missing ones. Raises FAILURES."""
-        name = PREFIX + b"n:" + node.encode()
+    async def ask(self, command: str, key: str, *arguments: str | int) -> Any:
+        """Answer to one command about a key. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s):
-            version, body, places = await self._redis.hmget(name, ["v", "body", "places"])
-        return version, body, places
-
-    async def ids(self, count: int) -> int:
-        """Reserve `count` slot numbers; returns the last. Raises FAILURES."""
-        async with asyncio.timeout(self._deadlines.write_s):
-            return int(await self._redis.incrby(PREFIX + b"ids", count))
-
-    async def void_slots(self, count: int) -> list[bytes]:
-        """Up to `count` of the slots that are to be swept. Raises FAILURES."""
-        async with asyncio.timeout(self._deadlines.write_s):
-            return list(await self._redis.srandmember(PREFIX + b"void", count))
-
-    async def rows(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Next cursor (0 at the end) and names of some rows, about `count`. Raises FAILURES."""
-        async with asyncio.timeout(self._deadlines.write_s):
-            after, names = await self._redis.scan(cursor, match=PREFIX + b"b:*", count=count)
-        return int(after), names
+            return await self._redis.execute_command(command, PREFIX + key.encode(), *arguments)
 
     async def poll(self, epoch: bytes) -> tuple[list[Any], str, int]:
         """Run the script POLL, which proposes `epoch` to an empty store. Returns its answer, the

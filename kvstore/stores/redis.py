@@ -131,7 +131,6 @@ class StoreBatch:
 # One replica sweeps for all: the one with the lease in the store. A pass looks at every row once;
 # the slots that were void when it began are gone at its end.
 
-ROWS_AT_ONCE: Final = 1000
 PIECES_AT_ONCE: Final = 4
 SLOTS_AT_ONCE: Final = 1024
 
@@ -157,16 +156,14 @@ class Sweeper:
             if not self._void:
                 if not self.void_count:
                     return
-                self._void = b"".join(await self._connection.void_slots(SLOTS_AT_ONCE))
+                found = await self._connection.ask("SRANDMEMBER", "void", SLOTS_AT_ONCE)
+                self._void = b"".join(found)
                 self._cursor = 0
                 if not self._void:
                     return
-            cursor, names = await self._connection.rows(self._cursor, ROWS_AT_ONCE)
-            last = b"" if cursor else b"last"
-            call = (epoch, self._me, self._void, last, *names)
-            (reply,) = await self._connection.write_all(scripts.SWEEP, [call])
-            self._cursor = cursor
-            if reply < 0 or not cursor:
+            call = (epoch, self._me, self._void, b"%d" % self._cursor)
+            (self._cursor,) = await self._connection.write_all(scripts.SWEEP, [call])
+            if self._cursor <= 0:
                 self._void = b""
                 return
 
@@ -182,9 +179,8 @@ _log = logging.getLogger(__name__)
 class _Heard:
     """State of a node whose record this replica writes."""
 
-    def __init__(self, feed: Feed, places: Places, batch: StoreBatch, version: bytes) -> None:
+    def __init__(self, feed: Feed, batch: StoreBatch, version: bytes) -> None:
         self.feed = feed
-        self.places = places
         self.batch = batch
         self.version = version
         self.kept = b""
@@ -200,7 +196,7 @@ class _Heard:
             sequence=feed.sequence,
             is_open=feed.is_open,
             is_exact=feed.is_exact,
-            is_short=self.places.is_short,
+            is_short=feed.places.is_short,
             load_numbers=msgspec.structs.astuple(feed.load) if feed.load is not None else (),
         )
 
@@ -406,33 +402,41 @@ class RedisStore:
     async def _taken_over(self, node: str) -> _Heard:
         """State of a node from its record in the store, for this replica to go on with. Raises
         FAILURES, ProtocolError."""
-        version, body, kept = await self._connection.record(node)
+        version, body, kept = await self._record(node)
         batch = StoreBatch(self._ids)
-        heard = _Heard(Feed(), Places(node, batch), batch, version or b"")
+        places = Places(node, batch)
+        heard = _Heard(Feed(places), batch, version or b"")
         if version is not None and body is not None:
             known = decode(Body, body)
             row = self._view.rows.get(node)
             heard_ms = row.changed_ms if row is not None and row.body.is_open else None
-            heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
+            its = places, known.incarnation, known.replaced
+            heard.feed = Feed.of_another(*its, heard_ms=heard_ms)
             heard.feed.load = known.load
         if kept is not None:
-            places = decode(KeptSlots, kept)
-            coming = None if places.coming is None else _slots(places.coming)
-            heard.places.resume(_slots(places.slots), coming)
+            found = decode(KeptSlots, kept)
+            coming = None if found.coming is None else _slots(found.coming)
+            places.resume(_slots(found.slots), coming)
         return heard
+
+    async def _record(self, node: str) -> list[bytes | None]:
+        """Version, body and places of a node's record; None for missing ones. Raises FAILURES."""
+        found: list[bytes | None] = await self._connection.ask(
+            "HMGET", f"n:{node}", "v", "body", "places"
+        )
+        return found
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
         """Apply one event of a node whose record this replica writes, and write the result. If the
         store refuses it, this replica gives the record up."""
         try:
             await self._reserve(event)
-            what = heard.feed.hear(event, now_ms)
-            if what.verdict is Verdict.CLOSE:
-                return what.verdict
-            heard.places.take(what, event)
+            verdict = heard.feed.hear(event, now_ms)
+            if verdict is Verdict.CLOSE:
+                return verdict
             is_taken, refused = await self._flush(event.node, heard)
-            if refused and not heard.places.is_short:
-                heard.places.is_short = True
+            if refused and not heard.feed.places.is_short:
+                heard.feed.places.is_short = True
                 is_taken, _ = await self._flush(event.node, heard)
         except FAILURES as error:
             is_taken = False
@@ -442,7 +446,7 @@ class RedisStore:
             return Verdict.GO_ON  # the next update makes up for it
         self._refuse("words", "")
         self._view.changed(event.node, heard.version, heard.body, now_ms)
-        return what.verdict
+        return verdict
 
     def _refuse(self, what: str, reason: str) -> None:
         if reason and reason not in self._refusals.values():
@@ -460,14 +464,15 @@ class RedisStore:
                 count = 0
         while len(self._ids) < count:
             wanted = max(count, IDS_AT_ONCE)
-            epoch, last = self._epoch, await self._connection.ids(wanted)
+            epoch = self._epoch
+            last = int(await self._connection.ask("INCRBY", "ids", wanted))
             if epoch == self._epoch:
                 self._ids.extend(range(last - wanted + 1, last + 1))
 
     async def _flush(self, node: str, heard: _Heard) -> tuple[bool, int]:
         """Write the collected changes of a node in one go. Returns whether the store accepted them,
         and the number of slots that found no room. Raises FAILURES."""
-        kept = encode(_kept(heard.places))
+        kept = encode(_kept(heard.feed.places))
         changed = kept if kept != heard.kept else b""
         body = encode(heard.body)
         calls = []
@@ -544,7 +549,7 @@ class RedisStore:
         return int(step) if whose == self._me else -1
 
     async def _forget(self, node: str) -> None:
-        version, _, kept = await self._connection.record(node)
+        version, _, kept = await self._record(node)
         row = self._view.rows.get(node)
         if row is None or version != row.version:
             return

@@ -31,6 +31,8 @@ OTHER_EPOCH: Final = -2
 SAMPLES: Final = 8
 """Number of random rows of which the oldest is evicted, as Redis itself does."""
 SWEEPER_MS: Final = 5000
+ROWS_AT_ONCE: Final = 1000
+"""About as many rows are swept by one script."""
 _LINE: Final = struct.Struct(">IIII")
 
 
@@ -301,29 +303,30 @@ local lease = P .. 'sweeper'
 redis.call('SET', lease, ARGV[3], 'NX', 'PX', {SWEEPER_MS})
 if redis.call('GET', lease) ~= ARGV[3] then return {LOST} end
 redis.call('PEXPIRE', lease, {SWEEPER_MS})
+local found = redis.call('SCAN', ARGV[5], 'MATCH', P .. 'b:*', 'COUNT', {ROWS_AT_ONCE})
 """
     + _COUNTS
     + """
 local void = {}
 for at = 1, #ARGV[4], 4 do void[string.sub(ARGV[4], at, at + 3)] = true end
-for at = 6, #ARGV do
-  local value, left = redis.call('GET', ARGV[at]), {}
+for _, name in ipairs(found[2]) do
+  local value, left = redis.call('GET', name), {}
   for place = 1, #(value or ''), 5 do
     if not void[string.sub(value, place, place + 3)] then
       left[#left + 1] = string.sub(value, place, place + 4)
     end
   end
-  if value and #left * 5 < #value then put(ARGV[at], table.concat(left), #value) end
+  if value and #left * 5 < #value then put(name, table.concat(left), #value) end
 end
 count()
-if ARGV[5] == 'last' then
+if found[1] == '0' then
   for slot in pairs(void) do redis.call('SREM', P .. 'void', slot) end
 end
-return 0
+return found[1]
 """
 )
-"""Arguments: sweeping replica, void slots, 'last' for the last piece, names of rows. Removes the
-void slots from these rows; after the last piece they are gone."""
+"""Arguments: sweeping replica, void slots, cursor. Removes the void slots from the next rows; after
+the last piece, of cursor 0, they are gone. Answer: the next cursor."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 

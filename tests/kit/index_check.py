@@ -46,8 +46,8 @@ def check(index: Index) -> None:
     holdings = index.holdings
     check_holdings(holdings)
     seen: list[int] = []
-    for name, node in index.nodes.items():
-        places = node.places
+    for name, feed in index.nodes.items():
+        places = feed.places
         for slots, state in ((places.slots, SHOWN), (places.coming or {}, HIDDEN)):
             for (engine, rank, scope), slot in slots.items():
                 seen.append(slot)
@@ -56,7 +56,9 @@ def check(index: Index) -> None:
                 assert holdings.holders[slot] == Holder(name, engine, rank)
     assert len(set(seen)) == len(seen), "two places have one slot"
     assert set(seen) == holdings.holders.keys(), "a slot answers for nobody"
-    doubted = {node for node in index.nodes.values() if node.trust not in (None, Trust.EXACT)}
+    trusts = index._trusts
+    assert trusts.keys() == index.nodes.keys(), "somebody else is trusted"
+    doubted = {name for name, trust in trusts.items() if trust not in (None, Trust.EXACT)}
     assert index.doubted == doubted, "somebody else is doubted"
 
 

@@ -40,7 +40,7 @@ from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
-from kvstore.index.feed import Feed
+from kvstore.index.feed import Places
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
@@ -51,7 +51,6 @@ from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.feed import Hello
 from kvstore.wire.messages import Distrust, LeaseRelease
 from kvstore.wire.peers import ServeAnswer, checksums_of
 from kvstore.wire.record import BlockPage, Scope, checksum_of, parse_page
@@ -228,12 +227,10 @@ def stale_index_answers_believed(patch: pytest.MonkeyPatch) -> None:
     serving_checked_before_the_read_only(patch)
 
 
-@instead_of(Feed, "_hello")
-def stale_index_keeps_what_was_there_before_a_restart(
-    hello: Any, self: Feed, event: Hello, now_ms: int
-) -> Any:
+@instead_of(Places, "forget")
+def stale_index_keeps_what_was_there_before_a_restart(_: Any, self: Places) -> None:
     """What a node said before it was started anew still counts."""
-    return msgspec.structs.replace(hello(self, event, now_ms), forget=False)
+    self.abandon()
 
 
 def ghost_endpoint_of_a_peer(patch: pytest.MonkeyPatch) -> None:
