@@ -62,7 +62,7 @@ class Mailbox(Generic[_T]):
     def __init__(self, count_max: int = sys.maxsize) -> None:
         self._count_max = count_max
         self._waiting: deque[_T] = deque()
-        self._lock = threading.Lock()
+        self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._wake = Wake()
         self.has_ended = False
         """Whether `end` was called, so that nothing more comes; the loop checks this before each
@@ -74,14 +74,15 @@ class Mailbox(Generic[_T]):
 
     # ── of any thread ────────────────────────────────────────────────────────────────────────────
 
-    def put(self, message: _T) -> bool:
-        """Add a message. False: it was not added, because the mailbox has ended or `count_max`
+    def put(self, *messages: _T) -> bool:
+        """Add messages. False: none was added, because the mailbox has ended or `count_max`
         messages wait."""
         with self._lock:
             if self.has_ended or len(self._waiting) >= self._count_max:
                 return False
-            self._waiting.append(message)
-            self._wake.set()
+            self._waiting += messages
+            if messages:
+                self._wake.set()
         return True
 
     def end(self) -> None:

@@ -321,7 +321,7 @@ class LateTier:
         self._tier: FileTier | None = None
         self._outbox = Outbox()
         self.fileno, self.take_events = self._outbox.fileno, self._outbox.take
-        self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
+        self._outbox.put(Suspended(f"{why}; it is tried again by itself", writes_only=False))
         self._voids: dict[tuple[str | None, bytes | None], VoidFile] = {}
         self._lock = threading.Lock()
         """Guards the tier and voids: none is lost between its opening and its use."""
@@ -339,7 +339,7 @@ class LateTier:
                 for void in self._voids.values():
                     tier.submit(void)
                 self._tier = tier
-            self._outbox.put([Resumed(writes_only=False)])
+            self._outbox.put(Resumed(writes_only=False))
             return
 
     @property

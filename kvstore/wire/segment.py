@@ -106,6 +106,11 @@ class Gathered:
     checksums: bytearray = field(default_factory=bytearray)
     end_page: int = 1
 
+    @property
+    def has_records(self) -> bool:
+        """Whether there is a block or a void."""
+        return bool(self.pages or self.voids)
+
     def add(self, page: int, scope: record.Scope, key: bytes, checksum: bytes) -> None:
         self.pages.append(page)
         self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))

@@ -79,8 +79,8 @@ class MemoryStore:
         self._asked: int | None = None
         self.note = kept.note
         for segment in reversed(kept.segments):
-            self._outbox.put(_parts(segment))
-        self._outbox.put([RecoveryDone()])
+            self._outbox.put(*_parts(segment))
+        self._outbox.put(RecoveryDone())
 
     @property
     def taken_bytes(self) -> int:
@@ -115,10 +115,10 @@ class MemoryStore:
         begun, waiting = self._queue[:1], self._queue[1:]
         for command in waiting:
             if isinstance(command, ReadFile):
-                self._outbox.put([FileRead(command.job, bytes(len(command.slots)))])
+                self._outbox.put(FileRead(command.job, bytes(len(command.slots))))
         self._queue = begun + [c for c in waiting if not isinstance(c, ReadFile)]
+        self._outbox.stop()
         self._run()
-        self._outbox.close()
 
     # ── what happens to a disk ───────────────────────────────────────────────────────────────────
 
@@ -134,13 +134,13 @@ class MemoryStore:
         for index, command in enumerate(list(self._queue)):
             if index == 0 and isinstance(command, WriteFile | ReadFile):
                 self._late.add(command.job)
-                self._outbox.put([FileLate(command.job)])
+                self._outbox.put(FileLate(command.job))
             elif isinstance(command, WriteFile):
                 self._queue.remove(command)
-                self._outbox.put([FileWritten(command.job, bytes(8 * len(command.slots)))])
+                self._outbox.put(FileWritten(command.job, bytes(8 * len(command.slots))))
             elif isinstance(command, ReadFile):
                 self._queue.remove(command)
-                self._outbox.put([FileRead(command.job, bytes(len(command.slots)))])
+                self._outbox.put(FileRead(command.job, bytes(len(command.slots))))
 
     def damage(self, location: int) -> None:
         block = self._kept.find(location)
@@ -153,7 +153,7 @@ class MemoryStore:
         while self._queue and not self._hangs:
             match self._queue.pop(0):
                 case WriteFile() as order:
-                    self._outbox.put([FileWritten(order.job, self._append(self._blocks(order)))])
+                    self._outbox.put(FileWritten(order.job, self._append(self._blocks(order))))
                 case ReadFile() as order:
                     self._read(order)
                 case VoidFile(tenant=tenant, space=space):
@@ -163,6 +163,8 @@ class MemoryStore:
                 case ReclaimFile(segment=number, keep=keep):
                     self._reclaim(number, keep)
             self._ask()
+        if self._is_closed and not self._queue:
+            self._outbox.close()
 
     def _blocks(self, order: WriteFile) -> Iterator[Block]:
         for row, slot in enumerate(order.slots.tolist()):
@@ -194,14 +196,14 @@ class MemoryStore:
                 good[row] = 1
             else:
                 where = np.uint64(place).tobytes()
-                self._outbox.put([FileGone(order.scope, key, where, damaged=block is not None)])
-        self._outbox.put([FileRead(order.job, bytes(good))])
+                self._outbox.put(FileGone(order.scope, key, where, damaged=block is not None))
+        self._outbox.put(FileRead(order.job, bytes(good)))
 
     def _ask(self) -> None:
         kept = self._kept
         if self._asked is None and len(kept.segments) > self._segments_max:
             self._asked = kept.first
-            self._outbox.put([FileReclaim(kept.first, _parts(kept.segments[0]))])
+            self._outbox.put(FileReclaim(kept.first, _parts(kept.segments[0])))
 
     def _reclaim(self, number: int, keep: bytes) -> None:
         if number != self._asked:
@@ -212,7 +214,7 @@ class MemoryStore:
         for place in np.frombuffer(keep, np.uint64).tolist():
             if (block := segment.get(place)) is not None:
                 new, old = self._append(iter([block])), np.uint64(place).tobytes()
-                self._outbox.put([FileMoved(block.scope, block.key, old, new)])
+                self._outbox.put(FileMoved(block.scope, block.key, old, new))
 
 
 def _covers(tenant: str | None, space: bytes | None, block: Block) -> bool:

@@ -21,7 +21,7 @@ from typing import Final
 from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.disk import Disk, close_at_last, open_regular, read_flags
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.segment import SegmentHead
+from kvstore.wire.segment import Gathered, SegmentHead
 
 FOREIGN_BASE: Final = 1 << 31
 """Numbers from here on are segments of other nodes."""
@@ -39,7 +39,8 @@ class Segment:
     name: str
     dir_fd: int
     taken_bytes: int
-    appending: bool = False
+    found: Gathered | None = None
+    """Its records so far, while it is appended to."""
 
     @property
     def is_foreign(self) -> bool:
@@ -107,7 +108,7 @@ class Catalog:
         """Mark a segment as not appended to any more, with its final size."""
         with self._lock:
             segment = self._segments[number]
-            segment.appending = False
+            segment.found = None
             self._own_bytes += size_bytes - segment.taken_bytes
             segment.taken_bytes = size_bytes
 

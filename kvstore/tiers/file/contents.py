@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from kvstore.tier_events import FileKnown
-from kvstore.tiers.file.disk import Disk, Pages, opened, read_all, read_bytes
+from kvstore.tiers.file.disk import Disk, opened, read_all, read_bytes
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import (
     PAGE_MAGIC,
@@ -202,7 +202,7 @@ def record_at(table: Table, row: int) -> Record:
 def walk(
     file: SegmentFile,
     table: Table,
-    buffer: Pages,
+    buffer: memoryview,
     *,
     rows: Iterable[int] | None = None,
     before_read: Callable[[int], None] = lambda _: None,
@@ -226,7 +226,7 @@ def walk(
 def is_intact(
     file: SegmentFile,
     record: Record,
-    buffer: Pages,
+    buffer: memoryview,
     before_read: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Whether the record is there, every byte of it.
@@ -234,7 +234,7 @@ def is_intact(
     Args:
         file: its segment.
         record: what should be there.
-        buffer: for a piece, at least a page; a record that fits it is in there afterwards.
+        buffer: for a piece, whole pages; a record that fits it is in there afterwards.
         before_read: called with the size of each piece before it is read.
 
     Raises:
@@ -250,12 +250,12 @@ def is_intact(
 
 
 def _read(
-    file: SegmentFile, record: Record, buffer: Pages, before_read: Callable[[int], None]
+    file: SegmentFile, record: Record, buffer: memoryview, before_read: Callable[[int], None]
 ) -> Iterator[memoryview]:
     """Header and payload of a record, piece by piece, in `buffer`; ends early with its file."""
     end = PAGE_BYTES + record.scope.block_bytes
-    for begin in range(0, record.size_bytes, len(buffer.view)):
-        piece = buffer.view[: min(len(buffer.view), record.size_bytes - begin)]
+    for begin in range(0, record.size_bytes, len(buffer)):
+        piece = buffer[: min(len(buffer), record.size_bytes - begin)]
         before_read(len(piece))
         if read_all(file.disk, file.fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
             return

@@ -23,6 +23,7 @@ write and then its head.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -36,7 +37,7 @@ from kvstore.tiers.file.catalog import FOREIGN_BASE, Segment
 from kvstore.tiers.file.contents import SegmentFile, opened_segment, record_sets
 from kvstore.tiers.file.directory import segment_name, segment_number
 from kvstore.tiers.file.disk import close_at_last, read_flags
-from kvstore.tiers.file.parts import Parts
+from kvstore.tiers.file.parts import Leaving, Parts
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
@@ -105,13 +106,13 @@ class Restart:
                 self._directory.path / "quarantine",
             )
 
-    def recover(self, leaving: Callable[[float], bool]) -> bool:
-        """Announce the content of every segment. False: stopped. `leaving` waits the given seconds;
+    def recover(self, leaving: Callable[[float], bool]) -> None:
+        """Announce the content of every segment. Raises Leaving. `leaving` waits the given seconds;
         True: stop."""
-        numbers = sorted(self._catalog.expected, reverse=True)
-        return all(self._recover_patiently(number, leaving) for number in numbers)
+        for number in sorted(self._catalog.expected, reverse=True):
+            self._recover_patiently(number, leaving)
 
-    def _recover_patiently(self, number: int, leaving: Callable[[float], bool]) -> bool:
+    def _recover_patiently(self, number: int, leaving: Callable[[float], bool]) -> None:
         pauses_s = iter(PAUSES_S)
         while True:
             try:
@@ -127,7 +128,7 @@ class Restart:
                         reason.strerror,
                     )
                     self._aside(number, f"unreadable {reason.errno}")
-                    return True
+                    break
                 _log.warning(
                     "%s cannot be read at present: %s; it is tried again every %.0f s, and what it"
                     " holds is not known until then",
@@ -137,22 +138,20 @@ class Restart:
                 )
                 pause_s = DISK_PAUSE_S
             if leaving(pause_s):
-                return False
+                raise Leaving
 
-    def _recover_one(self, number: int) -> bool:
+    def _recover_one(self, number: int) -> None:
         read = self._read(number, lambda file: (file.head, file.size_bytes, file.contents().table))
         if read is None:
-            return True
+            return
         head, size, table = read
         if not len(table.pages) and not table.voids:
             self._delete(number)
-            return True
+            return
         self._catalog.add(Segment(number, head, segment_name(number), self._directory.fd, size))
-        sets = record_sets(table, number, number, voids=self.voids)
-        if not all(self._outbox.known(known, own=True) for known in sets):
-            return False
+        for known in record_sets(table, number, number, voids=self.voids):
+            self._outbox.known(known, own=True)
         self.voids += [void for void in table.voids if void not in self.voids]
-        return True
 
     def _read(self, number: int, read: Callable[[SegmentFile], _T]) -> _T | None:
         """Result of `read` for a segment of this store under its own name. None: the file is none,
@@ -221,20 +220,21 @@ class Peers:
         self._peers: dict[str, _OtherNode] = {}
         self._next_number = FOREIGN_BASE
 
-    def look(self) -> bool:
+    def look(self) -> None:
         """Look once at all other nodes' segments: announce new blocks, and those that vanished.
-        False: stopped."""
+        Raises Leaving."""
         try:
             names = sorted(os.listdir(self._parent))
         except OSError:
-            return True
+            return
         for name in list(self._peers):
             if not self._is_same(name):
                 self._leave(name)
         for name in names:
             if name != self._config.node and name not in self._peers:
                 self._meet(name)
-        return all(map(self._look_at, self._peers.values()))
+        for peer in self._peers.values():
+            self._look_at(peer)
 
     def close(self) -> None:
         """Close the directories of the others."""
@@ -268,47 +268,41 @@ class Peers:
             self._forget(peer, segment)
         close_at_last(peer.fd)
 
-    def _look_at(self, peer: _OtherNode) -> bool:
+    def _look_at(self, peer: _OtherNode) -> None:
         try:
             present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
         except OSError:
-            return True
+            return
         for name in sorted(set(peer.segments) - present):
             self._forget(peer, name)
         for name in sorted(present, reverse=True):
-            try:
-                if not self._read(peer, name):
-                    return False
-            except OSError:
-                continue  # gone meanwhile, or not readable yet
-        return True
+            with contextlib.suppress(OSError):  # gone meanwhile, or not readable yet
+                self._read(peer, name)
 
     def _forget(self, peer: _OtherNode, name: str) -> None:
         seen = peer.segments.pop(name)
         self._catalog.remove(seen.segment.number)
-        self._outbox.put(seen.announced)
+        self._outbox.put(*seen.announced)
 
-    def _read(self, peer: _OtherNode, name: str) -> bool:
+    def _read(self, peer: _OtherNode, name: str) -> None:
         seen = peer.segments.get(name)
         if seen is None and self._is_full:
-            return True  # not even opened: there may be many, and each look comes by
+            return  # not even opened: there may be many, and each look comes by
         info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         size_and_time = (info.st_size, info.st_mtime_ns)
         if seen is not None and seen.size_and_time == size_and_time:
-            return True
+            return
         if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
-            return True
+            return
         with opened_segment(self._disk, name, self._flags, peer.fd) as (file, _):
             if file is None or file.head.number != segment_number(name):
-                return True
+                return
             if seen is not None and seen.segment.head != file.head:
                 self._forget(peer, name)
                 seen = None
             seen = seen or self._begin(peer, name, file.head)
-            if not self._announce_new(seen, file):
-                return False
+            self._announce_new(seen, file)
             seen.size_and_time = size_and_time
-            return True
 
     @property
     def _is_full(self) -> bool:
@@ -322,12 +316,10 @@ class Peers:
         peer.segments[name] = _Seen(segment)
         return peer.segments[name]
 
-    def _announce_new(self, seen: _Seen, file: SegmentFile) -> bool:
+    def _announce_new(self, seen: _Seen, file: SegmentFile) -> None:
         first, numbers = seen.end_page, (seen.segment.number, file.head.number)
         found = file.contents(first_page=first, search=False)
         for known in record_sets(found.table, *numbers, voids=(), first_page=first):
-            if not self._outbox.known(known, own=False):
-                return False
+            self._outbox.known(known, own=False)
             seen.announced.append(FileGone(known.scope, known.keys, known.locations))
         seen.end_page = found.end_page
-        return True

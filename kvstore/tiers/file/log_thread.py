@@ -15,6 +15,7 @@ Does not cover: how records are laid out (`writer.py`).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,22 +39,15 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.contents import record_sets
+from kvstore.tiers.file.contents import Record, is_intact, record_sets
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Pages
 from kvstore.tiers.file.parts import Parts
-from kvstore.tiers.file.reader import (
-    PAGE_MASK,
-    RUN_BYTES_MAX,
-    RUN_RECORDS_MAX,
-    Reader,
-    ReadVerdict,
-    WantedBlock,
-)
+from kvstore.tiers.file.reader import PAGE_MASK, RUN_BYTES_MAX, RUN_RECORDS_MAX
 from kvstore.tiers.file.writer import AppendOutcome, Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.record import Void, payload_pages
+from kvstore.wire.record import Void, record_pages
 from kvstore.wire.segment import Table
 
 _BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
@@ -74,7 +68,7 @@ class WriteJob:
     late: bool = False
 
 
-_Job = WriteJob | VoidFile | Callable[[], None]
+_Job = WriteJob | Callable[[], None]
 
 
 class LogThread:
@@ -88,9 +82,9 @@ class LogThread:
         self._outbox, self._health = parts.outbox, parts.health
         self._segment_bytes = parts.config.segment_size
         self.writer = writer
-        """Its `voids` and `table_of` may be asked from any thread."""
+        """Its `voids` may be asked from any thread."""
         self._reclaimer = Reclaimer(parts.directory, parts.catalog, writer)
-        self._queue: deque[WriteJob | VoidFile] = deque()
+        self._queue: deque[_Job] = deque()
         self._control: deque[Callable[[], None]] = deque()
         """Work that goes before all queued writes."""
         self._note: bytes | None = None
@@ -130,7 +124,7 @@ class LogThread:
         return bool(self._jobs)
 
     def void(self, job: VoidFile) -> None:
-        self._queue.append(job)
+        self._queue.append(partial(self._void, job))
         self._voids_waiting += 1
         self._lock.notify_all()
 
@@ -156,8 +150,8 @@ class LogThread:
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
-                self._outbox.put(self._health.failed_writing(now_ns, None))
-                self._outbox.put([FileLate(job.order.job)])
+                self._outbox.put(*self._health.failed_writing(now_ns, None))
+                self._outbox.put(FileLate(job.order.job))
             elif not job.running:
                 self._queue.remove(job)
                 self._end(job)
@@ -194,11 +188,14 @@ class LogThread:
         """Serve the queue until closing, then close the open segment."""
         try:
             while (job := self._next()) is not None:
-                self._do(job)
+                if isinstance(job, WriteJob):
+                    self._write(job)
+                else:
+                    job()
                 self._make_room()
             self._report(self.writer.close_segment())
         except Exception:
-            self._outbox.put([Suspended(_BUG, writes_only=True)])
+            self._outbox.put(Suspended(_BUG, writes_only=True))
             raise
         finally:
             # After a bug of ours too: what is left ends, and nothing more is taken.
@@ -208,16 +205,11 @@ class LogThread:
                 for left in list(self._jobs.values()):
                     self._end(left)
 
-    def _do(self, job: _Job) -> None:
-        if isinstance(job, WriteJob):
-            self._write(job)
-        elif isinstance(job, VoidFile):
-            self._report(self.writer.void(job.tenant, job.space))
-            with self._lock:
-                self._voids_waiting -= 1
-                self._lock.notify_all()
-        else:
-            job()
+    def _void(self, job: VoidFile) -> None:
+        self._report(self.writer.void(job.tenant, job.space))
+        with self._lock:
+            self._voids_waiting -= 1
+            self._lock.notify_all()
 
     def _next(self) -> _Job | None:
         with self._lock:
@@ -238,18 +230,18 @@ class LogThread:
                     return job
                 self._lock.wait()
 
-    def _waits(self, job: WriteJob | VoidFile) -> bool:
+    def _waits(self, job: _Job) -> bool:
         """Whether it is a write for which there may be room once a reclaim or recovery is over."""
         is_hidden = self._catalog.hidden_bytes > 0  # until it is deleted, not only due
         room_may_come = self._asked is not None or is_hidden or not self.is_recovered
         return isinstance(job, WriteJob) and room_may_come
 
-    def _drain(self) -> VoidFile | None:
+    def _drain(self) -> _Job | None:
         """At the end: end queued writes unwritten up to the next void, which is returned to be
         written; None: nothing is left."""
         while self._queue:
             job = self._queue.popleft()
-            if isinstance(job, VoidFile):
+            if not isinstance(job, WriteJob):
                 return job
             self._end(job)
         return None
@@ -263,7 +255,7 @@ class LogThread:
             job.running = False
             self._report(outcome)
             if outcome.places and outcome.error is None and not job.late:
-                self._outbox.put(self._health.wrote())
+                self._outbox.put(*self._health.wrote())
             if outcome.is_full and not job.late:
                 self._is_stalled = True
                 self._queue.appendleft(job)
@@ -291,12 +283,12 @@ class LogThread:
         segment = self._catalog.get(job.segment)
         if segment is not None:
             events, _ = self._reclaimer.move(segment, asked.parts, job.keep)
-            self._outbox.put(events)
+            self._outbox.put(*events)
             self._delete(segment)
         with self._lock:
             self._asked = None
             self._is_stalled = False
-            self._outbox.put(self._health.room_again())
+            self._outbox.put(*self._health.room_again())
 
     def _delete(self, segment: Segment) -> None:
         self._catalog.remove(segment.number)
@@ -316,7 +308,7 @@ class LogThread:
             coming = self._catalog.hidden_bytes  # frees itself when its grace is over
             if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:
                 return
-            closed = [segment for segment in self._catalog.own() if not segment.appending]
+            closed = [segment for segment in self._catalog.own() if segment.found is None]
             if not closed:
                 return
             segment = closed[0]
@@ -327,7 +319,7 @@ class LogThread:
                 return  # until the next job: what may be good is not deleted unread
             if asked.parts:
                 self._asked = asked
-                self._outbox.put([asked])
+                self._outbox.put(asked)
                 return
             self._delete(segment)
             self._is_stalled = False
@@ -335,8 +327,8 @@ class LogThread:
     def _report(self, outcome: AppendOutcome) -> None:
         if outcome.error is not None:
             with self._lock:
-                self._outbox.put(self._health.failed_writing(self._clock.now_ns(), outcome.error))
-        self._outbox.put(outcome.lost)
+                self._outbox.put(*self._health.failed_writing(self._clock.now_ns(), outcome.error))
+        self._outbox.put(*outcome.lost)
 
     def _end(self, job: WriteJob) -> None:
         """Answer a write: what was written has its place, the rest 0."""
@@ -344,7 +336,7 @@ class LogThread:
         self._queued_bytes -= job.taken_bytes
         locations = np.zeros(len(job.order.slots), np.uint64)
         locations[: len(job.places)] = job.places
-        self._outbox.put([FileWritten(job.order.job, locations.tobytes())])
+        self._outbox.put(FileWritten(job.order.job, locations.tobytes()))
         self._lock.notify_all()
 
 
@@ -391,8 +383,8 @@ class Reclaimer:
         for records in parts:
             places = np.frombuffer(records.locations, np.uint64)
             rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
-            pages = payload_pages(records.scope.block_bytes)
-            step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
+            size = record_pages(records.scope) * PAGE_BYTES
+            step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // size))
             for begin in range(0, len(rows), step):
                 events += self._move_chunk(segment, records, rows[begin : begin + step], errors)
         return events, next(iter(errors), None)
@@ -400,22 +392,21 @@ class Reclaimer:
     def _move_chunk(
         self, segment: Segment, records: FileKnown, rows: NDArray[np.int64], errors: list[OSError]
     ) -> list[FileEvent]:
-        scope = records.scope
-        pages = payload_pages(scope.block_bytes)
-        scratch = Pages(len(rows) * pages * PAGE_BYTES)
-        reader = Reader(self._catalog, scratch.view, direct=self._directory.direct)
+        scope, pages = records.scope, record_pages(records.scope)
+        size = pages * PAGE_BYTES
+        scratch = Pages(len(rows) * size).view
         places = np.frombuffer(records.locations, np.uint64)[rows]
         keys, sums = np.frombuffer(records.keys, "V32"), np.frombuffer(records.checksums, "V16")
         keys, sums = keys[rows], sums[rows]
         good = []
         for row, place in enumerate(places.tolist()):
-            page, slot = place & PAGE_MASK, row * pages
-            wanted = WantedBlock(row, page, slot, keys[row].tobytes(), sums[row].tobytes())
-            if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
-                good.append(row)
-        slots = np.array(good, np.uint32) * np.uint32(pages)
+            record = Record(scope, place & PAGE_MASK, keys[row].tobytes(), sums[row].tobytes())
+            with contextlib.suppress(OSError), self._catalog.reading(segment) as file:
+                if is_intact(file, record, scratch[row * size : (row + 1) * size]):
+                    good.append(row)
+        slots = np.array(good, np.uint32) * np.uint32(pages) + np.uint32(1)
         order = WriteFile(0, scope, keys[good].tobytes(), slots, sums[good].tobytes())
-        outcome = self._writer.append(order, scratch.view, spare=True)
+        outcome = self._writer.append(order, scratch, spare=True)
         errors += [outcome.error] if outcome.error is not None else []
         done = good[: len(outcome.places)]
         events: list[FileEvent] = []

@@ -13,9 +13,8 @@ A write that is let through goes as the probe of all that are open; if it succee
 EFAULT says nothing against the disk: the slot's memory is not there, which an engine can bring
 about (`kvstore.arena`).
 
-Events are a list behind a lock, and an eventfd that says "look". Thread safe. Bounded by what is
-under way: a job has at most three events, a reclaim one; the flood at start, `FileKnown`, waits for
-the driver (`known`).
+Events wait in a mailbox. Bounded by what is under way: a job has at most three events, a reclaim
+one; the flood at start, `FileKnown`, waits for the driver (`known`).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final, NamedTuple
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.mailbox import Wake
+from kvstore.mailbox import Mailbox
 from kvstore.ports import Clock
 from kvstore.tier_events import (
     FileGone,
@@ -140,87 +139,77 @@ read waits behind them."""
 _LONG: Final = (FileGone, FileKnown, FileMoved, FileReclaim)
 
 
-class Outbox:
-    """`fileno` is readable while there is something to take."""
+class Leaving(Exception):
+    """The tier is being closed."""
+
+
+class Outbox(Mailbox[FileTierEvent]):
+    """Events on their way to the driver. After `stop` they can still be put, after `close` only
+    taken."""
 
     def __init__(self) -> None:
-        self._wake = Wake()
-        self.fileno = self._wake.fileno
-        self._lock = threading.Condition()
-        self._events: deque[FileTierEvent] = deque()
+        super().__init__()
+        self._lock = self._changed = threading.Condition()
         self._voids: list[Void] = []
         self._is_recovering = True
-        self._is_closed = False
+        self._is_stopped = False
 
-    def put(self, events: Iterable[FileTierEvent]) -> None:
-        with self._lock:
-            self._events += events
-            if self._events:
-                self._wake.set()
-
-    def known(self, event: FileKnown, *, own: bool) -> bool:
-        """Hand over blocks that were found, waiting for the driver if need be. False: closed, stop.
+    def known(self, event: FileKnown, *, own: bool) -> None:
+        """Hand over blocks that were found, waiting for the driver if need be. Raises Leaving.
 
         With `own`, records of this node, they are left out if a void that came after recovery had
         begun covers them: it covers all that recovery finds.
         """
-        with self._lock:
-            self._lock.wait_for(lambda: self._is_closed or self._has_room())
-            if self._is_closed:
-                return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._has_room())
+            if self._is_stopped:
+                raise Leaving
             if not (own and any(void.covers(event.scope) for void in self._voids)):
-                self.put([event])
-            return True
+                self.put(event)
 
     def _has_room(self) -> bool:
-        return sum(isinstance(event, FileKnown) for event in self._events) < KNOWN_MAX
+        return sum(isinstance(event, FileKnown) for event in self._waiting) < KNOWN_MAX
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Drop the `FileKnown` events that a void of this tenant and space covers: those that wait
         to be taken, and those of this node that recovery has yet to find."""
         void = Void(tenant, space, before=0)  # which of them are older is nobody's question
-        with self._lock:
+        with self._changed:
             if self._is_recovering:
                 self._voids.append(void)
-            self._events = deque(
+            self._waiting = deque(
                 event
-                for event in self._events
+                for event in self._waiting
                 if not (isinstance(event, FileKnown) and void.covers(event.scope))
             )
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def recovered(self) -> None:
         """Recovery is over: voids need not be remembered here."""
-        with self._lock:
+        with self._changed:
             self._is_recovering = False
             self._voids.clear()
 
     def take(self) -> Iterator[FileTierEvent]:
-        """Events in order, up to the first that is long for the engine: it must serve others in
-        between. Each is taken when it is asked for, and `fileno` stays readable while there is
-        more: neither a caller that stops early nor a call that fails loses one. Never blocks."""
-        event: FileTierEvent | None = None
-        while not isinstance(event, _LONG):
-            with self._lock:
-                if len(self._events) <= 1:
-                    self._wake.clear()
-                if not self._events:
-                    return
-                event = self._events.popleft()
-                if isinstance(event, FileKnown):
-                    self._lock.notify_all()
+        """As of a mailbox, up to the first event that is long for the engine: it must serve others
+        in between."""
+        for event in super().take():
+            if isinstance(event, FileKnown):
+                with self._changed:
+                    self._changed.notify_all()
             yield event
+            if isinstance(event, _LONG):
+                return
 
     def stop(self) -> None:
-        """End all waits in `known`, which returns False from now on."""
-        with self._lock:
-            self._is_closed = True
-            self._lock.notify_all()
+        """End all waits in `known`, which raises Leaving from now on."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Close the descriptor; what is left can still be taken."""
         self.stop()
-        self._wake.close()
+        super().close()
 
 
 class Parts(NamedTuple):

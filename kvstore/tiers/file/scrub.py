@@ -27,7 +27,7 @@ from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.tiers.file.contents import Record, SegmentFile, walk
 from kvstore.tiers.file.disk import Pages, forget_cached
 from kvstore.tiers.file.log_thread import LogThread
-from kvstore.tiers.file.parts import Parts
+from kvstore.tiers.file.parts import Leaving, Parts
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
 from kvstore.wire.segment import Table, place_of
@@ -39,10 +39,6 @@ TELL_BYTES: Final = 64 * MIB
 KNOWN_BAD_MAX: Final = 65_536
 YIELD_S: Final = 0.2
 """How often a scrub that waits for others looks whether the breaker has closed."""
-
-
-class Leaving(Exception):
-    """The tier is being closed."""
 
 
 class Scrub:
@@ -60,7 +56,7 @@ class Scrub:
         """Args:
         rate: how fast.
         parts: of the tier.
-        log: knows the open segment's records, the voids, and whether recovery is over.
+        log: knows the voids, and whether recovery is over.
         leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
         """
@@ -68,7 +64,7 @@ class Scrub:
         self._clock, self._catalog = parts.clock, parts.catalog
         self._outbox, self._health, self._lock = parts.outbox, parts.health, parts.lock
         self._direct = parts.directory.direct
-        self._buffer = Pages(PIECE_BYTES)
+        self._buffer = Pages(PIECE_BYTES).view
         self._known_bad: set[int] = set()
         self._blocks = 0
         self._bytes = 0
@@ -97,8 +93,6 @@ class Scrub:
         try:
             with self._catalog.reading(segment) as file:
                 table = self._table(segment, file)
-                if table is None:
-                    return
                 alive = table.living(segment.number, self._log.writer.voids)
                 rows = alive.nonzero()[0].tolist()
                 walked = walk(file, table, self._buffer, rows=rows, before_read=self._take_turn)
@@ -113,10 +107,9 @@ class Scrub:
         except OSError as error:
             self._failed(error)
 
-    def _table(self, segment: Segment, file: SegmentFile) -> Table | None:
-        """Table of the segment; None: it is being closed, and looked at in the next pass."""
-        if segment.appending:
-            return self._log.writer.table_of(segment.number)
+    def _table(self, segment: Segment, file: SegmentFile) -> Table:
+        if (found := segment.found) is not None:
+            return found.table()
         self._take_turn(PIECE_BYTES)
         return file.contents().table
 
@@ -131,20 +124,20 @@ class Scrub:
             if len(self._known_bad) < KNOWN_BAD_MAX:
                 self._known_bad.add(place)
             packed = place.to_bytes(8, "little")
-            self._outbox.put([FileGone(record.scope, record.key, packed, damaged=True)])
+            self._outbox.put(FileGone(record.scope, record.key, packed, damaged=True))
             self._tell(bad_key=record.key)
         elif self._bytes >= TELL_BYTES:
             self._tell()
 
     def _tell(self, *, bad_key: bytes = b"", pass_ended: bool = False) -> None:
         done = Tier.FILE, self._blocks, self._bytes
-        self._outbox.put([Scrubbed(*done, bad_key, pass_ended=pass_ended)])
+        self._outbox.put(Scrubbed(*done, bad_key, pass_ended=pass_ended))
         self._blocks = self._bytes = 0
 
     def _failed(self, error: OSError) -> bool:
         """Count an error of the disk. Returns whether it is the record's fault (EIO)."""
         with self._lock:
-            self._outbox.put(self._health.failed_reading(self._clock.now_ns(), error))
+            self._outbox.put(*self._health.failed_reading(self._clock.now_ns(), error))
         return error.errno == errno.EIO
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────

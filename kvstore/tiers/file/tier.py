@@ -16,6 +16,7 @@ Does not cover: what is worth keeping (`kvstore.engine`), the map of the parts (
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -44,7 +45,7 @@ from kvstore.tiers.file.directory import cannot_be_read, open_directory
 from kvstore.tiers.file.discovery import Peers, Restart
 from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.log_thread import LogThread, WriteJob
-from kvstore.tiers.file.parts import Health, Outbox, Parts
+from kvstore.tiers.file.parts import Health, Leaving, Outbox, Parts
 from kvstore.tiers.file.reader import (
     Look,
     Reader,
@@ -277,7 +278,7 @@ class FileTier:
 
     def look_at_peers(self) -> int:
         """Shared mode: see what other nodes have now. Returns how long it took, in ns. Its thread
-        calls it; a test may too."""
+        calls it; a test may too. Raises Leaving."""
         begin_ns = self._clock.now_ns()
         if self._peers is not None:
             with self._peers_lock:
@@ -288,18 +289,18 @@ class FileTier:
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self) -> None:
-        try:
-            if not self._restart.recover(self._leaving.wait):
-                return
-        finally:
-            with self._lock:
-                self._log.recovered(self._restart.voids)
-            self._outbox.recovered()
-        took_ns = self.look_at_peers()
-        self._outbox.put([RecoveryDone()])
-        poll_s = self._config.poll_interval_ms / 1000
-        while self._peers is not None and not self._leaving.wait(look_pause_s(poll_s, took_ns)):
+        with contextlib.suppress(Leaving):
+            try:
+                self._restart.recover(self._leaving.wait)
+            finally:
+                with self._lock:
+                    self._log.recovered(self._restart.voids)
+                self._outbox.recovered()
             took_ns = self.look_at_peers()
+            self._outbox.put(RecoveryDone())
+            poll_s = self._config.poll_interval_ms / 1000
+            while self._peers is not None and not self._leaving.wait(look_pause_s(poll_s, took_ns)):
+                took_ns = self.look_at_peers()
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_S):
@@ -327,16 +328,16 @@ class FileTier:
             for wanted, verdict in found:
                 job.good[wanted.index] = verdict is ReadVerdict.GOOD
             if result.error is not None:
-                self._outbox.put(self._health.failed_reading(self._clock.now_ns(), result.error))
+                self._outbox.put(*self._health.failed_reading(self._clock.now_ns(), result.error))
             elif ReadVerdict.GOOD in result.verdicts and not job.late:
-                self._outbox.put(self._health.read())
+                self._outbox.put(*self._health.read())
             for lost in (ReadVerdict.DAMAGED, ReadVerdict.UNREAD):
                 rows = [wanted.index for wanted, verdict in found if verdict is lost]
                 is_damaged = lost is ReadVerdict.DAMAGED
                 if rows and (is_damaged or result.error is None):
                     keys = np.frombuffer(order.keys, "V32")[rows].tobytes()
                     places = np.frombuffer(order.locations, np.uint64)[rows].tobytes()
-                    self._outbox.put([FileGone(order.scope, keys, places, is_damaged)])
+                    self._outbox.put(FileGone(order.scope, keys, places, is_damaged))
             job.runs_left -= 1
             self._end_if_done(job)
 
@@ -348,9 +349,9 @@ class FileTier:
             self._runs = deque(run for run in self._runs if run.job is not job)
             job.runs_left -= len(waiting)
         job.late = True
-        self._outbox.put(self._health.failed_reading(now_ns, None))
+        self._outbox.put(*self._health.failed_reading(now_ns, None))
         if job.runs_left:
-            self._outbox.put([FileLate(job.order.job)])
+            self._outbox.put(FileLate(job.order.job))
         self._end_if_done(job)
 
     def _end_if_done(self, job: ReadJob) -> None:
@@ -360,7 +361,7 @@ class FileTier:
     def _end(self, job: ReadJob) -> None:
         if self._reads.pop(job.order.job, None) is not None:
             self._read_bytes -= job.taken_bytes
-            self._outbox.put([FileRead(job.order.job, bytes(job.good))])
+            self._outbox.put(FileRead(job.order.job, bytes(job.good)))
             self._lock.notify_all()
 
     def _check(self, order: WriteFile | ReadFile) -> int:

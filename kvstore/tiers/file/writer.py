@@ -45,7 +45,6 @@ from kvstore.wire.segment import (
     ID_BYTES,
     Gathered,
     SegmentHead,
-    Table,
     footer,
     footer_bytes_max,
     place_of,
@@ -58,10 +57,6 @@ RUN_RECORDS_MAX: Final = 256
 VOIDS_MAX: Final = 64
 """Most voids that new segments repeat; with the footer they also take at most an eighth of a
 segment. Beyond either, one void of all blocks replaces them: clearing too much costs hits only."""
-
-
-class SyncFailed(OSError):
-    """fsync failed: the kernel may have dropped data that it had accepted."""
 
 
 class AppendOutcome(msgspec.Struct):
@@ -82,6 +77,8 @@ class _OpenSegment:
     file: SegmentFile
     found: Gathered = field(default_factory=Gathered)
     synced_records: int = 0
+    is_unsure: bool = False
+    """A sync has not returned, or failed: the kernel may have dropped data that it had accepted."""
 
     def fits(self, scope: Scope, count: int, *, spare_voids: int = 0) -> bool:
         """Whether `count` more records of a scope, `spare_voids` more voids and the footer have
@@ -130,13 +127,6 @@ class Writer:
         self._tails = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
         self._direct = directory.direct
         self._voids_max = min(VOIDS_MAX, max(1, segment_bytes // PAGE_BYTES // 16))
-
-    def table_of(self, number: int) -> Table | None:
-        """Table of the records written so far, if this is the open segment; from any thread."""
-        opened = self._open
-        if opened is None or opened.file.head.number != number:
-            return None
-        return opened.found.table()
 
     def _has_room(self, *, spare: bool) -> bool:
         """Whether another segment may be begun."""
@@ -188,7 +178,7 @@ class Writer:
             yield outcome
         except OSError as error:
             outcome.error = error
-            outcome.lost = self.abandon(error)
+            outcome.lost = self.abandon()
 
     def _stay(self) -> None:
         """Begin anew if the directory was removed, and forget the segments that went with it.
@@ -198,7 +188,7 @@ class Writer:
         """
         if self._directory.is_whole:
             return
-        self.abandon(FileNotFoundError())
+        self.abandon()
         self._directory.make_again()
         for segment in self._catalog.own():
             if not os.access(segment.name, os.F_OK, dir_fd=segment.dir_fd):
@@ -227,9 +217,9 @@ class Writer:
         self._follows_closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._direct else 0)
         fd, _ = open_regular(self._disk, name, flags, self._directory.fd)
-        segment = Segment(number, head, name, self._directory.fd, self._segment_bytes, True)
         opened = _OpenSegment(SegmentFile(self._disk, fd, head, self._segment_bytes))
-        self._catalog.add(segment)
+        where = name, self._directory.fd
+        self._catalog.add(Segment(number, head, *where, self._segment_bytes, opened.found))
         self._open = opened
         first = place_of(self._catalog.first_number(), 0)
         self.voids = tuple(void for void in self.voids if void.before > first)
@@ -351,57 +341,44 @@ class Writer:
         opened = self._open
         if opened is None:
             return
-        if not opened.found.pages and not opened.found.voids:
-            self._drop_empty(opened)
-            return
-        head, end_page = opened.file.head, opened.found.end_page
-        body = footer(head, opened.found.table(), first_page=end_page)
-        self._write_pages(opened, body, end_page)
-        self._sync(opened)
-        if not self._direct:
-            forget_cached(opened.file.fd)
-        self._catalog.closed(
-            opened.file.head.number, opened.found.end_page * PAGE_BYTES + len(body)
-        )
-        self._release(opened)
-        self._follows_closed = True
+        head, end_page, body = opened.file.head, opened.found.end_page, b""
+        if opened.found.has_records:
+            body = footer(head, opened.found.table(), first_page=end_page)
+            self._write_pages(opened, body, end_page)
+            self._sync(opened)
+            if not self._direct:
+                forget_cached(opened.file.fd)
+            self._follows_closed = True
+        self._leave(opened, end_page * PAGE_BYTES + len(body))
 
     def _sync(self, opened: _OpenSegment) -> None:
-        try:
-            self._disk.fsync(opened.file.fd)
-        except OSError as error:
-            raise SyncFailed(*error.args) from error
-        opened.synced_records = len(opened.found.pages)
+        opened.is_unsure = True
+        self._disk.fsync(opened.file.fd)
+        opened.is_unsure, opened.synced_records = False, len(opened.found.pages)
 
-    def _drop_empty(self, opened: _OpenSegment) -> None:
-        self._catalog.remove(opened.file.head.number)
-        self._release(opened)
-        self._directory.remove(segment_name(opened.file.head.number))
-
-    def _release(self, opened: _OpenSegment) -> None:
-        self._open = None
-        close_at_last(opened.file.fd)
-
-    def abandon(self, error: OSError) -> list[FileGone]:
-        """Stop appending to the open segment, as it is. Returns blocks that are lost.
-
-        After a failed sync the kernel may have dropped pages that were written: what was not synced
-        before is read back from the medium.
-        """
+    def abandon(self) -> list[FileGone]:
+        """Stop appending to the open segment, as it is. Returns blocks that are lost: after a
+        failed sync, what was not synced before is read back from the medium."""
         opened = self._open
         if opened is None:
             return []
-        lost = self._lost(opened) if isinstance(error, SyncFailed) else []
-        if not opened.found.pages and not opened.found.voids:
-            self._drop_empty(opened)
-            return []
-        try:
+        lost = self._lost(opened) if opened.is_unsure else []
+        size = self._segment_bytes
+        with contextlib.suppress(OSError):
             size = os.fstat(opened.file.fd).st_size
-        except OSError:
-            size = self._segment_bytes
-        self._catalog.closed(opened.file.head.number, size)
-        self._release(opened)
+        self._leave(opened, size)
         return lost
+
+    def _leave(self, opened: _OpenSegment, size_bytes: int) -> None:
+        """Forget the open segment, and delete it if nothing is in it."""
+        number = opened.file.head.number
+        if opened.found.has_records:
+            self._catalog.closed(number, size_bytes)
+        else:
+            self._catalog.remove(number)
+            self._directory.remove(segment_name(number))
+        self._open = None
+        close_at_last(opened.file.fd)
 
     def _lost(self, opened: _OpenSegment) -> list[FileGone]:
         """Records since the last good sync that do not read back."""
@@ -409,7 +386,7 @@ class Writer:
             forget_cached(opened.file.fd)
         number, found = opened.file.head.number, opened.found
         rows = range(opened.synced_records, len(found.pages))
-        walked = walk(opened.file, found.table(), Pages(MIB), rows=rows)
+        walked = walk(opened.file, found.table(), Pages(MIB).view, rows=rows)
         return [
             FileGone(record.scope, record.key, np.uint64(place_of(number, record.page)).tobytes())
             for record, good, _ in walked

@@ -55,7 +55,7 @@ class ScriptedTier:
         self.outbox = Outbox()
 
     def say(self, *events: FileTierEvent) -> None:
-        self.outbox.put(events)
+        self.outbox.put(*events)
 
     def fileno(self) -> int:
         return self.outbox.fileno()
@@ -119,7 +119,7 @@ def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behi
     tier: ScriptedTier, end: FileEnd
 ) -> None:
     for _ in range(KNOWN_MAX):
-        assert tier.outbox.known(known(SCOPE), own=True)
+        tier.outbox.known(known(SCOPE), own=True)
     recovering = threading.Thread(
         target=tier.outbox.known, args=(known(SCOPE),), kwargs={"own": True}
     )

@@ -31,29 +31,29 @@ def test_what_was_cleared_during_recovery_is_not_announced(
     outbox: Outbox, *, own: bool, told: list[FileTierEvent]
 ) -> None:
     outbox.void(SCOPE.tenant, None)
-    assert outbox.known(KNOWN, own=own)
+    outbox.known(KNOWN, own=own)
     assert list(outbox.take()) == told
     outbox.recovered()
-    assert outbox.known(KNOWN, own=True)
+    outbox.known(KNOWN, own=True)
     assert list(outbox.take()) == [KNOWN], "found later, so written later"
 
 
 def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
     kept = FileKnown(Scope("another", SCOPE.space, SCOPE.shard, 1), key(2), b"\2" * 8, bytes(16))
     written = FileWritten(1, b"")
-    outbox.put([written])
+    outbox.put(written)
     for event in [KNOWN] * (KNOWN_MAX - 1) + [kept]:
-        assert outbox.known(event, own=False)
+        outbox.known(event, own=False)
     outbox.void(SCOPE.tenant, None)
     assert list(outbox.take()) == [written, kept]
     assert not select.select([outbox], [], [], 0)[0]
     for _ in range(KNOWN_MAX):  # none waits: there is room again
-        assert outbox.known(KNOWN, own=False)
+        outbox.known(KNOWN, own=False)
 
 
 def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
     events = [FileWritten(job, b"") for job in range(3)]
-    outbox.put(events)
+    outbox.put(*events)
     assert next(outbox.take()) == events[0]
     assert select.select([outbox], [], [], 0)[0]
     assert list(outbox.take()) == events[1:]
@@ -62,7 +62,7 @@ def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
 
 def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [FileWritten(job, b"") for job in range(2)]
-    outbox.put(events)
+    outbox.put(*events)
     with monkeypatch.context() as patch:
         patch.setattr(os, "eventfd_read", mock.Mock(side_effect=InterruptedError))
         taken = outbox.take()

@@ -17,6 +17,7 @@ from kvstore.tier_events import FileGone, FileKnown, FileReclaim, WriteFile
 from kvstore.tiers.file.catalog import FOREIGN_BASE
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.log_thread import WriteJob
+from kvstore.tiers.file.parts import Leaving
 from kvstore.tiers.file.tier import look_pause_s
 from kvstore.units import MIB, NS_PER_S
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
@@ -245,13 +246,15 @@ def test_who_is_told_to_stop_looking_stops_and_goes_on_there(
     assert peers is not None
     asked: list[int] = []
 
-    def refuse(_known: object, *, own: bool) -> bool:
+    def refuse(_known: object, *, own: bool) -> None:
+        assert not own
         asked.append(1)
-        return own
+        raise Leaving
 
     with monkeypatch.context() as patch:
         patch.setattr(b.tier._outbox, "known", refuse)
-        assert not peers.look()
+        with pytest.raises(Leaving):
+            peers.look()
     assert asked == [1]
     b.look()
     assert b.read([1]) == [True]

@@ -41,7 +41,7 @@ class Stored:
         self.records = [record_at(table, row) for row in range(len(table.pages))]
 
     def is_intact(self, record: Record, piece_bytes: int = 1 << 20) -> bool:
-        return is_intact(self.file, record, Pages(piece_bytes))
+        return is_intact(self.file, record, Pages(piece_bytes).view)
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ def test_every_byte_counts_whatever_the_piece(
 
 def test_a_record_that_fits_the_buffer_is_in_there_afterwards(stored: Stored) -> None:
     first, _ = stored.records
-    buffer = Pages(first.size_bytes)
+    buffer = Pages(first.size_bytes).view
     turns: list[int] = []
     assert is_intact(stored.file, first, buffer, turns.append)
-    assert bytes(buffer.view[PAGE_BYTES:]) == payload(1)
+    assert bytes(buffer[PAGE_BYTES:]) == payload(1)
     assert turns == [first.size_bytes]
 
 

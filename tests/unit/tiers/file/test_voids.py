@@ -75,7 +75,8 @@ def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Pat
     late = early
     while late >> 32 == early >> 32:
         (late,) = driver.write([3])
-    table = driver.tier._log.writer.table_of(late >> 32)
-    assert table is not None
-    assert void in table.voids
+    segment = driver.tier._catalog.get(late >> 32)
+    assert segment is not None
+    assert segment.found is not None
+    assert void in segment.found.voids
     assert driver.read([2, 3]) == [True, True]
