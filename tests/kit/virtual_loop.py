@@ -1,45 +1,28 @@
-"""An asyncio loop in virtual time, with a network in memory: hours of a router in seconds.
+"""An asyncio loop in virtual time, with a network in memory: hours of a process in seconds.
 
-    nothing is ready ─▶ the clock jumps to the next timer      create_connection ─▶ create_server
+    nothing is ready ─▶ the clock jumps to the next timer      create_connection ─▶ serve
 
-The code of a shell runs unchanged: protocols, transports, tasks and timers. What it may not do is
-wait for a thread or a real socket. Bytes arrive in the next turn of the loop; a port where nobody
-listens refuses, one that is a black hole never answers, and a server that is killed resets.
+The code of a shell runs unchanged: protocols, transports, tasks, timers, calls in threads. Ready
+callbacks run in the order in which they became ready: the same seed, the same order. Bytes arrive
+in the next turn of the loop; a port where nobody listens refuses, one that is a black hole never
+answers, and a server that is killed resets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import selectors
+import functools
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 HIGH_WATER = 1 << 16
-STUCK_S = 5.0
+_TURNS_MAX: Final = 100_000
+"""Of one `go_on`: more is a loop that never waits."""
 _T = TypeVar("_T")
 Factory = Callable[[], asyncio.BaseProtocol]
 Port = tuple[str, int]
-
-
-class _Selector(selectors.DefaultSelector):
-    """Real descriptors are looked at only; a wait is a jump of the clock."""
-
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> Any:
-        found = super().select(0)
-        if found or timeout == 0:
-            return found
-        if timeout is None:  # no timer at all: only another thread can wake the loop
-            found = super().select(STUCK_S)
-            assert found, "the loop waits for nothing"
-            return found
-        # To the timer itself: a sum may be an ulp short of it for ever.
-        scheduled = self.loop._scheduled  # type: ignore[attr-defined]
-        self.loop.now_s = max(self.loop.now_s, scheduled[0].when())
-        return []
 
 
 class MemoryTransport(asyncio.Transport):
@@ -155,16 +138,17 @@ class MemoryServer:
         self.connections.clear()
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module. `now_s`: its clock."""
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See the module. `now_s`: its clock. It runs to the end of some work (`run`), or as far as its
+    time has come (`go_on`)."""
 
     def __init__(self) -> None:
-        selector = _Selector()
-        selector.loop = self
+        super().__init__()
         self.now_s = 1000.0
         self.servers: dict[Port, MemoryServer] = {}
         self._next_port = 40_000
-        super().__init__(selector)
+        self._selector = self
+        self._spent_s = 0.0
 
     def time(self) -> float:
         return self.now_s
@@ -172,6 +156,68 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def clock_ns(self) -> int:
         """For code that takes a clock."""
         return int(self.now_s * 1e9)
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """To its end, and close."""
+        try:
+            asyncio.set_event_loop(self)
+            return self.run_until_complete(work)
+        finally:
+            tasks = asyncio.all_tasks(self)
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            asyncio.set_event_loop(None)
+            self.close()
+
+    def go_on(self) -> bool:
+        """Run what is due, and all that follows from it at this time. False: there was nothing."""
+        if not self._is_due():
+            return False
+        for _ in range(_TURNS_MAX):
+            self.call_soon(self.stop)
+            self.run_forever()
+            if not self._is_due():
+                return True
+        raise AssertionError("a loop that never waits")
+
+    def _is_due(self) -> bool:
+        timers = cast("list[asyncio.TimerHandle]", self._scheduled)  # type: ignore[attr-defined]
+        return bool(self._ready or (timers and timers[0].when() <= self.time()))  # type: ignore[attr-defined]
+
+    # ── as asyncio's base calls it ───────────────────────────────────────────────────────────────
+
+    def select(self, timeout: float | None) -> None:
+        """Of a selector: a wait is a jump of the clock, to the timer itself: a sum may be an ulp
+        short of it for ever, and so may a clock of whole nanoseconds."""
+        assert timeout is not None, "the loop waits for nothing"
+        if timeout > 0:
+            self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+
+    def _process_events(self, _: None) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """There are no other threads."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """What a thread does is done at once, and told when it has taken its time (`spend`)."""
+        future = self.create_future()
+        self._spent_s = 0.0
+        try:
+            tell = functools.partial(future.set_result, func(*args))
+        except Exception as error:  # noqa: BLE001 -- it is the caller's
+            tell = functools.partial(future.set_exception, error)
+        self.call_later(self._spent_s, lambda: future.cancelled() or tell())
+        return future
+
+    def spend(self, duration_s: float) -> None:
+        """Of a function in a thread: it takes so long."""
+        self._spent_s += duration_s
+
+    # ── its network ──────────────────────────────────────────────────────────────────────────────
 
     def serve(self, factory: Factory, port: int = 0) -> MemoryServer:
         """Listen on a port of 127.0.0.1; 0: any free one."""
@@ -200,16 +246,3 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         far.begin()
         near.begin()
         return near, protocol
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """To its end, and close."""
-        try:
-            asyncio.set_event_loop(self)
-            return self.run_until_complete(work)
-        finally:
-            tasks = asyncio.all_tasks(self)
-            for task in tasks:
-                task.cancel()
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            asyncio.set_event_loop(None)
-            self.close()

@@ -119,7 +119,7 @@ class SimIndexClient:
             number = (self._first + turn) % count
             took_ns = self._takes_ns(replicas[number])
             share_ns = left_ns // (count - turn)
-            peers.loop.spend(min(took_ns, share_ns))
+            peers.loop.spend(min(took_ns, share_ns) / NS_PER_S)
             if took_ns <= share_ns:
                 self._first = number
                 return ask(replicas[number])
