@@ -2,7 +2,7 @@
 
     python scripts/reference.py     # rewrites them; `make docs` does so first
 
-    reference/cli.md        click commands, and the flags of `kvstore demo` and `up`
+    reference/cli.md        every command and its flags
     reference/settings.md   flags, YAML keys and defaults of node and index; keys of the connector
     reference/reasons.md    why blocks and requests miss: words and sentences of `kvstore explain`
     reference/routing.md    the policy file of the router, and terms of its receipts
@@ -15,13 +15,11 @@ Does not cover: `reference/dependencies.md`, which is written by hand and compar
 
 from __future__ import annotations
 
-import argparse
 import ast
 import enum
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +29,6 @@ import msgspec
 from kvstore.cli.main import cli
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
-from kvstore.demo import flags as demo_flags
 from kvstore.engine.why.reasons import CLASSES, Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.obs.reasons import word
@@ -187,9 +184,6 @@ _COMMANDS: Final = (
 )
 
 
-_PARSERS: Final = {"demo": demo_flags.parser, "up": demo_flags.up_parser}
-
-
 def pages() -> dict[str, str]:
     """The text of each page, by its path below the documentation."""
     return {
@@ -214,11 +208,7 @@ def cli_page() -> str:
         command = cli.commands[name]
         about, examples = _help_of(command)
         parts += [f"## kvstore {name}\n", about]
-        if name in _PARSERS:  # a program of its own
-            parser = _PARSERS[name]()
-            parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
-            examples = parser.format_help().strip()
-        elif not isinstance(command, click.Group):
+        if not isinstance(command, click.Group):
             parts.append(_table(("flag", "meaning"), _flag_rows(command)))
         parts.append(f"```text\n{examples}\n```\n")
         for part, its in command.commands.items() if isinstance(command, click.Group) else ():

@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ from typing import Any, Final, Self
 import msgspec
 import psutil
 
-from kvstore.demo import guard
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.errors import KVStoreError
+from kvstore.testing.process import popen_tied
 from tests.kit.engines import EngineConfig
 
 READY_TIMEOUT_S: Final = 120.0
@@ -100,11 +99,9 @@ class LMCacheServer:
         """
         ports = _free_ports()
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, guard.__file__, str(os.getpid())),
-                    *server_command(python, ports, memory_gib=memory_gib, files=files),
-                ],
+            process = popen_tied(
+                server_command(python, ports, memory_gib=memory_gib, files=files),
+                guarded=True,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -35,8 +35,8 @@ def as_result(runs: Sequence[Replay], plan: ConversationPlan) -> dict[str, Any]:
                 for number in range(plan.rounds)
             ],
             "prompt_tokens": run.prompt_tokens,
-            "own_cache_hit_tokens": run.own_hit_tokens,
-            "kvstore_hit_tokens": run.kvstore_hit_tokens,
+            "own_cache_hit_tokens": round(run.hits.local_hits),
+            "kvstore_hit_tokens": round(run.hits.external_hits),
             "computed_tokens": run.computed_tokens,
             "answers": len(run.answers),
             "answers_identical": run.same_answers(runs[0]),
@@ -65,13 +65,15 @@ def write(runs: Sequence[Replay], plan: ConversationPlan, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: that of `kvstore demo`, and `--record`; returns the exit status."""
-    parser = argparse.ArgumentParser(add_help=False)
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true")
-    chosen, others = parser.parse_known_args(arguments)
-    folder = record.RESULTS if chosen.record else record.ROOT / "build" / "demo"
+    for name in ("seed", "users", "rounds"):
+        parser.add_argument(f"--{name}", type=int, help="as of `kvstore demo`")
+    chosen = vars(parser.parse_args(arguments))
+    folder = record.RESULTS if chosen.pop("record") else record.ROOT / "build" / "demo"
     cache = record.ROOT / ".cache"
-    return play.main(others, cache=cache, finish=lambda runs, plan: write(runs, plan, folder))
+    return play.main(cache=cache, finish=lambda runs, plan: write(runs, plan, folder), **chosen)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ from bench.pd.engines import frugal_environment, nixl_pair, on_its_core
 from bench.pd.legs import Legs, ended_s, fresh_name, in_turn, together
 from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
-from kvstore.demo.engine import Completion, CompletionClient, VllmServer
+from kvstore.demo.engine import Completion, CompletionClient, VllmServer, samples
 from kvstore.demo.models import BLOCK_TOKENS, encoder
-from kvstore.demo.play import PUSHED, answer_beside_prompts, metric
+from kvstore.demo.play import PUSHED, answer_beside_prompts
 from kvstore.demo.workload import Encode, fresh_prompts, text_tokens
 from tests.kit.engines import Dtype, EngineConfig, EngineServer
 from tests.kit.models import Size, build_model
@@ -234,10 +234,11 @@ class Bench:
             first = next(self._prompts)[:2000]
             answer = self._pair.router.complete(first, max_tokens=140).tokens
             second = (*first, *answer, *text_tokens(rng, self._encode, 300))
-            before = metric(self._pair.node_d, PUSHED)
+            before = samples(self._pair.node_d.metrics_url).get(PUSHED, 0.0)
             self._pair.router.complete(second, max_tokens=2)
             new = len(second) // BLOCK_TOKENS - (len(first) + len(answer) - 1) // BLOCK_TOKENS
-            moved.append(metric(self._pair.node_d, PUSHED) - before - new)
+            after = samples(self._pair.node_d.metrics_url).get(PUSHED, 0.0)
+            moved.append(after - before - new)
         return {
             "figures": {"second_turn_moves_more_than_new_blocks": at_most(1, max(moved))},
             "detail": {"moved_minus_new": moved},

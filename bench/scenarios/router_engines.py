@@ -19,8 +19,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.demo.flags import read_flags
-from kvstore.demo.play import RouterAct, stays
+from kvstore.demo.play import RouterAct, show, stays
 from kvstore.demo.stage import ALL_ROUNDS, LATER_ROUNDS, Replay, Stage
 from kvstore.demo.workload import ConversationPlan
 
@@ -59,9 +58,9 @@ def _mean_ms(run: Replay, rounds: range = ALL_ROUNDS) -> float:
 def one(console: Console, plan: ConversationPlan) -> dict[str, Any]:
     """One seed."""
     act = RouterAct()
-    with Stage(console, plan, act.names, cache=record.ROOT / ".cache") as stage, stage.progress:
+    with Stage(console, plan, cache=record.ROOT / ".cache") as stage:
         runs = list(act.runs(stage))
-    act.show(console, runs)
+    show(console, runs)
     return as_result(runs)
 
 
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seeds = parser.parse_args(arguments).seed or SEEDS
     console = Console()
     console.width = max(console.width, 96)  # the table must not fold when this is no terminal
-    _, plan = read_flags(["--router"])
+    plan = RouterAct.plan
     by_seed = {}
     for seed in seeds:
         console.print(f"seed {seed}", highlight=False)

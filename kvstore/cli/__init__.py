@@ -1,6 +1,6 @@
 """Commands: their flags, their queries, and how answers look. Decides nothing about blocks.
 
-main              the command line: node, index, certs, upgrade, clear, fsck
+main              the command line: node, index, certs, upgrade, clear, fsck, demo, up
 look_commands     inspect, explain, top, doctor: flags to queries
 commands          flags of settings, options that several commands share
 ask               clients of a node and of the index; questions over HTTP

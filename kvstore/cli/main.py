@@ -7,18 +7,20 @@ no node to talk to.
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from kvstore import __version__
 from kvstore.cli.commands import (
     A_DIRECTORY,
+    A_FILE,
     JSON_OPTION,
     SOCKET_OPTION,
     Whole,
@@ -289,57 +291,74 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     sys.exit(max(report.status for report in reports))
 
 
-class EngineCommand(click.Command):
-    """A command that becomes another program (`_become`), which reads all arguments as they are."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Pass all arguments on, and leave none for click."""
-        ctx.params["arguments"] = tuple(args)
-        return []
-
-
-@cli.command(cls=EngineCommand)
-def demo(arguments: tuple[str, ...]) -> None:
+@cli.command()
+@click.option("--seed", type=int, help="Seed of the conversations.")
+@click.option("--users", type=Whole(min=1), help="Concurrent users.")
+@click.option("--rounds", type=Whole(min=2), help="Questions per user; the first has no history.")
+@click.option("--cluster", is_flag=True, help="Two nodes and two engines that are one cache.")
+@click.option("--pd", is_flag=True, help="Prefill on one engine and node, decode on another.")
+@click.option("--router", is_flag=True, help="Two engines behind the router, beside round robin.")
+@click.option("--plot", type=A_FILE, help="Picture of the run.  [default: in the cache]")
+def demo(**flags: Any) -> None:
     """Run a real vLLM without and with kvstore, in a few minutes.
 
     \b
     Examples:
       kvstore demo
       kvstore demo --cluster
-      kvstore demo --pd
+      kvstore demo --pd --plot pd.png
       kvstore demo --router
+      kvstore demo --users 2
     """
-    _become("demo", "kvstore.demo.play", arguments)
+    acts = [name for name in ("cluster", "pd", "router") if flags.pop(name)]
+    if len(acts) > 1:
+        raise click.UsageError(f"--{acts[0]} and --{acts[1]} are two demos: give one of them")
+    _start("demo", "play", act="".join(acts), **flags)
 
 
-@cli.command(cls=EngineCommand)
-def up(arguments: tuple[str, ...]) -> None:
+class UpCommand(click.Command):
+    """A command whose arguments behind ``--`` are for the engines."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments before ``--``; the others are the parameter `flags`."""
+        end = args.index("--") if "--" in args else len(args)
+        ctx.params["flags"] = args[end + 1 :]
+        return super().parse_args(ctx, args[:end])
+
+
+@cli.command(cls=UpCommand)
+@click.argument("model", required=False, metavar="[MODEL] [-- VLLM_FLAG ...]")
+@click.option("--engines", type=Whole(1), default=2, show_default=True, help="Number of engines.")
+@click.option("--port", type=Whole(0, 65535), default=8000, show_default=True, help="API port.")
+@click.option("--dram", help="Memory of the node.  [default: auto; without a MODEL 2GiB]")
+@click.option("--file", metavar="DIRECTORY:SIZE", help="Disk tier of the node.")
+def up(**flags: Any) -> None:
     """Run a node, engines that share it and a router on this machine, until Ctrl-C.
+
+    MODEL is a directory or a name in a hub [default: the demo's, of random weights, on a CPU].
+    VLLM_FLAGs are flags of each engine.
 
     \b
     Examples:
       kvstore up
       kvstore up Qwen/Qwen3-8B --engines 2 --dram 64GiB
-      kvstore up /models/llama -- --tensor-parallel-size 4
+      kvstore up /models/llama --file /var/lib/kvstore:1TiB -- --tensor-parallel-size 4
     """
-    _become("up", "kvstore.demo.up", arguments)
+    _start("up", "up", **flags)
 
 
-def _become(name: str, module: str, arguments: tuple[str, ...]) -> None:
-    """Replace this process by a program of its own, since a node needs neither the engine nor the
-    test kit that the demo is made of. Exits with 2: a package is missing.
+def _start(name: str, module: str, **flags: Any) -> NoReturn:
+    """Run a program of `kvstore.demo`, and exit with its status; with 2: a package is missing. Only
+    here it is imported: a node needs neither the engine nor the test kit that it is made of.
     """
     missing = [need for need in DEMO_NEEDS if importlib.util.find_spec(need) is None]
-    if {"-h", "--help"} & set(arguments):
-        module, arguments = "kvstore.demo.flags", (name, *arguments)
-    elif missing:
+    if missing:
         fail(
             f"'kvstore {name}' runs a real vLLM, and this Python has no"
             f" {' and no '.join(missing)}: 'make demo' in a clone installs all of it",
             code=2,
         )
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    os.execv(sys.executable, command)  # noqa: S606
+    sys.exit(importlib.import_module(f"kvstore.demo.{module}").main(**flags))
 
 
 def main() -> None:

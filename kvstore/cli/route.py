@@ -104,7 +104,7 @@ def explain(
         click.echo(as_json(receipts=found))
         return
     for receipt in found:
-        _show(receipt)
+        show_receipt(receipt)
 
 
 @route.command()
@@ -211,7 +211,7 @@ def _prefixes(receipt: Receipt) -> str:
     return "prefixes none (routed by load)"
 
 
-def _show(receipt: Receipt) -> None:
+def show_receipt(receipt: Receipt) -> None:
     """Print a receipt: facts, then a table of workers, best first."""
     outcome = receipt.outcome
     took = f", took {format_us(outcome.ttft_s * US_PER_S)}" if outcome.ttft_s is not None else ""

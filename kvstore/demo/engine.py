@@ -5,7 +5,7 @@ counters, its processes, stop and kill. Does not cover: the node (`kvstore.testi
 prompts (`kvstore.demo.workload`).
 
 The model is served on a port that the kernel chose on 127.0.0.1. No process survives the caller:
-the server runs under `kvstore.demo.guard`, so an engine belongs to the thread that started it.
+the server is tied to it (`kvstore.testing.tied`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -27,10 +29,9 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.demo import guard
 from kvstore.errors import KVStoreError
 from kvstore.supervisor.child import told
-from kvstore.testing.process import on_lasting_thread
+from kvstore.testing.process import open_local, popen_tied
 
 SERVED_NAME: Final = "model"
 REQUEST_TIMEOUT_S: Final = 120.0
@@ -135,23 +136,19 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from before the request was sent until each token arrived."""
 
 
-class _Usage(msgspec.Struct):
-    class Details(msgspec.Struct):
-        cached_tokens: int | None = None
-
-    prompt_tokens: int
-    prompt_tokens_details: Details | None = None
-
-
 class _Chunk(msgspec.Struct):
     """The used part of a streamed completion."""
 
     class Choice(msgspec.Struct):
         token_ids: list[int] | None = None
 
+    class Usage(msgspec.Struct):
+        prompt_tokens: int
+        prompt_tokens_details: dict[str, int | None] | None = None
+
     id: str = ""
     choices: list[Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: object = None
 
 
@@ -189,62 +186,63 @@ class CompletionClient:
             **(extra or {}),
         }
         tokens: list[int] = []
-        arrived_s: list[float] = []
-        usage: _Usage | None = None
-        name = ""
+        token_s: list[float] = []
+        chunk, usage = _Chunk(), None
         data = msgspec.json.encode(body)
         begin = time.perf_counter()
         try:
-            for chunk in self._stream(data, timeout_s):
-                new = [token for choice in chunk.choices for token in choice.token_ids or ()]
-                arrived_s += [time.perf_counter() - begin] * len(new)
-                tokens += new
-                name = chunk.id or name
-                usage = chunk.usage or usage
+            with self._open("/v1/completions", data, timeout_s=timeout_s) as lines:
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        chunk = _chunk_decoder.decode(line[6:])
+                        if chunk.error is not None:
+                            raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
+                        tokens += [new for its in chunk.choices for new in its.token_ids or ()]
+                        token_s += [time.perf_counter() - begin] * (len(tokens) - len(token_s))
+                        usage = chunk.usage or usage
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise EngineError(f"the completion broke off: {error!r}") from error
         if usage is None or not tokens:
             raise EngineError("the completion ended without a token or its usage")
-        details = usage.prompt_tokens_details
         return Completion(
-            id=name,
+            id=chunk.id,
             tokens=tuple(tokens),
             prompt_tokens=usage.prompt_tokens,
-            cached_tokens=(details.cached_tokens or 0) if details else 0,
-            ttft_s=arrived_s[0],
+            cached_tokens=(usage.prompt_tokens_details or {}).get("cached_tokens") or 0,
+            ttft_s=token_s[0],
             duration_s=time.perf_counter() - begin,
-            token_s=tuple(arrived_s),
+            token_s=tuple(token_s),
         )
 
-    def _stream(self, body: bytes, timeout_s: float | None) -> Iterator[_Chunk]:
-        with self._connection(timeout_s) as connection:
-            connection.request("POST", "/v1/completions", body, JSON)
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                text = response.read(2000).decode(errors="replace")
-                raise EngineError(f"the engine answered {response.status}: {text}")
-            for line in response:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                chunk = _chunk_decoder.decode(line[6:])
-                if chunk.error is not None:
-                    raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
-                yield chunk
-
-    def _request(self, method: str, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
-        with self._connection(timeout_s) as connection:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-
-    def _connection(
-        self, timeout_s: float | None
-    ) -> contextlib.closing[http.client.HTTPConnection]:
-        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        return contextlib.closing(made)
+    def _open(
+        self, path: str, body: bytes | None = None, *, timeout_s: float | None = 30.0
+    ) -> http.client.HTTPResponse:
+        """Answer to a GET, or with a body to a POST. Raises EngineError: an error; OSError."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, JSON)
+        try:
+            return open_local(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read(2000).decode(errors="replace")
+            raise EngineError(f"the engine answered {error.code}: {text}") from None
 
 
 # ── the server ────────────────────────────────────────────────────────────────────────────────────
+
+
+def samples(url: str) -> dict[str, float]:
+    """Numbers of a page of metrics: sample name → sum over its labels; also with each tier or
+    reason behind it, as `name{tier="dram"}`.
+    """
+    with open_local(url, timeout=30.0) as answer:
+        page = answer.read().decode()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            parts = [f'{{{k}="{v}"}}' for k, v in sample.labels.items() if k in _PARTS]
+            for name in ("", *parts):
+                sums[sample.name + name] = sums.get(sample.name + name, 0.0) + sample.value
+    return sums
 
 
 class HitCounts(NamedTuple):
@@ -259,19 +257,20 @@ class HitCounts(NamedTuple):
 
 
 def launch(config: ServerConfig, log: Path) -> psutil.Process:
-    """Start a server that ends with this process; returns its guard (`kvstore.demo.guard`), which
+    """Start a server that ends with this process; returns its guard (`kvstore.testing.tied`), which
     at SIGTERM ends the server and itself."""
     with log.open("wb") as output:
-        return on_lasting_thread(
-            lambda: psutil.Popen(
-                [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=config.full_environment(),
-                start_new_session=True,
-            )
+        started: psutil.Process = popen_tied(
+            config.command(),
+            guarded=True,
+            kind=psutil.Popen,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=config.full_environment(),
+            start_new_session=True,
         )
+    return started
 
 
 class VllmServer(CompletionClient):
@@ -328,11 +327,12 @@ class VllmServer(CompletionClient):
 
     def _is_healthy(self) -> bool:
         server = self.server()
-        with contextlib.suppress(OSError, http.client.HTTPException, psutil.Error):
+        with contextlib.suppress(OSError, http.client.HTTPException, psutil.Error, EngineError):
             for each in server.net_connections("tcp4") if server else ():
                 if each.status == "LISTEN":
                     self.port = each.laddr.port
-                    return self._request("GET", "/health", timeout_s=5.0)[0] == http.client.OK
+                    with self._open("/health", timeout_s=5.0):
+                        return True
         return False
 
     def wait(self, timeout_s: float) -> bool:
@@ -405,26 +405,16 @@ class VllmServer(CompletionClient):
         deadline = time.monotonic() + timeout_s
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
         while True:
-            status, body = self._request("POST", path)
-            if status == http.client.OK and msgspec.json.decode(body) == {"success": True}:
+            with self._open(path, b"") as answer:
+                said = answer.read()
+            if msgspec.json.decode(said) == {"success": True}:
                 return
             if time.monotonic() > deadline or self.wait(POLL_S):
-                raise EngineError(f"the engine did not empty its cache: {status} {body[:200]!r}")
+                raise EngineError(f"the engine did not empty its cache: {said[:200]!r}")
 
     def metrics(self) -> dict[str, float]:
-        """Sample name → sum over its labels; also with each tier or reason behind it, as
-        `name{tier="dram"}`.
-        """
-        status, body = self._request("GET", "/metrics")
-        if status != http.client.OK:
-            raise EngineError(f"/metrics answered {status}")
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(body.decode()):
-            for sample in family.samples:
-                parts = [f'{{{k}="{v}"}}' for k, v in sample.labels.items() if k in _PARTS]
-                for name in ("", *parts):
-                    sums[sample.name + name] = sums.get(sample.name + name, 0.0) + sample.value
-        return sums
+        """Its samples, as `samples`."""
+        return samples(f"http://127.0.0.1:{self.port}/metrics")
 
     def hits(self) -> HitCounts:
         """Prompt tokens found in the prefix cache and loaded by the connector, since the engine's

@@ -12,13 +12,11 @@ measures how surely a damaged block shows (`tests/kit/sensitivity.py`).
 
 from __future__ import annotations
 
-import argparse
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Literal
 
 import msgspec
@@ -64,54 +62,43 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 MEDIUM: Final = Shape()
 
 
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Input of a model directory; equal recipes give equal bytes."""
-
-    size: str
-    weights_seed: int
-    version: int = 1
+def default_cache() -> Path:
+    """Directory that keeps the demo's model between runs."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "kvstore"
 
 
 def build_model(directory: Path, *, shape: Shape = MEDIUM, weights_seed: int = 1) -> Path:
     """Make `directory` hold the model of that shape and seed; returns it.
 
-    A directory of the same recipe stays. The model is built beside the target and renamed into
-    place, so that a reader sees the old one, the new one, or none. Another recipe is replaced.
+    A directory of the same recipe stays; equal recipes give equal bytes. The model is built beside
+    the target and renamed into place, so that a reader sees the old one, the new one, or none.
+    Another recipe is replaced.
 
     Raises:
         FileExistsError: the directory has files that this function did not build.
     """
-    recipe = Recipe(size=shape.size, weights_seed=weights_seed)
-    if read_recipe(directory) == recipe:
+    recipe = msgspec.json.encode({"size": shape.size, "weights_seed": weights_seed, "version": 1})
+    kept = directory / RECIPE_FILE
+    if kept.exists() and kept.read_bytes() == recipe:
         return directory
-    if directory.is_dir() and any(directory.iterdir()) and read_recipe(directory) is None:
+    if not kept.exists() and directory.is_dir() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty and holds no model built here")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        fresh, old = work / "new", work / "old"
+    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as work:
+        fresh = Path(work, "new")
         fresh.mkdir()
         _write_tokenizer(fresh, shape)
         _write_weights(fresh, shape, weights_seed)
-        (fresh / RECIPE_FILE).write_bytes(msgspec.json.encode(recipe))
+        (fresh / RECIPE_FILE).write_bytes(recipe)
         if directory.exists():
-            directory.rename(old)
+            directory.rename(Path(work, "old"))
         try:
             fresh.rename(directory)
         except OSError:  # another builder was quicker; equal recipes are equal models
-            if read_recipe(directory) != recipe:
+            if not kept.exists() or kept.read_bytes() != recipe:
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return directory
-
-
-def read_recipe(directory: Path) -> Recipe | None:
-    """The recipe of a complete model directory; None without one."""
-    try:
-        return msgspec.json.decode((directory / RECIPE_FILE).read_bytes(), type=Recipe)
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-        return None
 
 
 def encoder(directory: Path) -> Callable[[str], list[int]]:
@@ -169,13 +156,5 @@ def _write_weights(directory: Path, shape: Shape, seed: int) -> None:
     model.to(getattr(torch, shape.dtype)).save_pretrained(str(directory))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="kvstore.demo.models", description="Build a model.")
-    parser.add_argument("directory", type=Path)
-    build_model(parser.parse_args(arguments).directory)
-    return os.EX_OK
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    build_model(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """`kvstore demo`: the gain of a real vLLM from kvstore, on this machine, in a few minutes.
 
-One act of four, from its introduction to its last line; an act has runs, and shows them.
+One act of four, from its introduction to its last line; an act has runs, and claims about them.
 
     introduction ─▶ runs ─▶ table ─▶ claims ─▶ picture ─▶ gain
 
@@ -13,20 +13,19 @@ what stays up (`up`).
 
 from __future__ import annotations
 
-import re
+import io
 import signal
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import Final
 
+import msgspec
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -34,64 +33,37 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import CompletionClient
-from kvstore.demo.flags import default_cache, read_flags
-from kvstore.demo.models import BLOCK_TOKENS, MEDIUM
+from kvstore.cli.route import show_receipt
+from kvstore.demo.engine import CompletionClient, samples
+from kvstore.demo.models import BLOCK_TOKENS, MEDIUM, default_cache
 from kvstore.demo.stage import ENGINE_BLOCKS, LATER, LATER_ROUNDS, Replay, Stage, settled
 from kvstore.demo.workload import ConversationPlan, Conversations, Encode, fresh_prompts
 from kvstore.errors import KVStoreError
 from kvstore.installation import lacking
 from kvstore.router.receipt_log import read_receipts
-from kvstore.testing.process import NodeFailed, NodeProcess, RouterProcess
+from kvstore.testing.process import NodeFailed, RouterProcess
 from kvstore.units import format_size
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import ArrayLike
-
 KV_BYTES: Final = MEDIUM.kv_bytes_per_token(4)
-COLOURS: Final = ("#8a94a0", "#0072b2")
-"""Colours of both runs in a picture."""
-STYLE: Final = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "legend.frameon": False,
-    "lines.markeredgewidth": 0,
-    "lines.markersize": 4,
-}
 
 
 class DemoError(KVStoreError):
     """A failure of the demo, in one sentence."""
 
 
-Columns = Mapping[str, Callable[[Replay, Replay], str]]
-"""Title of a column → text of its cell, from a run and the first run."""
-COLUMNS: Final[Columns] = {
-    "TTFT\np50 ms": lambda run, _: f"{run.median_ms:.0f}",
-    "TTFT\np95 ms": lambda run, _: f"{np.percentile(run.ttft_ms(LATER_ROUNDS), 95):.0f}",
-    "speed-up\n": lambda run, one: f"{one.median_ms / run.median_ms:.1f} ×",
-    "prefix-\ncache hits": lambda run, _: f"{run.own_hit_tokens:,}",
-    "hits in\nkvstore": lambda run, _: f"{run.kvstore_hit_tokens:,}",
-    "tokens\ncomputed": lambda run, _: f"{run.computed_tokens:,}",
-    "answers\nidentical": lambda run, one: f"{run.same_answers(one)}/{len(run.answers)}",
-}
+def prove(holds: object, otherwise: str) -> None:
+    """Raises DemoError with the sentence `otherwise` unless a claim holds."""
+    if not holds:
+        raise DemoError(otherwise)
 
 
 class Act(ABC):
-    """One way to run the demo: its runs, and what is shown of them."""
+    """One way to run the demo: its runs, and what they show."""
 
-    heading = "kvstore demo"
-    names: tuple[str, ...]
-    """Names of its runs, in order."""
-    requests = LATER
-    """Words for the requests that the table is about."""
-    columns: ClassVar[Columns] = COLUMNS
-    picture = ""
-    """File name of its picture; empty: there is none."""
+    plan = ConversationPlan()
+    """Its conversations, unless the command line says otherwise."""
+    room = f"its own cache holds {ENGINE_BLOCKS * BLOCK_TOKENS:,} tokens"
+    """Room for histories, which is less than they need; for the introduction."""
 
     @abstractmethod
     def runs(self, stage: Stage) -> Iterator[Replay]:
@@ -103,81 +75,14 @@ class Act(ABC):
         they should have shown.
         """
 
-    def introduction(self, plan: ConversationPlan) -> str:
-        """Text that is printed before the runs."""
-        return (
-            f"{plan.users} users × {plan.rounds} rounds, shared system prompt, growing history;"
-            f" real vLLM on this machine's CPU, {format_size(KV_BYTES)} of KV per token; its own"
-            f" cache holds {ENGINE_BLOCKS * BLOCK_TOKENS:,} tokens."
-        )
-
-    def remark(self, runs: Sequence[Replay]) -> str:
-        """Text under the table, with markup; empty: none. Raises DemoError: there is nothing to
-        show.
-        """
-        return ""
-
-    def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:  # noqa: B027 -- most draw nothing
-        """Draw the picture of the runs, where the act has one."""
-
     def gain(self, runs: Sequence[Replay]) -> str:
         """Text about the gain, for the last line."""
         factors = (f"{run.name} {runs[0].median_ms / run.median_ms:.1f} ×" for run in runs[1:])
-        saved_s = sum(run.saved_s for run in runs)
+        saved_s = sum(run.hits.saved_s for run in runs)
         return (
             f"Speed-up of the first token {LATER}: {', '.join(factors)};"
             f" {saved_s:.0f} s of prefill saved"
         )
-
-    # ── shown ────────────────────────────────────────────────────────────────────────────────────
-
-    def show(self, console: Console, runs: Sequence[Replay]) -> None:
-        """Print the table."""
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            title_justify="left",
-            title=f"Time to first token (TTFT) {self.requests}, and sources of prompt tokens",
-        )
-        table.add_column("", no_wrap=True)
-        for title in self.columns:
-            table.add_column(title, justify="right", no_wrap=True)
-        for run in runs:
-            table.add_row(run.name, *(cell(run, runs[0]) for cell in self.columns.values()))
-        console.print(table)
-
-    def conclude(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
-        """Print remark and claims, and draw the picture. Raises DemoError: a claim fails."""
-        if remark := self.remark(runs):
-            console.print(remark, highlight=False)
-        for run in runs:
-            if differ := len(run.answers) - run.same_answers(runs[0]):
-                those = f"{differ} answers of the run '{run.name}'"
-                raise DemoError(f"{those} differ from {runs[0].name}.")
-        for claim in [*self.claims(runs), "All answers are identical, token by token (float32)."]:
-            console.print(f"[green]✓[/] {claim}")
-        if self.picture:
-            self._draw(console, runs, picture)
-
-    def _draw(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
-        """Draw and save the picture, if matplotlib is installed."""
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ImportError:
-            console.print(lacking("a plot", "matplotlib", "demo"), markup=False)
-            return
-        with rc_context(STYLE):
-            figure = Figure()
-            self.draw(figure, runs)
-            figure.tight_layout()
-            picture.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(picture, dpi=150)
-        console.print(f"plot: {picture}", highlight=False)
-
-
-def dots(axes: Axes, x: ArrayLike, y: ArrayLike, colour: str) -> None:
-    """Draw single requests as dots."""
-    axes.plot(x, y, "o", color=colour, alpha=0.5)
 
 
 # ── no flag: one node, which outlives its engine, and whose disk outlives the node ────────────────
@@ -194,39 +99,34 @@ class RestartsAct(Act):
     the engine when its node is restarted after the third.
     """
 
-    names = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
-
     def runs(self, stage: Stage) -> Iterator[Replay]:
         """Do the runs alone, with a node, after a restart of the engine, and after a restart of the
         node.
         """
-        with stage.engine(0) as engine:
-            yield stage.replay(0, engine)
-        node = self._start_node(stage)
-        with stage.engine(1, node) as engine:
-            yield stage.replay(1, engine)
-        engine = stage.enter_context(stage.engine(2, node))
-        yield stage.replay(2, engine)
-        stage.note(3, "the node is killed and started again")
+        disk = ("--file", f"{stage.work / 'files'}:{FILE}")
+        with stage.engine("vLLM alone") as engine:
+            yield stage.replay("vLLM alone", engine)
+        node = stage.node(*disk)
+        with stage.engine("with kvstore", node) as engine:
+            yield stage.replay("with kvstore", engine)
+        engine = stage.engine("engine restarted", node)
+        yield stage.replay("engine restarted", engine)
+        stage.note("node restarted: the node is killed and started again")
         held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
         node.kill()
-        again = self._start_node(stage)
-        settled(engine, again, lambda _, disk: disk >= held)
+        settled(engine, stage.node(*disk), lambda _, disk: disk >= held)
         engine.forget()
-        yield stage.replay(3, engine)
-
-    def _start_node(self, stage: Stage) -> NodeProcess:
-        return stage.node("--file", f"{stage.work / 'files'}:{FILE}")
+        yield stage.replay("node restarted", engine)
 
     def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """Claims that the node served prompt tokens in each run but the first."""
         alone, shared, restarted, from_disk = runs
         for run in runs[1:]:
-            if not run.kvstore_hit_tokens:
-                raise DemoError(f"The node served no prompt token in the run '{run.name}'.")
+            none = f"The node served no prompt token in the run '{run.name}'."
+            prove(run.hits.external_hits, none)
         fewer = 1 - shared.computed_tokens / alone.computed_tokens
         first = np.median(restarted.ttft_ms(range(1))) / np.median(alone.ttft_ms(range(1)))
-        kept, disk = (run.kvstore_hit_tokens / run.prompt_tokens for run in (restarted, from_disk))
+        kept, disk = (run.hits.external_hits / run.prompt_tokens for run in (restarted, from_disk))
         yield f"kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
         yield f"After a restart of the engine dram served {kept:.0%} of all prompt tokens."
         yield f"First questions then took {first:.2f} × as long as with vLLM alone."
@@ -245,28 +145,22 @@ PEER_TOKENS: Final = 'vllm:kvstore_hit_tokens_total{tier="peer"}'
 class ClusterAct(Act):
     """Act of `--cluster`: node a and its engine stay up while the engine on node b works."""
 
-    names = ("vLLM alone", "engine on node a", "engine on node b")
-
     def runs(self, stage: Stage) -> Iterator[Replay]:
         """Do the runs of vLLM alone, of the engine on node a, and of the one on node b."""
-        with stage.engine(0) as alone:
-            yield stage.replay(0, alone)
-        a = stage.peer("a")
-        engine = stage.enter_context(stage.engine(1, a))
-        yield stage.replay(1, engine)
-        settled(engine, a, lambda dram, _: dram > 0)
-        b = stage.peer("b")
-        other = stage.enter_context(stage.engine(2, b))
-        settled(other, b, lambda *_: True)
-        run = stage.replay(2, other)
-        run.moved = round(other.metrics().get(PEER_TOKENS, 0))
-        yield run
+        with stage.engine("vLLM alone") as engine:
+            yield stage.replay("vLLM alone", engine)
+        for name in "ab":
+            node = stage.peer(name)
+            engine = stage.engine(f"engine on node {name}", node)
+            run = stage.replay(f"engine on node {name}", engine)
+            run.moved = round(engine.metrics().get(PEER_TOKENS, 0))
+            settled(engine, node, lambda dram, _: dram > 0)
+            yield run
 
     def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """The claim that node b got blocks from node a."""
         *_, other = runs
-        if not other.moved:
-            raise DemoError("No prompt token came from the other node.")
+        prove(other.moved, "No prompt token came from the other node.")
         yield (
             f"{other.moved:,} of {other.prompt_tokens:,} prompt tokens came to node b from node a."
             " Its engine computes first, to measure which waits pay."
@@ -296,42 +190,32 @@ PUSHED: Final = "kvstore_push_blocks_landed_total"
 class PdAct(Act):
     """Act of `--pd`: one engine, then a prefill and a decode engine."""
 
-    names = ("one engine", "prefill → decode")
-    picture = "pd.png"
-
     def runs(self, stage: Stage) -> Iterator[Replay]:
         """Do the run with one engine, then the run with both."""
-        with stage.engine(0) as alone:
-            run = stage.replay(0, alone)
+        with stage.engine("one engine") as alone:
+            run = stage.replay("one engine", alone)
             run.token_s = answer_beside_prompts(alone, stage.encode, seed=stage.plan.seed)
             yield run
-        stage.note(1, "two nodes and two engines are starting")
         nodes = [stage.peer(name, "--landing", LANDING) for name in "pd"]
-        p, d = stage.engines_on(nodes)
+        p, d = (stage.engine(f"engine {x}", node) for x, node in zip("pd", nodes, strict=True))
         workers = [p.as_worker("p", "p,role=prefill"), d.as_worker("d", "d,role=decode")]
         with RouterProcess.start(stage.work, workers) as router:
             router.await_worker()
             client = CompletionClient(router.port)
-            run = stage.replay(1, d, through=client)
-            run.moved = round(metric(nodes[1], PUSHED))
+            run = stage.replay("prefill → decode", d, through=client)
+            run.moved = round(samples(nodes[1].metrics_url).get(PUSHED, 0))
             run.token_s = answer_beside_prompts(client, stage.encode, seed=stage.plan.seed)
             yield run
-
-    def remark(self, runs: Sequence[Replay]) -> str:
-        """Explanation of the second row of the table."""
-        return (
-            "Sources and computed tokens of the second row are of the decode engine: the prefill"
-            " engine computed what was pushed, and node d keeps it for the next turn."
-        )
 
     def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
         """Claims that blocks were pushed, and how long an answer pauses."""
         alone, split = runs
-        if not split.moved:
-            raise DemoError("No block was pushed from the prefill node to the decode node.")
+        prove(split.moved, "No block was pushed from the prefill node to the decode node.")
         yield (
             f"{split.moved:,} blocks were pushed from node p to node d. Time to first token"
             f" {LATER}: {split.median_ms / alone.median_ms:.2f} × that of one engine (median)."
+            " Sources and computed tokens in the table are of the decode engine: the prefill"
+            " engine computed what was pushed, and node d keeps it for the next turn."
         )
         yield (
             f"Longest gap between two tokens of an answer while {LONG_PROMPTS} prompts of"
@@ -345,25 +229,6 @@ class PdAct(Act):
         alone, split = map(longest_gap_ms, runs)
         over = f"{split / alone:.2f} × that of one engine"
         return f"Longest gap in an answer beside long prompts: {over}"
-
-    def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:
-        """Left: time to first token; right: tokens of the answer beside long prompts."""
-        figure.set_size_inches(9, 3.2)
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-        for row, (run, colour) in enumerate(zip(runs, COLOURS, strict=True)):
-            times = np.array(run.ttft_ms()) / 1000
-            dots(left, times, row + np.linspace(-0.12, 0.12, len(times)), colour)
-            middle = float(np.median(times))
-            left.plot([middle, middle], [row - 0.25, row + 0.25], color=colour, linewidth=2)
-            place = (middle, row - 0.3)
-            left.annotate(f"{middle:.2f} s", place, color=colour, ha="center", va="bottom")
-            right.plot(run.token_s, range(1, 1 + len(run.token_s)), color=colour, label=run.name)
-        left.set_yticks((0, 1), self.names)
-        left.set(ylim=(1.5, -0.7), xlim=(0, None), xlabel="seconds; bar: median")
-        left.set_title("Time to first token")
-        right.set(xlabel="seconds since its first token", ylabel="tokens", xlim=(0, None))
-        right.set_title(f"An answer while {LONG_PROMPTS} long prompts arrive")
-        right.legend(loc="lower right")
 
 
 def longest_gap_ms(run: Replay) -> float:
@@ -388,13 +253,6 @@ def answer_beside_prompts(
     return tuple(at - token_s[0] for at in token_s)
 
 
-def metric(node: NodeProcess, name: str) -> float:
-    """A number of the node's /metrics; 0 where it has none."""
-    with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
-        found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 # ── --router: two engines behind the router, by cost and by turns ─────────────────────────────────
 # The same seeded conversations twice, through the same router, engines and nodes, all users of a
 # round at once: with the policy `round-robin`, then, after both engines and nodes have forgotten
@@ -404,7 +262,8 @@ def metric(node: NodeProcess, name: str) -> float:
 # share nothing, both are about alike. The exit status is 0 only when all tokens are identical and
 # `cost` is faster.
 
-POLICIES: Final = ("round-robin", "cost")
+POLICIES: Final = {"round robin": "round-robin", "kvstore router": "cost"}
+"""Name of a run → policy of its router."""
 CACHE_SHARE: Final = 0.56
 """Dram of a node, and cache of its engine, as a share of the KV of all histories."""
 
@@ -412,111 +271,64 @@ CACHE_SHARE: Final = 0.56
 class RouterAct(Act):
     """Act of `--router`: the policies of `POLICIES`, one after the other."""
 
-    heading = "kvstore demo --router"
-    names = ("round robin", "kvstore router")
-    requests = "of all requests"
-    columns: ClassVar[Columns] = {
-        "TTFT\nmean ms": lambda run, _: f"{np.mean(run.ttft_ms()):.0f}",
-        "TTFT\np95 ms": lambda run, _: f"{np.percentile(run.ttft_ms(), 95):.0f}",
-        "round 2 on\nmean ms": lambda run, _: f"{np.mean(run.ttft_ms(LATER_ROUNDS)):.0f}",
-        "tokens\nreused": lambda run, _: f"{run.prompt_tokens - run.computed_tokens:,}",
-        "tokens\ncomputed": lambda run, _: f"{run.computed_tokens:,}",
-        "requests\nat a, b": lambda run, _: ", ".join(str(requests_at(run, at)) for at in "ab"),
-        "turns at\none engine": lambda run, _: "{}/{}".format(*stays(run)),
-    }
-    picture = "router.png"
-
-    def introduction(self, plan: ConversationPlan) -> str:
-        """Text before the runs, with the scarce room of the engines."""
-        return (
-            f"{plan.users} users at once × {plan.rounds} rounds; two real engines and nodes on this"
-            f" machine's CPU, each with room for {CACHE_SHARE:.0%} of all histories. Nodes fetch"
-            " nothing from each other here."
-        )
+    plan = ConversationPlan(users=6, rounds=16, document_words=320, question_words=6)
+    room = (
+        f"two engines and nodes that fetch nothing from each other, each with room for"
+        f" {CACHE_SHARE:.0%} of all histories"
+    )
 
     def runs(self, stage: Stage) -> Iterator[Replay]:
         """Do a run with each policy, on the same nodes and engines."""
         tokens = round(CACHE_SHARE * history_tokens(stage.plan, stage.encode))
         dram = f"{tokens * KV_BYTES >> 20}MiB"
-        stage.note(0, f"two nodes of {dram} and two engines are starting")
         for name in "ab":
-            stage.node("--insecure", "--node-name", name, name=name, dram=dram)
-        stage.engines_on(stage.nodes, blocks=tokens // BLOCK_TOKENS)
-        for index, policy in enumerate(POLICIES):
-            yield self._run(stage, index, policy)
+            node = stage.node("--insecure", "--node-name", name, name=name, dram=dram)
+            stage.engine(f"engine {name}, {dram}", node, blocks=tokens // BLOCK_TOKENS)
+        for name in POLICIES:
+            yield self._run(stage, name)
 
-    def _run(self, stage: Stage, index: int, policy: str) -> Replay:
+    def _run(self, stage: Stage, name: str) -> Replay:
+        policy = POLICIES[name]
         log = stage.work / f"receipts-{policy}"
         flags = ["--insecure", "--index", stage.nodes[0].index, "--index-timeout", "500"]
         flags += ["--receipts", str(log)]
-        flags += [its.as_worker(name, name) for name, its in zip("ab", stage.engines, strict=True)]
+        flags += [its.as_worker(at, at) for at, its in zip("ab", stage.engines, strict=True)]
         rules = f"policy: {policy}"  # all else is as it is by default
         with RouterProcess.start(stage.work, flags, name=policy, policy=rules) as router:
-            stage.note(index, "the router compares its keys with the engines'")
+            stage.note(f"{name}: the router compares its keys with the engines'")
             router.await_parity()
             for engine, node in zip(stage.engines, stage.nodes, strict=True):
                 engine.forget()
-                with closing(NodeClient(node.socket)) as client:
-                    client.clear(space="")
-            run = stage.replay(
-                index,
-                *stage.engines,
-                through=CompletionClient(router.port),
-                abreast=stage.plan.users,
-                shows_mean=True,
-            )
+                with closing(NodeClient(node.socket)) as door:
+                    door.clear(space="")
+            client, users = CompletionClient(router.port), stage.plan.users
+            run = stage.replay(name, *stage.engines, through=client, abreast=users)
             router.stop()  # receipts are written behind the answers
-        run.receipts, run.receipt_log = list(read_receipts(log)), log
-        if len(run.receipts) < len(run.answers):
-            raise DemoError(f"The router wrote fewer than {len(run.answers)} receipts.")
+        run.receipts = list(read_receipts(log))
         return run
 
-    def remark(self, runs: Sequence[Replay]) -> str:
-        """The last receipt, as `kvstore route explain` shows it. Raises DemoError: it cannot be
-        shown.
-        """
-        *_, routed = runs
-        last = routed.receipts[-1].request_id
-        explain = ["route", "explain", last, "--receipts"]
-        command = [sys.executable, "-m", "kvstore.cli.main", *explain, str(routed.receipt_log)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or last not in done.stdout:
-            raise DemoError(f"The receipt of {last} cannot be shown: {done.stderr.strip()}")
-        typed = " ".join(["kvstore", *explain, routed.receipt_log.name])
-        return f"[dim]$ {typed}[/]\n{escape(done.stdout)}"
-
     def claims(self, runs: Sequence[Replay]) -> Iterator[str]:
-        """The claim that `cost` is faster than `round-robin`."""
+        """Claims that each decision is explained, that histories stay where they are cached, and
+        that `cost` is faster than `round-robin`.
+        """
         turns, routed = runs
+        for run in runs:
+            few = f"The router wrote fewer than {len(run.answers)} receipts."
+            prove(len(run.receipts) >= len(run.answers), few)
+        with redirect_stdout(io.StringIO()) as shown:
+            show_receipt(routed.receipts[-1])
+        yield f"Each decision has a receipt; `kvstore route explain` shows it:\n{shown.getvalue()}"
+        (by_turns, _), (by_cost, later) = stays(turns), stays(routed)
+        yield (
+            f"Of {later} turns with a history {by_cost} went to the engine that has it, by round"
+            f" robin {by_turns}."
+        )
         ratio = np.mean(routed.ttft_ms()) / np.mean(turns.ttft_ms())
-        if not ratio < 1:
-            times = f"{ratio:.2f} × round robin's"
-            raise DemoError(f"The router's mean time to first token is {times}.")
+        prove(ratio < 1, f"The router's mean time to first token is {ratio:.2f} × round robin's.")
         yield (
             f"Mean time to first token: {ratio:.2f} × that of round robin. Policy `cost` weighs"
             " the history that an engine's node holds against the queue in front of it."
         )
-
-    def gain(self, runs: Sequence[Replay]) -> str:
-        """Text with the ratio of the mean times to the first token."""
-        turns, routed = (np.mean(run.ttft_ms()) for run in runs)
-        return f"Speed-up of the mean first token over round robin: {turns / routed:.1f} ×"
-
-    def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:
-        """Draw each request by round, and the mean of each round."""
-        figure.set_size_inches(7, 3.4)
-        axes = figure.subplots()
-        rounds = range(1 + max(round for _, round in runs[0].answers))
-        for run, colour, shift in zip(runs, COLOURS, (-0.08, 0.08), strict=True):
-            times = [np.array(run.ttft_ms(rounds[at : at + 1])) / 1000 for at in rounds]
-            means = [each.mean() for each in times]
-            axes.plot([1 + at for at in rounds], means, color=colour, linewidth=2, label=run.name)
-            for at in rounds:
-                dots(axes, np.full(len(times[at]), 1 + at + shift), times[at], colour)
-        axes.set(xlabel="round", ylabel="seconds", ylim=(0, None))
-        axes.set_xticks([1 + at for at in rounds])
-        axes.set_title("Time to first token; line: mean of a round")
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
 
 
 def history_tokens(plan: ConversationPlan, encode: Encode) -> int:
@@ -526,11 +338,6 @@ def history_tokens(plan: ConversationPlan, encode: Encode) -> int:
         for turn in turns:
             talks.answer(turn, (0,) * plan.answer_tokens)
     return sum(len(turn.prompt) + plan.answer_tokens for turn in turns)
-
-
-def requests_at(run: Replay, worker: str) -> int:
-    """Number of requests in a run that the router sent to a worker."""
-    return sum(receipt.chosen == worker for receipt in run.receipts)
 
 
 def stays(run: Replay) -> tuple[int, int]:
@@ -544,56 +351,130 @@ def stays(run: Replay) -> tuple[int, int]:
     return sum(places[u, r] == places[u, r - 1] for u, r in later), len(later)
 
 
+# ── what all acts show ────────────────────────────────────────────────────────────────────────────
+
+COLUMNS: Final[Mapping[str, Callable[[Replay, Replay], str]]] = {
+    "TTFT\np50 ms": lambda run, _: f"{run.median_ms:.0f}",
+    "TTFT\np95 ms": lambda run, _: f"{np.percentile(run.ttft_ms(LATER_ROUNDS), 95):.0f}",
+    "speed-up\n": lambda run, one: f"{one.median_ms / run.median_ms:.1f} ×",
+    "prefix-\ncache hits": lambda run, _: f"{run.hits.local_hits:,.0f}",
+    "hits in\nkvstore": lambda run, _: f"{run.hits.external_hits:,.0f}",
+    "tokens\ncomputed": lambda run, _: f"{run.computed_tokens:,}",
+    "answers\nidentical": lambda run, one: f"{run.same_answers(one)}/{len(run.answers)}",
+}
+"""Title of a column → text of its cell, from a run and the first run."""
+
+
+def show(console: Console, runs: Sequence[Replay]) -> None:
+    """Print the table."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title=f"Time to first token (TTFT) {LATER}, and sources of prompt tokens",
+    )
+    table.add_column("", no_wrap=True)
+    for title in COLUMNS:
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        table.add_row(run.name, *(cell(run, runs[0]) for cell in COLUMNS.values()))
+    console.print(table)
+
+
+def conclude(console: Console, act: Act, runs: Sequence[Replay], picture: Path) -> None:
+    """Print the claims, and draw the picture. Raises DemoError: a claim fails."""
+    for run in runs:
+        differ = len(run.answers) - run.same_answers(runs[0])
+        prove(not differ, f"{differ} answers of the run '{run.name}' differ from {runs[0].name}.")
+    for claim in [*act.claims(runs), "All answers are identical, token by token (float32)."]:
+        console.print(f"[green]✓[/] {escape(claim)}")
+    try:
+        draw(runs, picture)
+    except ImportError:
+        console.print(lacking("a plot", "matplotlib", "demo"), markup=False)
+        return
+    console.print(f"plot: {picture}", highlight=False)
+
+
+def draw(runs: Sequence[Replay], picture: Path) -> None:
+    """Draw each request by its round, and beside it answers that long prompts came across."""
+    from matplotlib.figure import Figure
+
+    is_beside = all(run.token_s for run in runs)
+    figure = Figure(figsize=(10 if is_beside else 6, 3.4))
+    left, *beside = figure.subplots(1, 2 if is_beside else 1, squeeze=False)[0]
+    for number, run in enumerate(runs):
+        look = {"color": f"C{number}", "label": run.name}
+        rounds = sorted({round for _, round in run.answers})
+        medians = [np.median(run.ttft_ms(range(at, at + 1))) for at in rounds]
+        left.plot([at for _, at in run.answers], run.ttft_ms(), ".", color=f"C{number}", alpha=0.4)
+        left.plot(rounds, medians, **look)
+        for axes in beside:
+            axes.plot(run.token_s, range(1, 1 + len(run.token_s)), **look)
+    left.set(xlabel="questions before", ylabel="ms", ylim=(0, None), xticks=rounds)
+    left.set_title("Time to first token; line: median")
+    for axes in beside:
+        axes.set(xlabel="seconds since its first token", ylabel="tokens")
+        axes.set_title(f"An answer while {LONG_PROMPTS} long prompts arrive")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+    figure.tight_layout()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+
+
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
-ACTS: Final[dict[str, Act]] = {"cluster": ClusterAct(), "pd": PdAct(), "router": RouterAct()}
-"""Act of each flag; without one of them: `RestartsAct`."""
-NEXT: Final = tuple(f"--{flag}" for flag in ACTS)
-"""Flags to try after a demo; its own is left out."""
+ACTS: Final[dict[str, Act]] = {
+    "": RestartsAct(),
+    "cluster": ClusterAct(),
+    "pd": PdAct(),
+    "router": RouterAct(),
+}
+"""Act of each flag; without one of them: the first."""
 Finish = Callable[[Sequence[Replay], ConversationPlan], None]
-"""Called with the runs of `RestartsAct` after they are shown."""
+"""Called with the runs after they are shown."""
 
 
 def main(
-    arguments: Sequence[str] | None = None,
+    act: str = "",
     *,
+    plot: Path | None = None,
     cache: Path | None = None,
     finish: Finish = lambda *_: None,
+    **changes: int | None,
 ) -> int:
-    """Run the command line; returns the exit status. The last line of output has the gain and what
-    to try next.
+    """Run an act of `ACTS`, with other numbers in its plan if `changes` has them; returns the exit
+    status. The last line of output has the gain and what to try next.
     """
-    chosen, plan = read_flags(arguments)
-    act = next((ACTS[flag] for flag in ACTS if getattr(chosen, flag)), RestartsAct())
-    cache = cache or default_cache()
+    chosen, cache = ACTS[act], cache or default_cache()
+    given = {name: number for name, number in changes.items() if number is not None}
+    plan = msgspec.structs.replace(chosen.plan, **given)
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
     console = Console()
     console.width = max(console.width, 96)  # the table must not fold when this is no terminal
     begin = time.monotonic()
     try:
-        console.rule(f"[bold]{act.heading}")
-        console.print(f"seed {plan.seed}: {act.introduction(plan)}", highlight=False)
-        with Stage(console, plan, act.names, cache=cache) as stage:
-            with stage.progress:
-                runs = list(act.runs(stage))
-            act.show(console, runs)
-            if isinstance(act, RestartsAct):
-                finish(runs, plan)
-            act.conclude(console, runs, chosen.plot or cache / "demo" / act.picture)
-            console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
-            program = Path(sys.executable).with_name("kvstore")
-            others = ", ".join(each for each in NEXT if not getattr(chosen, each[2:]))
-            advice = f"Next: {program} up (to ask it yourself), demo {others}"
-            console.print(f"[bold]{act.gain(runs)}.[/] {advice}", highlight=False)
+        console.rule("[bold]kvstore demo" + f" --{act}" * bool(act))
+        console.print(
+            f"seed {plan.seed}: {plan.users} users × {plan.rounds} rounds, shared system prompt,"
+            " growing history; real vLLM on this machine's CPU,"
+            f" {format_size(KV_BYTES)} of KV per token; {chosen.room}.",
+            highlight=False,
+        )
+        with Stage(console, plan, cache=cache) as stage:
+            runs = list(chosen.runs(stage))
+        show(console, runs)
+        finish(runs, plan)
+        conclude(console, chosen, runs, plot or cache / "demo" / f"{act or 'demo'}.png")
+        console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+        program = Path(sys.executable).with_name("kvstore")
+        others = ", ".join(f"--{each}" for each in ACTS if each not in ("", act))
+        advice = f"Next: {program} up (to ask it yourself), demo {others}"
+        console.print(f"[bold]{chosen.gain(runs)}.[/] {advice}", highlight=False)
     except KeyboardInterrupt:
         console.print("[red]✗[/] The demo was interrupted; nothing of it runs any more.")
         return 130
     except (KVStoreError, NodeFailed, OSError, ImportError, ValueError) as error:
-        console.print(f"[red]✗[/] {error}", markup=True, highlight=False)
+        console.print(f"[red]✗[/] {escape(str(error))}", highlight=False)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
-"""The stage of an act: the model, nodes and engines on it, replays of the conversations, and the
-display of their progress.
+"""The stage of an act: the model, nodes and engines on it, replays of the conversations, and a line
+for each phase.
 
-    with Stage(console, plan, names, cache=cache, work=work) as stage, stage.engine(0) as engine:
-        run = stage.replay(0, engine)
+    with Stage(console, plan, cache=cache) as stage, stage.engine("vLLM alone") as engine:
+        run = stage.replay("vLLM alone", engine)
 
-Nodes live to the end of the stage, engines to that of their `with`.
+Nodes and engines live to the end of the stage, an engine with a `with` of its own to that.
 
 float32, because in bfloat16 vLLM's prefix cache already changes one greedy output in about a
 hundred (another kernel shape rounds otherwise), which would hide a change by kvstore.
@@ -18,7 +18,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,10 +29,16 @@ from typing import Final
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import Completion, CompletionClient, ServerConfig, VllmServer
+from kvstore.demo.engine import (
+    Completion,
+    CompletionClient,
+    HitCounts,
+    ServerConfig,
+    VllmServer,
+)
 from kvstore.demo.models import MEDIUM, build_model, encoder
 from kvstore.demo.workload import ConversationPlan, Conversations
 from kvstore.engine.why.report import NodeReport, TierReport
@@ -74,7 +80,7 @@ ANY_PORT: Final = "127.0.0.1:0"
 ALL_ROUNDS: Final = range(sys.maxsize)
 LATER_ROUNDS: Final = ALL_ROUNDS[1:]
 LATER: Final = "from round 2 on"
-"""Words for the requests that have a history; progress, table and last line show their median."""
+"""Words for the requests that have a history; lines and table show their median."""
 
 
 class Replay(msgspec.Struct, kw_only=True):
@@ -83,18 +89,14 @@ class Replay(msgspec.Struct, kw_only=True):
     name: str
     answers: dict[tuple[int, int], Completion]
     """(user, round) → answer, in the order of the replay."""
-    own_hit_tokens: int = 0
-    """Prompt tokens found in the engines' prefix caches."""
-    kvstore_hit_tokens: int = 0
-    """Prompt tokens loaded from nodes."""
-    saved_s: float = 0.0
-    """Seconds of prefill saved less waits, as the engines estimate it."""
+    hits: HitCounts = HitCounts(0, 0, 0)
+    """Sum of all its engines."""
     moved: int = 0
     """Prompt tokens fetched from another node, or blocks pushed to it."""
     token_s: tuple[float, ...] = ()
     """Seconds from the first token of an answer beside long prompts to each of its tokens."""
     receipts: list[Receipt] = []
-    receipt_log: Path = Path()
+    """Decisions of the router, in the order of its log."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -102,7 +104,7 @@ class Replay(msgspec.Struct, kw_only=True):
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.own_hit_tokens - self.kvstore_hit_tokens
+        return self.prompt_tokens - round(self.hits.local_hits + self.hits.external_hits)
 
     def ttft_ms(self, rounds: range = ALL_ROUNDS) -> list[float]:
         """Milliseconds to the first token of each request of these rounds."""
@@ -119,62 +121,30 @@ class Replay(msgspec.Struct, kw_only=True):
 
 
 class Stage(ExitStack):
-    """Model, nodes, engines and progress of one act; see the module."""
+    """Model, nodes and engines of one act; see the module."""
 
-    def __init__(
-        self, console: Console, plan: ConversationPlan, names: Sequence[str], *, cache: Path
-    ) -> None:
+    def __init__(self, console: Console, plan: ConversationPlan, *, cache: Path) -> None:
         """Args:
-        console: display of progress.
+        console: gets a line for each phase; a terminal also shows the latest request.
         plan: the conversations.
-        names: of the runs.
         cache: folder for the model, built once, and for the engines' logs.
         """
         super().__init__()
-        self.plan, self._console, self._names = plan, console, names
+        self.plan, self._console = plan, console
+        self._status = self.enter_context(console.status(""))
         self.nodes: list[NodeProcess] = []
         self.engines: list[VllmServer] = []
         self._logs, model = cache / "demo", cache / "models" / MEDIUM.size
         self._logs.mkdir(parents=True, exist_ok=True)
         self._config = ServerConfig(model=model, max_model_len=MODEL_LEN_MAX)
-        self._say("building the model (once)")
-        with console.status("building the model (once)"):
-            build_model(model)
-        self.encode = encoder(model)
+        self.note("building the model (once)")
+        self.encode = encoder(build_model(model))
         self.work = Path(self.enter_context(TemporaryDirectory(prefix="kvstore-demo-")))
-        self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.completed:>2.0f}/{task.total:.0f} requests"),
-            TextColumn("[dim]{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        total = plan.users * plan.rounds
-        self._tasks = [
-            self.progress.add_task(f"{name:<17}", total=total, start=False, note="waiting")
-            for name in names
-        ]
 
-    # ── progress ─────────────────────────────────────────────────────────────────────────────────
-
-    def note(self, index: int, note: str) -> None:
-        """Show an activity of a run other than its requests."""
-        self.progress.start_task(self._tasks[index])
-        self.progress.update(self._tasks[index], note=note)
-        self._say(f"{self._names[index]}: {note}")
-
-    def _say(self, text: str) -> None:
-        """Print a line where no progress can be drawn, as in a log of CI."""
-        if not self._console.is_terminal:
-            self._console.print(text, highlight=False, markup=False)
-
-    def _answered(self, index: int, answer: Completion) -> None:
-        reused = 100 * answer.cached_tokens // answer.prompt_tokens
-        note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
-        self.progress.update(self._tasks[index], advance=1, note=note)
+    def note(self, text: str) -> None:
+        """Print what begins or has ended."""
+        self._console.print(text, highlight=False, markup=False)
+        self._status.update(escape(text))
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
@@ -195,45 +165,34 @@ class Stage(ExitStack):
         peers = ("--peer-listen", ANY_PORT, "--transport", "tcp")
         return self.node(*peers, *certificate, *flags, name=name)
 
-    def engine(self, index: int, node: NodeProcess | None = None) -> VllmServer:
-        """Start the engine of a run, on a node or alone."""
-        self.note(index, "vLLM is starting")
-        return self._start(node, ENGINE_BLOCKS)
-
-    def engines_on(
-        self, nodes: Sequence[NodeProcess], *, blocks: int = ENGINE_BLOCKS
-    ) -> list[VllmServer]:
-        """Start an engine on each node; they are attached, and live to the end of the stage."""
-        engines = [self.enter_context(self._start(node, blocks)) for node in nodes]
-        for engine, node in zip(engines, nodes, strict=True):
-            settled(engine, node, lambda *_: True)
-            engine.warm_up()
-        return engines
-
-    def _start(self, node: NodeProcess | None, blocks: int) -> VllmServer:
+    def engine(
+        self, name: str, node: NodeProcess | None = None, *, blocks: int = ENGINE_BLOCKS
+    ) -> VllmServer:
+        """Start an engine: on a node, to which it is attached then, or alone."""
+        self.note(f"{name}: vLLM is starting")
         config = replace(self._config, kv_blocks=blocks, socket=node.socket if node else None)
-        log = self._logs / f"engine-{len(self.engines)}.log"
-        self.engines.append(VllmServer.start(config, log=log))
-        return self.engines[-1]
+        engine = VllmServer.start(config, log=self._logs / f"engine-{len(self.engines)}.log")
+        self.engines.append(self.enter_context(engine))
+        if node is not None:
+            settled(engine, node, lambda *_: True)
+        return engine
 
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────
 
     def replay(
         self,
-        index: int,
+        name: str,
         *engines: VllmServer,
         through: CompletionClient | None = None,
         abreast: int = 1,
-        shows_mean: bool = False,
     ) -> Replay:
         """Replay all conversations.
 
         Args:
-            index: of the run.
+            name: of the run.
             engines: of which hits are counted.
             through: what is asked; None: the engine.
             abreast: requests at a time, of those of a round.
-            shows_mean: at the end show the mean of all requests.
         """
         client, talks = through or engines[0], Conversations(self.plan, self.encode)
         answers: dict[tuple[int, int], Completion] = {}
@@ -247,18 +206,13 @@ class Stage(ExitStack):
                 for turn, answer in zip(turns, asked, strict=True):
                     talks.answer(turn, answer.tokens)
                     answers[turn.user, turn.round] = answer
-                    self._answered(index, answer)
+                    reused = 100 * answer.cached_tokens // answer.prompt_tokens
+                    self._status.update(
+                        f"{name}: request {len(answers)} of {self.plan.users * self.plan.rounds},"
+                        f" first token {1000 * answer.ttft_s:.0f} ms, {reused} % of prompt reused"
+                    )
         after = [engine.hits() for engine in engines]
-        own, loaded, saved_s = np.subtract(after, before).sum(axis=0)
-        run = Replay(
-            name=self._names[index],
-            answers=answers,
-            own_hit_tokens=round(own),
-            kvstore_hit_tokens=round(loaded),
-            saved_s=saved_s,
-        )
-        median = f"median {run.median_ms:.0f} ms to first token {LATER}"
-        mean = f"mean {np.mean(run.ttft_ms()):.0f} ms to first token"
-        self.note(index, mean if shows_mean else median)
-        self.progress.stop_task(self._tasks[index])
+        hits = HitCounts(*np.subtract(after, before).sum(axis=0).tolist())
+        run = Replay(name=name, answers=answers, hits=hits)
+        self.note(f"{name}: median {run.median_ms:.0f} ms to first token {LATER}")
         return run

@@ -13,7 +13,6 @@ Everything listens on loopback only, without TLS.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -38,8 +37,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from kvstore.demo.engine import SERVED_NAME, ServerConfig, VllmServer, launch
-from kvstore.demo.flags import default_cache, read_up_flags
-from kvstore.demo.models import MEDIUM, build_model
+from kvstore.demo.models import MEDIUM, build_model, default_cache
 from kvstore.demo.stage import DRAM
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.supervisor.child import told
@@ -143,13 +141,12 @@ def refuse_taken_port(port: int) -> None:
         raise OSError(f"port {port} is taken ({why}): give another --port") from error
 
 
-def start_node(chosen: argparse.Namespace, work: Path) -> NodeProcess:
+def start_node(work: Path, dram: str, file: str | None) -> NodeProcess:
     """Start the node by the flags of `kvstore up`. Raises ConfigError: it refuses one of them;
     NodeFailed: it does not start.
     """
     flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
-    flags += ["--file", chosen.file] if chosen.file else []
-    dram = chosen.dram or ("auto" if chosen.model else DRAM)
+    flags += ["--file", file] if file else []
     try:  # no limits: large memory takes minutes to pin, and Ctrl-C ends every wait
         return NodeProcess.start(work, dram=dram, flags=flags, timeout_s=math.inf)
     except NodeFailed as error:
@@ -216,12 +213,19 @@ def watch(
                 complain(f"engine {name} has ended, {rest}: {engine.last_error()}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 2 when the node
-    refuses a setting, 1 when something does not start, or when the router or the last engine has
-    ended.
+def main(
+    model: str | None = None,
+    *,
+    engines: int = 2,
+    port: int = 8000,
+    dram: str | None = None,
+    file: str | None = None,
+    flags: Sequence[str] = (),
+) -> int:
+    """Run the command; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something does
+    not start, or when the router or the last engine has ended. Raises ConfigError: the node refuses
+    a setting.
     """
-    chosen = read_up_flags(sys.argv[1:] if arguments is None else arguments)
     console, wrong = Console(soft_wrap=True), list[str]()
 
     def complain(text: str) -> None:
@@ -231,27 +235,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:
-            refuse_taken_port(chosen.port)
+            refuse_taken_port(port)
             work = stack.enter_context(work_directory(wrong))
-            node = start_node(chosen, work)
+            node = start_node(work, dram or ("auto" if model else DRAM), file)
             stack.enter_context(node)
             console.print(f"node: ready; logs are in {work}", highlight=False)
-            configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
+            configs = engine_configs(model, engines, flags, node.socket)
             count = f"{len(configs)} engine{'s' if len(configs) > 1 else ''}"
             console.print(f"{count}: starting, for a minute or more", highlight=False)
-            engines = start_engines(console, stack, configs, work)
-            flags = ["--listen", f"127.0.0.1:{chosen.port}", "--insecure", "--index", node.index]
-            flags += [engine.as_worker(name, NODE) for name, engine in engines.items()]
-            router = RouterProcess.start(work, flags, timeout_s=math.inf)
+            running = start_engines(console, stack, configs, work)
+            serve = ["--listen", f"127.0.0.1:{port}", "--insecure", "--index", node.index]
+            serve += [engine.as_worker(name, NODE) for name, engine in running.items()]
+            router = RouterProcess.start(work, serve, timeout_s=math.inf)
             stack.enter_context(router).await_worker(math.inf)
-            _name_commands(console, router, engines, node, configs[0].served_name, chosen.file)
-            watch(complain, engines, router, node)
+            _name_commands(console, router, running, node, configs[0].served_name, file)
+            watch(complain, running, router, node)
     except KeyboardInterrupt:
         console.print("All of it was stopped.")
         return 0
-    except ConfigError as error:
-        sys.stderr.write(f"kvstore: {error}\n")
-        return WRONG_SETTING
+    except ConfigError:
+        raise
     except (KVStoreError, NodeFailed, OSError, TimeoutError, ImportError, ValueError) as error:
         complain(str(error))
     return 1
@@ -275,7 +278,3 @@ def _name_commands(
     for what, command in commands_to_try(router, ports, node, request, file):
         console.print(f"[dim]# {what}[/]")
         console.print(command, highlight=False, markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

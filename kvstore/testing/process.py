@@ -28,37 +28,42 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import TlsFiles
+from kvstore.testing import tied
 from kvstore.wire.identity import Identity, Role
 
 _T = TypeVar("_T")
 
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+open_local: Final[Callable[..., HTTPResponse]] = _opener.open
+"""As `urllib.request.urlopen`, but it asks no proxy: all servers are on this machine."""
+
 # ── processes that end with this one ─────────────────────────────────────────────────────────────
-# They end in any case: SIGKILL leaves no time to clean up. Nothing of ours can run between a fork
-# and an exec, so a few lines of Python run first: they ask the kernel for SIGKILL at the end of
-# their parent (PR_SET_PDEATHSIG), check that it still lives, and become the command. Processes of a
-# node or an index end with their supervisor in turn. The kernel means the *thread* that made the
-# child, so all are made by one thread that lasts.
-
-BECOME: Final = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(137)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""Program that becomes the command in its arguments, after the parent's pid."""
+# They end in any case, by `kvstore.testing.tied`. Processes of a node or an index end with their
+# supervisor in turn. The kernel means the *thread* that made the child, so all are made by one
+# thread that lasts.
 
 
-def popen_tied(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen`, of a child that ends with this process."""
-    # Without site-packages it starts in a hundredth of a second.
-    tied = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
-    return on_lasting_thread(lambda: subprocess.Popen(tied, **options))
+def popen_tied(
+    command: Sequence[str],
+    *,
+    guarded: bool = False,
+    kind: Callable[..., Any] = subprocess.Popen,
+    **options: Any,
+) -> Any:
+    """`subprocess.Popen`, or another `kind`, of a child that ends with this process.
+
+    `guarded`: the child is a guard of the command, which ends with all its descendants: when the
+    command ends, and at SIGTERM.
+    """
+    flags = ["--all"] if guarded else []
+    tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *flags]
+    return on_lasting_thread(lambda: kind([*tie, *command], **options))
 
 
 def on_lasting_thread(call: Callable[[], _T]) -> _T:
@@ -500,7 +505,7 @@ class RouterProcess(ChildServer):
         deadline_s, page = time.monotonic() + timeout_s, ""
         while time.monotonic() < deadline_s:
             try:
-                with urllib.request.urlopen(url, timeout=READY_TIMEOUT_S) as answer:
+                with open_local(url, timeout=READY_TIMEOUT_S) as answer:
                     if is_good(page := answer.read().decode()):
                         return
             except urllib.error.HTTPError as error:

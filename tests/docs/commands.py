@@ -11,15 +11,12 @@ from kvstore.cli.main import cli
 from kvstore.config import machine, node as config
 from kvstore.config.cluster import IndexConfig, load_index_config
 from kvstore.config.router import RouterConfig, load_router_config
-from kvstore.demo import flags as demo_flags
 from kvstore.units import TIB
 
 
 def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
     """The subcommand and its parameters. Raises click.UsageError as the program would."""
     name, *rest = arguments
-    if name == "demo":  # another program, which looks at them itself
-        return name, vars(demo_flags.parser().parse_args(rest))
     with _command(name).make_context(name, rest) as context:
         return name, context.params
 

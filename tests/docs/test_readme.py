@@ -20,7 +20,6 @@ from kvstore.cli import tables
 from kvstore.cli.main import cli
 from kvstore.config.cluster import parse_transport
 from kvstore.connector.config import parse_config
-from kvstore.demo import flags as demo_flags
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import NodeReport
 from kvstore.obs.metrics import BY_NAME
@@ -194,7 +193,6 @@ def test_commands_are_found_in_sentences(page: str) -> None:
 @pytest.mark.parametrize("page", GUIDES, ids=str)
 def test_flags_that_are_named_exist(page: Path) -> None:
     known = {flag for command in cli.commands.values() for flag in _flags(command)} | FOREIGN
-    known |= set(re.findall(r"--[a-z-]+", demo_flags.parser().format_usage()))
     spans = _SPAN.findall(_FENCED.sub("", (ROOT / page).read_text()))
     named = {flag for span in spans for flag in _FLAG.findall(span)}
     assert named <= known

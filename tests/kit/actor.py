@@ -29,8 +29,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
-from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
+from kvstore.testing.tied import PR_SET_PDEATHSIG
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.messages import (
     Grant,

@@ -33,8 +33,8 @@ import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not installed
 
-from kvstore.demo import guard
 from kvstore.demo.engine import EngineError, ServerConfig, launch
+from kvstore.testing import tied
 from kvstore.testing.process import popen_tied
 from tests.integration.engine.frugal import be_frugal
 from tests.kit.engines import EngineConfig, EngineServer
@@ -169,7 +169,7 @@ def _become_guard(order: Order, output: int, parent: int) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        status = guard.watch(parent, partial(_fork_server, order))
+        status = tied.watch(parent, partial(_fork_server, order))
     finally:
         os._exit(status)
 
@@ -182,7 +182,7 @@ def _fork_server(order: Order) -> int:
         os.environ.clear()
         os.environ.update(order.environment)
         sys.argv = ["api_server", *order.arguments]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, guard.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, tied.SIGNALS)
         # The server's, as when it spawns: vLLM kills an engine's core with all its children, and
         # who tracks shared memory must be left to remove it.
         resource_tracker.ensure_running()

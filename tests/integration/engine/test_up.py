@@ -68,7 +68,7 @@ def test_one_command_serves_survives_an_engine_and_leaves_nothing(
         texts = [json.loads(content)["choices"][0]["text"] for *_, content in answers]
         assert texts[0] == texts[1]
         children = psutil.Process(process.pid).children(recursive=True)
-        guards = [each for each in children if "guard.py" in " ".join(each.cmdline())]
+        guards = [each for each in children if "tied.py" in " ".join(each.cmdline())]
         assert len(guards) == 2
         guards[0].children()[0].kill()
         ended = out.readline()

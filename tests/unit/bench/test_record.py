@@ -50,8 +50,8 @@ def test_only_a_flag_replaces_the_record_of_the_demo_that_git_keeps(
     monkeypatch.setattr(demo, "as_result", lambda *_: {"runs": []})
     monkeypatch.setattr("bench.plot.draw", lambda path: path.with_suffix(".png"))
 
-    def play(others: list[str], *, cache: Path, finish: Any) -> int:
-        assert (others, cache) == (["--users", "2"], tmp_path / ".cache")
+    def play(*, cache: Path, finish: Any, users: int, **_: None) -> int:
+        assert (users, cache) == (2, tmp_path / ".cache")
         finish([], SimpleNamespace(seed=7))
         return 0
 

@@ -58,7 +58,7 @@ def _names(requirements: list[str]) -> set[str]:
         *((f"{name} --help", set[str]()) for name in ("node", "index", "inspect", "explain")),
         *(
             (f"{name} --help", set[str]())
-            for name in ("top", "clear", "upgrade", "fsck", "certs", "plan")
+            for name in ("top", "clear", "upgrade", "fsck", "certs", "plan", "demo", "up")
         ),
         ("inspect everything", {"msgspec"}),
         ("certs /none", set[str]()),

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
 from kvstore.cli.main import cli
 from kvstore.demo import play as demo, stage as demo_stage
 from kvstore.demo.engine import Completion, HitCounts
-from kvstore.demo.flags import PLAN
 from kvstore.demo.play import Act, DemoError, PdAct, RestartsAct
 from kvstore.demo.stage import Replay, Stage
+from kvstore.demo.workload import ConversationPlan
+
+PLAN = ConversationPlan()
+NAMES = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
 
 
 def answered(ttft_s: float, *tokens: int) -> Completion:
@@ -37,17 +39,19 @@ def run(
         (0, 1): answered(later_s[0], 3, answer),
         (1, 1): answered(later_s[1], 6, 6),
     }
-    return Replay(name=name, answers=answers, own_hit_tokens=100, kvstore_hit_tokens=dram)
+    return Replay(name=name, answers=answers, hits=HitCounts(100, dram, 4.1 * bool(dram)))
 
 
 def verdict(*runs: Replay, act: Act | None = None, picture: Path = Path()) -> str:
     text = io.StringIO()
-    (act or RestartsAct()).conclude(Console(file=text, width=200), runs, picture)
+    demo.conclude(Console(file=text, width=300), act or RestartsAct(), runs, picture)
     return text.getvalue()
 
 
-def test_all_is_well() -> None:
-    said = verdict(run("alone", 0), run("shared", 450), run("restarted", 800), run("disk", 790))
+def test_all_is_well(tmp_path: Path) -> None:
+    runs = run("alone", 0), run("shared", 450), run("restarted", 800), run("disk", 790)
+    said = verdict(*runs, picture=tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 1000
     assert "spared the engine 50%" in said
     assert "dram served 80% of all prompt tokens" in said
     assert "disk served 79% of all prompt tokens" in said
@@ -73,37 +77,23 @@ class EmptyStage(ExitStack):
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
-        self.progress = nullcontext()
-        self.engines, self.nodes = [ENGINE], [NODE]
 
 
-ENGINE: Any = SimpleNamespace(port=8)
-NODE: Any = SimpleNamespace(
-    directory=Path("/kept"),
-    socket=Path("/kept/node.sock"),
-    pid=77,
-    supervisor_pid=76,
-    metrics_url="http://127.0.0.1:9/metrics",
-)
-
-
-def test_progress_table_and_last_line_show_one_kind_of_number(
+def test_table_and_last_line_show_one_kind_of_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [run(RestartsAct.names[0], 0)]
+    runs = [run(NAMES[0], 0)]
     for number, hits in enumerate((450, 800, 790), start=2):
         later_s = (0.6 / number, 0.6 / number)
-        runs.append(run(RestartsAct.names[number - 1], hits, later_s=later_s))
-        runs[-1].saved_s = 4.1
+        runs.append(run(NAMES[number - 1], hits, later_s=later_s))
     monkeypatch.setattr(demo, "Stage", EmptyStage)
     monkeypatch.setattr(RestartsAct, "runs", lambda *_: iter(runs))
     finished: list[object] = []
-    assert demo.main([], cache=tmp_path, finish=lambda *all_: finished.extend(all_)) == 0
-    assert finished == [runs, PLAN]
+    finish = lambda *all_: finished.extend(all_)  # noqa: E731
+    assert demo.main(cache=tmp_path, finish=finish, users=2, seed=None) == 0
+    assert finished == [runs, ConversationPlan(users=2)]
     text = capsys.readouterr().out
-    rows = [
-        line.split() for line in text.splitlines() if line.strip().startswith(RestartsAct.names)
-    ]
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith(NAMES)]
     assert [row[2:6] for row in rows[:2]] == [
         ["600", "690", "1.0", "×"],
         ["300", "300", "2.0", "×"],
@@ -133,18 +123,33 @@ def test_prefill_and_decode_are_compared_and_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--users=0", "--users '0' must be a number of at least 1: see 'kvstore demo --help'\n"),
-        ("--users=many", "--users 'many' must be a number of at least 1"),
-        ("--rounds=1", "--rounds '1' must be at least 2"),
+        ("--users=0", "'--users': 0 is not in the range x>=1"),
+        ("--users=many", "'--users': 'many' is not a valid whole number"),
+        ("--rounds=1", "'--rounds': 1 is not in the range x>=2"),
+        ("--pd", "--pd and --router are two demos: give one of them"),
     ],
 )
-def test_a_wrong_count_is_one_sentence(
-    flag: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_flag_is_refused(flag: str, said: str) -> None:
+    with pytest.raises(click.UsageError) as refused:
+        cli(["demo", "--router", flag], standalone_mode=False)
+    assert said in refused.value.format_message()
+
+
+def test_flags_are_those_of_the_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ())
+
+    def main(**flags: object) -> int:
+        given.append(flags)
+        return 3
+
+    monkeypatch.setattr(demo, "main", main)
     with pytest.raises(SystemExit) as stopped:
-        demo.main([flag])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+        cli(["demo", "--pd", "--users", "2", "--plot", "pd.png"], standalone_mode=False)
+    assert stopped.value.code == 3
+    assert given == [
+        {"act": "pd", "users": 2, "rounds": None, "seed": None, "plot": Path("pd.png")}
+    ]
 
 
 @pytest.mark.parametrize("command", ["demo", "up"])
@@ -156,30 +161,6 @@ def test_without_an_engine_the_demo_says_what_is_missing(
         cli([command], standalone_mode=False)
     assert stopped.value.code == 2
     assert "this Python has no vllm_that_is_not_there" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "usage", "example"),
-    [
-        ("demo", "usage: kvstore demo [-h]", "kvstore demo --cluster"),
-        ("up", "usage: kvstore up [-h] [options] [MODEL]", "kvstore up Qwen/Qwen3-8B"),
-    ],
-)
-def test_help_needs_nothing_that_the_demo_runs(
-    name: str, usage: str, example: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
-    run: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _, command: run.append(command))
-    cli([name, "--help"], standalone_mode=False)
-    (command,) = run
-    code = (
-        "import runpy, sys; sys.modules.update(dict.fromkeys(('psutil', 'vllm', 'torch', 'rich')));"
-        f"sys.argv = {command[3:]}; runpy.run_module(sys.argv[0], run_name='__main__')"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.startswith(usage)
-    assert example in told.stdout
 
 
 def test_without_a_terminal_each_phase_is_a_line(
@@ -197,10 +178,10 @@ def test_without_a_terminal_each_phase_is_a_line(
     engine: Any = SimpleNamespace(complete=complete, hits=lambda: next(counts))
     text = io.StringIO()
     console = Console(file=text, width=96)
-    with Stage(console, PLAN, ["alone", "shared"], cache=tmp_path) as stage, stage.progress:
-        stage.note(0, "vLLM is starting")
-        replayed = stage.replay(0, engine)
-        stage.note(1, "vLLM is starting")
+    with Stage(console, PLAN, cache=tmp_path) as stage:
+        stage.note("alone: vLLM is starting")
+        replayed = stage.replay("alone", engine)
+        stage.note("shared: vLLM is starting")
     assert text.getvalue().splitlines() == [
         "building the model (once)",
         "alone: vLLM is starting",
@@ -209,5 +190,4 @@ def test_without_a_terminal_each_phase_is_a_line(
     ]
     assert not stage.work.exists()
     assert len(replayed.answers) == len(prompts) == PLAN.users * PLAN.rounds
-    assert (replayed.own_hit_tokens, replayed.kvstore_hit_tokens) == (100, 450)
-    assert replayed.saved_s == 1.5
+    assert replayed.hits == (100, 450, 1.5)

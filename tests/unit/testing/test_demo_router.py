@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvstore.demo.engine import Completion
-from kvstore.demo.play import DemoError, RouterAct, stays
+from kvstore.demo.engine import Completion, HitCounts
+from kvstore.demo.play import DemoError, RouterAct, conclude, show, stays
 from kvstore.demo.stage import Replay
 from tests.kit.turns_core import RECEIPT
 
@@ -29,28 +29,26 @@ def run(name: str, *, ttft_s: float, places: str, token: int = 1) -> Replay:
             duration_s=1.0,
         )
         receipts.append(msgspec.structs.replace(RECEIPT, request_id=f"r{number}", chosen=place))
-    return Replay(name=name, answers=answers, own_hit_tokens=160, receipts=receipts)
+    return Replay(name=name, answers=answers, hits=HitCounts(160, 0, 0), receipts=receipts)
 
 
 def concluded(tmp_path: Path, *runs: Replay) -> str:
-    log = tmp_path / "receipts"
-    log.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in runs[1].receipts))
     out = io.StringIO()
     console = Console(file=out, width=110)
-    runs[1].receipt_log = log
-    RouterAct().show(console, runs)
-    RouterAct().conclude(console, runs, tmp_path / "picture.png")
+    show(console, runs)
+    conclude(console, RouterAct(), runs, tmp_path / "picture.png")
     return out.getvalue()
 
 
 def test_the_table_the_receipt_and_the_picture(tmp_path: Path) -> None:
-    turns = run(RouterAct.names[0], ttft_s=1.0, places="abba")
-    routed = run(RouterAct.names[1], ttft_s=0.25, places="aabb")
+    turns = run("round robin", ttft_s=1.0, places="abba")
+    routed = run("kvstore router", ttft_s=0.25, places="aabb")
     text = concluded(tmp_path, turns, routed)
     assert "0.25 × that of round robin" in text
     assert "request r3: b" in text
-    [line] = [line for line in text.splitlines() if line.strip().startswith(RouterAct.names[1])]
-    assert line.split()[2:] == ["375", "500", "500", "160", "240", "2,", "2", "2/2"]
+    [line] = [line for line in text.splitlines() if line.strip().startswith("kvstore router")]
+    assert line.split()[2:] == ["500", "500", "4.0", "×", "160", "0", "240", "4/4"]
+    assert "Of 2 turns with a history 2 went to the engine that has it, by round robin 0." in text
     assert (stays(turns), stays(routed)) == ((0, 2), (2, 2))
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
@@ -61,7 +59,7 @@ def test_the_table_the_receipt_and_the_picture(tmp_path: Path) -> None:
 def test_a_claim_that_fails_is_one_sentence(
     tmp_path: Path, ttft_s: float, token: int, says: str
 ) -> None:
-    turns = run(RouterAct.names[0], ttft_s=1.0, places="abba")
-    routed = run(RouterAct.names[1], ttft_s=ttft_s, places="aabb", token=token)
+    turns = run("round robin", ttft_s=1.0, places="abba")
+    routed = run("kvstore router", ttft_s=ttft_s, places="aabb", token=token)
     with pytest.raises(DemoError, match=says):
         concluded(tmp_path, turns, routed)

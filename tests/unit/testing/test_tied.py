@@ -11,11 +11,12 @@ import sys
 
 import pytest
 
-from kvstore.testing.process import BECOME, popen_tied
+from kvstore.testing import tied
+from kvstore.testing.process import popen_tied
 
 PARENT = """if True:
     import signal, subprocess, sys, threading
-    from kvstore.testing.process import popen_tied, BECOME
+    from kvstore.testing.process import popen_tied
 
     idle = "import signal; print(1, flush=True); signal.pause()"
     made = []
@@ -52,7 +53,7 @@ def test_a_child_ends_with_its_parent_and_not_with_the_thread(number: signal.Sig
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
     nobody = str(os.getppid())
-    command = [sys.executable, "-I", "-S", "-c", BECOME, nobody, "echo", "begun"]
+    command = [sys.executable, "-I", "-S", tied.__file__, nobody, "echo", "begun"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (137, "")
 

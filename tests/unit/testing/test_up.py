@@ -16,13 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+import click
 import pytest
 from rich.text import Text
 
 from kvstore.cli.main import cli
 from kvstore.demo import up
 from kvstore.demo.engine import EngineError, VllmServer
-from kvstore.demo.flags import read_up_flags
+from kvstore.errors import ConfigError
 from kvstore.testing.process import NodeFailed, NodeProcess, reap, start_ready
 
 NODE: Any = SimpleNamespace(
@@ -40,21 +41,30 @@ ROUTER: Any = SimpleNamespace(url="http://127.0.0.1:8", metrics_url="http://127.
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["a", "b"], "'b' is one word too many: vLLM's flags come behind --"),
-        (["--engines", "0"], "--engines '0' must be a number of at least 1"),
-        (["--port", "65536"], "--port '65536' must be a port, 0 to 65535"),
-        (["--dtype", "auto"], "unrecognized arguments: --dtype"),
+        (["a", "b"], "unexpected extra argument (b)"),
+        (["--engines", "0"], "'--engines': 0 is not in the range x>=1"),
+        (["--port", "65536"], "'--port': 65536 is not in the range 0<=x<=65535"),
+        (["--dtype", "auto"], "No such option '--dtype'"),
     ],
 )
-def test_wrong_words_are_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_words_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(click.UsageError) as refused:
+        cli(["up", *words], standalone_mode=False)
+    assert sentence in refused.value.format_message()
+
+
+@pytest.mark.parametrize("model", [[], ["org/name"]])
+def test_words_behind_two_dashes_are_of_the_engines(
+    model: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        read_up_flags(words)
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.endswith(": see 'kvstore up --help'\n")
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ())
+    monkeypatch.setattr(up, "main", lambda **flags: given.append(flags))
+    with pytest.raises(SystemExit):
+        cli(["up", *model, "--engines", "1", "--", "--dtype", "auto"], standalone_mode=False)
+    (flags,) = given
+    assert (flags["model"], flags["engines"]) == (next(iter(model), None), 1)
+    assert flags["flags"] == ["--dtype", "auto"]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +236,7 @@ def test_no_wait_for_what_starts_has_a_limit(
     monkeypatch.setattr(up, "start_engines", lambda *_: {})
     monkeypatch.setattr(up, "_name_commands", lambda *_: None)
     monkeypatch.setattr(up, "watch", lambda *_: None)
-    assert up.main(["--port", "0"]) == 1
+    assert up.main(port=0) == 1
     assert limits == [math.inf] * 3
 
     engine = object.__new__(VllmServer)
@@ -256,7 +266,7 @@ def test_a_log_that_is_named_is_still_there(
         raise EngineError(f"vLLM ended while starting: why (log: {work / 'engine-a.log'})")
 
     monkeypatch.setattr(up, "start_engines", fail)
-    assert up.main([]) == 1
+    assert up.main() == 1
     (log,) = directories.glob("kvstore-up-*/engine-a.log")
     said = capsys.readouterr().out
     assert f"(log: {log})" in said
@@ -278,9 +288,9 @@ def test_a_setting_that_the_node_refuses_is_one_sentence(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(NodeProcess, "start", refuse)
-    assert up.main(["--port", "0", "--file", "x"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "kvstore: file 'x' must be PATH:SIZE\n")
+    with pytest.raises(ConfigError, match=r"^file 'x' must be PATH:SIZE$"):
+        up.main(port=0, file="x")
+    assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
 
 

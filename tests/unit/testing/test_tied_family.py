@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.demo import guard
+from kvstore.testing import tied
 
 # A process that starts a grandchild in a session of its own, says both pids, and waits.
 FAMILY = """
@@ -32,8 +32,9 @@ def start(then: str, parent: int | None = None) -> subprocess.Popen[str]:
     code = FAMILY.format(then=then)
     command = [
         sys.executable,
-        guard.__file__,
+        tied.__file__,
         str(parent or os.getpid()),
+        "--all",
         sys.executable,
         "-c",
         code,
@@ -79,8 +80,8 @@ def test_sigterm_ends_all(guarded: subprocess.Popen[str]) -> None:
 def test_the_callers_death_ends_all() -> None:
     caller_code = f"""
 import os, signal, subprocess, sys
-subprocess.Popen([sys.executable, {guard.__file__!r}, str(os.getpid()), sys.executable, "-c",
-                  {FAMILY.format(then="signal.pause()")!r}])
+subprocess.Popen([sys.executable, {tied.__file__!r}, str(os.getpid()), "--all",
+                  sys.executable, "-c", {FAMILY.format(then="signal.pause()")!r}])
 signal.pause()
 """
     with subprocess.Popen(
@@ -120,7 +121,7 @@ def test_who_tracks_shared_memory_is_left_to_remove_it(
 ) -> None:
     then = "" if ends_by_itself else "\nprint(1, flush=True)\nthreading.Event().wait()"
     name = tmp_path / "name"
-    command = [sys.executable, guard.__file__, str(os.getpid())]
+    command = [sys.executable, tied.__file__, str(os.getpid()), "--all"]
     command += [sys.executable, "-c", TRACKED + then, str(name)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         if not ends_by_itself:
