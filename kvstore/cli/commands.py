@@ -1,4 +1,4 @@
-"""Shared by commands: flags of settings, options for the node and the index, one way to fail.
+"""Shared by commands: flags of settings, kinds of values, one way to print and to fail.
 
 Modules of commands import click and defaults only, functions import the rest: `--help` answers at
 once, and so do commands that need neither gRPC nor certificates.
@@ -16,10 +16,17 @@ from typing import Any, Final, NoReturn, TypeVar
 import click
 
 from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.config.settings import AskSettings, Setting, Settings, refuse_what_does_nothing, table
+from kvstore.config.settings import (
+    Setting,
+    Settings,
+    in_group,
+    refuse_what_does_nothing,
+    table,
+)
 from kvstore.errors import ConfigError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_S = TypeVar("_S", bound=Settings)
 
 
 class Whole(click.IntRange):
@@ -49,15 +56,6 @@ class Number(click.FloatRange):
 _A_PATH: Final = functools.partial(click.Path, path_type=Path, readable=False)
 A_FILE: Final = _A_PATH(dir_okay=False)
 A_DIRECTORY: Final = _A_PATH(file_okay=False)
-SOCKET_OPTION: Final = click.option(
-    "--socket",
-    type=_A_PATH(),
-    default=Path(DEFAULT_SOCKET),
-    show_default=True,
-    help="Attach socket of the node.",
-)
-JSON_OPTION: Final = functools.partial(click.option, "--json", "json_", is_flag=True)
-"""Option --json; `help` describes the output."""
 _CONFIG_OPTION: Final = click.option(
     "--config",
     "config_path",
@@ -80,7 +78,46 @@ def settings_options(kind: type[Settings], *, has_file: bool = True) -> Callable
     return add
 
 
+def options(kind: type[_S]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator that adds a flag for each setting of a command, which is called with all of them as
+    one object, and then with its arguments.
+    """
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_settings(**flags: Any) -> None:
+            given = {row.name: flags.pop(row.name) for row in table(kind)}
+            settings = kind(**{k: value for k, value in given.items() if value is not None})
+            refuse_what_does_nothing(settings)
+            command(settings, **flags)
+
+        return settings_options(kind, has_file=False)(with_settings)
+
+    return add
+
+
+def option(*names: str, **more: Any) -> Callable[[str], Any]:
+    """A field of a command's settings: further names of its flag, arguments of click.option, then
+    its meaning.
+    """
+    return in_group("")(click=(names, more))
+
+
+SOCKET: Final = option(type=_A_PATH(), default=Path(DEFAULT_SOCKET), show_default=True)(
+    "Attach socket of the node."
+)
+
+
+class NodeCommand(Settings):
+    """Settings of a command that asks one node, and has no others."""
+
+    socket: Path = SOCKET
+
+
 def _option(row: Setting) -> Callable[[_F], _F]:
+    if row.click is not None:
+        names, its = row.click
+        return click.option(f"--{row.key}", *names, row.name, help=row.meaning, **its)
     more: dict[str, Any] = {"metavar": row.form.metavar or None}
     flag = f"--{row.key}"
     if row.kind is bool:
@@ -108,23 +145,6 @@ def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> An
         if names.count(name) > 1:
             raise ConfigError(f"{option.opts[0]} names {name!r} twice: keep one of them")
     return dict(pairs) or None
-
-
-def index_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that adds the options of a command that may ask the index instead of one node. Its
-    argument `asked` has them; None: ask the node.
-    """
-
-    @functools.wraps(command)
-    def with_index(**flags: Any) -> None:
-        given = {row.name: flags.pop(row.name) for row in table(AskSettings)}
-        settings = AskSettings(
-            **{name: value for name, value in given.items() if value is not None}
-        )
-        refuse_what_does_nothing(settings)
-        command(asked=settings if settings.index else None, **flags)
-
-    return settings_options(AskSettings, has_file=False)(with_index)
 
 
 def as_json(**found: object) -> str:

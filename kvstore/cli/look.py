@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -20,6 +19,7 @@ from rich.text import Text
 from kvstore.cli import prefix
 from kvstore.cli.ask import index_client, node_client
 from kvstore.cli.commands import as_json, fail
+from kvstore.cli.look_commands import ExplainSettings, InspectSettings
 from kvstore.cli.prefix import PrefixRow
 from kvstore.cli.tables import TableColumn, console, number, show, table
 from kvstore.config.defaults import (
@@ -29,7 +29,6 @@ from kvstore.config.defaults import (
     REQUEST_ROWS_MAX,
     REQUESTS_LISTED,
 )
-from kvstore.config.settings import AskSettings
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import HashingReport, RequestReport
 from kvstore.engine.why.findings import RangeReport
@@ -57,12 +56,12 @@ _TRUSTS: Final = {
 }
 
 
-def inspect_members(asked: AskSettings, *, json_: bool) -> None:
+def inspect_members(asked: InspectSettings) -> None:
     """Print the nodes of the cluster, as an index lists them."""
     with index_client(asked) as client:
         known = client.nodes(engines=True)
     rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
-    if json_:
+    if asked.json:
         click.echo(as_json(members=rows, index=known.trust.word))
         return
     if known.trust is Trust.STALE:
@@ -72,21 +71,19 @@ def inspect_members(asked: AskSettings, *, json_: bool) -> None:
         click.echo(f"the index is {known.trust.word}: there may be more", err=True)
 
 
-def inspect_node(
-    socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
-) -> None:
+def inspect_node(asked: InspectSettings, topic: str | None) -> None:
     """Print the state of one node. `topic` None: all topics but single blocks."""
     both = {"tiers": ("tiers", "quotas"), "nodes": WITH_NODES}
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
-    shown = limit or BLOCKS_LISTED
-    with node_client(socket) as client:
-        asked = pb.Filter(limit=shown + 1, space=space or "")
-        found = {name: client.rows(name, TOPICS[name], asked) for name in topics}
+    shown = asked.limit or BLOCKS_LISTED
+    with node_client(asked.socket) as client:
+        which = pb.Filter(limit=shown + 1, space=asked.space or "")
+        found = {name: client.rows(name, TOPICS[name], which) for name in topics}
     found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
     left_out = len(found.get("blocks", ())) > shown
     if left_out:
         found["blocks"] = found["blocks"][:shown]
-    if json_:
+    if asked.json:
         click.echo(as_json(**found))
         return
     if topic == "curve":
@@ -98,70 +95,60 @@ def inspect_node(
         click.echo(f"more than these {shown} blocks exist{hint}", err=True)
 
 
-def inspect_prefix(
-    socket: Path,
-    asked: AskSettings | None,
-    *,
-    space: str,
-    json_: bool,
-    tenant: str | None,
-    tokens_file: Path | None,
-    keys_file: Path | None,
-    text: str | None,
-    tokenizer: str | None,
-    cache_salt: str | None,
-) -> None:
-    """Print the locations of the blocks of one prompt. `asked` None: only on the node of
-    `socket`.
+def inspect_prefix(asked: InspectSettings) -> None:
+    """Print the locations of the blocks of one prompt: in the cluster, or, without --index, on the
+    node.
     """
+    keys_file, tokens_file, text = asked.keys_file, asked.tokens_file, asked.text
+    space, tenant, tokenizer = asked.space or "", asked.tenant, asked.tokenizer
     if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
         raise click.UsageError(
             "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
         )
     if (text is None) != (tokenizer is None):
         raise click.UsageError("--text and --tokenizer go together")
-    if keys_file is not None and cache_salt is not None:
+    if keys_file is not None and asked.cache_salt is not None:
         raise click.UsageError("--cache-salt is in the keys already: leave it out")
     keys = prefix.read_keys(keys_file) if keys_file is not None else []
     tokens = prefix.read_tokens(tokens_file) if tokens_file is not None else []
     if text is not None and tokenizer is not None:
         tokens = prefix.tokenize(text, tokenizer)
     whole = prefix.hashing_of_keys(space, tenant or DEFAULT_TENANT)
-    if asked is not None and keys and whole is not None:
+    if asked.index and keys and whole is not None:
         prompt = prefix.prompt_of(whole, keys)
     else:
-        with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
+        with node_client(asked.socket, hint=_NO_NODE_HINT if asked.index else "") as client:
             known = client.rows("hashings", HashingReport)
             hashing = prefix.choose(known, space=space, tenant=tenant or "")
-            prompt = prefix.prompt_of(hashing, keys, tokens, cache_salt or "")
-            if asked is None:
+            prompt = prefix.prompt_of(hashing, keys, tokens, asked.cache_salt or "")
+            if not asked.index:
                 found = prefix.look_up(client, prompt)
-    if asked is not None:
+    if asked.index:
         with index_client(asked) as index:
             try:
                 found = prefix.look_up_everywhere(index, prompt)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-    if json_ and asked is None:
+    if asked.json and not asked.index:
         found["ranges"] = [reasons.range_as_dict(row, None) for row in found["ranges"]]
-    if json_:
+    if asked.json:
         click.echo(as_json(prefix=found))
-    elif asked is None:
-        show_prefix(found)
-    else:
+    elif asked.index:
         show_cluster_prefix(found)
+    else:
+        show_prefix(found)
 
 
-def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
+def explain_request(asked: ExplainSettings, request_id: str | None) -> None:
     """Print why one request hit or missed, or a list of the latest. Exits with 1: no such
     request.
     """
-    limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
-    with node_client(socket) as client:
+    limit = REQUEST_ROWS_MAX if request_id is not None else asked.last or REQUESTS_LISTED
+    with node_client(asked.socket) as client:
         question = pb.Filter(request=request_id or "", limit=limit)
         found = client.rows("requests", RequestReport, question)
         one = request_id is not None and len(found) == 1
-        wanted = found if one or (json_ and request_id is not None) else []
+        wanted = found if one or (asked.json and request_id is not None) else []
         ranges = [client.rows("ranges", RangeReport, pb.Filter(number=r.number)) for r in wanted]
     if request_id is not None and not found:
         fail(
@@ -169,7 +156,7 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
             " running, or be too old; 'kvstore explain' lists the latest",
             code=1,
         )
-    if json_:
+    if asked.json:
         stories = itertools.zip_longest(found, ranges)  # no ranges: nobody asked for them
         click.echo(as_json(requests=[reasons.story_as_dict(*story) for story in stories]))
     elif one:
@@ -407,18 +394,18 @@ def in_hours(rows: Sequence[SavingsReport], gpu_hour: float | None) -> list[Savi
     return found
 
 
-def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> None:
+def inspect_savings(asked: InspectSettings) -> None:
     """Print the savings of one node since its start."""
-    with node_client(socket) as client:
-        rows = in_hours(client.rows("savings", SavingsReport), gpu_hour)
-    if json_:
+    with node_client(asked.socket) as client:
+        rows = in_hours(client.rows("savings", SavingsReport), asked.gpu_hour)
+    if asked.json:
         *each, total = rows
         click.echo(as_json(savings=each, total=[total]))
         return
     if len(rows) == 1:
         click.echo("no request has loaded or waited for anything since the node started")
         return
-    console().print(table(_savings_columns(gpu_hour), rows, title="savings"))
+    console().print(table(_savings_columns(asked.gpu_hour), rows, title="savings"))
 
 
 def _savings_columns(gpu_hour: float | None) -> list[TableColumn]:

@@ -6,7 +6,6 @@ Does not cover: the answers (`look`, `top`), checks of `doctor` (`doctor_checks`
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,16 +14,16 @@ from click.core import ParameterSource
 
 from kvstore.cli.commands import (
     A_FILE,
-    JSON_OPTION,
-    SOCKET_OPTION,
+    SOCKET,
     Number,
     Whole,
     as_json,
-    index_options,
+    option,
+    options,
     settings_options,
 )
 from kvstore.config import defaults
-from kvstore.config.settings import AskSettings, NodeSettings
+from kvstore.config.settings import AskSettings, NodeSettings, Settings
 
 
 def _topic(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
@@ -36,46 +35,42 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
     return given
 
 
+class _OfTopics(Settings):
+    """Settings of single topics of `kvstore inspect`."""
+
+    space: str | None = option(metavar="HEX")("For blocks and prefix: only this space.")
+    tenant: str | None = option(metavar="NAME")("For prefix: only this tenant.")
+    tokens_file: Path | None = option(type=A_FILE)(
+        "Prompt as token ids: a JSON list, or numbers separated by spaces."
+    )
+    keys_file: Path | None = option(type=A_FILE)("Prompt as block keys: 64 hex digits each.")
+    text: str | None = option()("Prompt as text; needs --tokenizer.")
+    tokenizer: str | None = option(metavar="PATH|NAME")(
+        "Tokenizer of the model, as the engine finds it."
+    )
+    cache_salt: str | None = option(metavar="TEXT")("Cache salt of the request, if any.")
+    gpu_hour: float | None = option(type=Number(0, 1_000_000), metavar="PRICE")(
+        "For savings: price of a GPU hour, to print what they are worth."
+    )
+
+
+_OF_PROMPTS: Final = ("tenant", "tokens_file", "keys_file", "text", "tokenizer", "cache_salt")
+
+
+class InspectSettings(AskSettings, _OfTopics):
+    """Settings of `kvstore inspect`."""
+
+    socket: Path = SOCKET
+    json: bool = option(is_flag=True)("Print one JSON object with a list per topic.")
+    limit: int | None = option(type=Whole(1, defaults.BLOCK_ROWS_MAX))(
+        f"Number of blocks to list at most.  [default: {defaults.BLOCKS_LISTED}]"
+    )
+
+
 @click.command()
 @click.argument("topic", required=False, metavar="[TOPIC]", callback=_topic)
-@SOCKET_OPTION
-@JSON_OPTION(help="Print one JSON object with a list per topic.")
-@click.option(
-    "--limit",
-    type=Whole(1, defaults.BLOCK_ROWS_MAX),
-    help=f"Number of blocks to list at most.  [default: {defaults.BLOCKS_LISTED}]",
-)
-@index_options
-@click.option("--space", metavar="HEX", help="For blocks and prefix: only this space.")
-@click.option("--tenant", metavar="NAME", help="For prefix: only this tenant.")
-@click.option(
-    "--tokens-file",
-    type=A_FILE,
-    help="Prompt as token ids: a JSON list, or numbers separated by spaces.",
-)
-@click.option("--keys-file", type=A_FILE, help="Prompt as block keys: 64 hex digits each.")
-@click.option("--text", help="Prompt as text; needs --tokenizer.")
-@click.option(
-    "--tokenizer", metavar="PATH|NAME", help="Tokenizer of the model, as the engine finds it."
-)
-@click.option("--cache-salt", metavar="TEXT", help="Cache salt of the request, if any.")
-@click.option(
-    "--gpu-hour",
-    type=Number(0, 1_000_000),
-    metavar="PRICE",
-    help="For savings: price of a GPU hour, to print what they are worth.",
-)
-def inspect(
-    topic: str | None,
-    socket: Path,
-    limit: int | None,
-    space: str | None,
-    *,
-    json_: bool,
-    asked: AskSettings | None,
-    gpu_hour: float | None,
-    **prompt: Any,
-) -> None:
+@options(InspectSettings)
+def inspect(asked: InspectSettings, topic: str | None) -> None:
     """Show the state of a node: a summary, or one TOPIC.
 
     \b
@@ -110,50 +105,48 @@ def inspect(
         --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
       kvstore inspect nodes --index 10.0.0.1:9470 --insecure
     """
-    _check_flags(topic, limit, space, asked, gpu_hour, prompt)
+    _check_flags(asked, topic)
     from kvstore.cli import look
 
     if topic == "prefix":
-        look.inspect_prefix(socket, asked, space=space or "", json_=json_, **prompt)
+        look.inspect_prefix(asked)
     elif topic == "savings":
-        look.inspect_savings(socket, gpu_hour=gpu_hour, json_=json_)
-    elif asked is not None:
-        look.inspect_members(asked, json_=json_)
+        look.inspect_savings(asked)
+    elif asked.index:
+        look.inspect_members(asked)
     else:
-        look.inspect_node(socket, topic, limit=limit, space=space, json_=json_)
+        look.inspect_node(asked, topic)
 
 
-def _check_flags(
-    topic: str | None,
-    limit: int | None,
-    space: str | None,
-    asked: AskSettings | None,
-    gpu_hour: float | None,
-    prompt: Mapping[str, Any],
-) -> None:
+def _check_flags(asked: InspectSettings, topic: str | None) -> None:
     """Raises UsageError: a flag is of another topic."""
-    if asked is not None and topic not in ("nodes", "prefix"):
+    limit, space = asked.limit, asked.space
+    if asked.index and topic not in ("nodes", "prefix"):
         raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
-    if gpu_hour is not None and topic != "savings":
+    if asked.gpu_hour is not None and topic != "savings":
         raise click.UsageError("--gpu-hour is for 'kvstore inspect savings'")
     if topic == "prefix" and limit is not None:
         raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
-    if topic != "prefix" and any(value is not None for value in prompt.values()):
+    if topic != "prefix" and any(getattr(asked, each) is not None for each in _OF_PROMPTS):
         raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
     if topic not in ("blocks", "prefix") and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
 
 
+class ExplainSettings(Settings):
+    """Settings of `kvstore explain`."""
+
+    socket: Path = SOCKET
+    json: bool = option(is_flag=True)("Print one JSON object with a list of requests.")
+    last: int | None = option(type=Whole(1, defaults.REQUEST_ROWS_MAX))(
+        f"Number of requests to list, without an id.  [default: {defaults.REQUESTS_LISTED}]"
+    )
+
+
 @click.command()
 @click.argument("request_id", required=False)
-@SOCKET_OPTION
-@JSON_OPTION(help="Print one JSON object with a list of requests.")
-@click.option(
-    "--last",
-    type=Whole(1, defaults.REQUEST_ROWS_MAX),
-    help=f"Number of requests to list, without an id.  [default: {defaults.REQUESTS_LISTED}]",
-)
-def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
+@options(ExplainSettings)
+def explain(asked: ExplainSettings, request_id: str | None) -> None:
     """Show why a recent request hit or missed: the source of each block of its prompt or the reason
     for the miss, and the duration of each step.
 
@@ -166,44 +159,39 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
       kvstore explain cmpl-4f1a22
       kvstore explain cmpl-4f1a22 --json | jq '.requests[0].ranges'
     """
-    if request_id is not None and last is not None:
+    if request_id is not None and asked.last is not None:
         raise click.UsageError("--last lists the latest requests: leave REQUEST_ID out")
     from kvstore.cli import look
 
-    look.explain_request(socket, request_id, last, json_=json_)
+    look.explain_request(asked, request_id)
+
+
+class _Sampling(Settings):
+    """Settings of `kvstore top` besides the processes of a node or an index."""
+
+    interval: float = option(
+        type=Number(0.5, 60), default=2.0, show_default=True, metavar="SECONDS"
+    )("Time between two samples.")
+    page: tuple[str, ...] = option("--router", multiple=True, metavar="URL")(
+        "Show the router, node or index whose --metrics are at this URL; repeatable. A node or an"
+        " index are shown, too, with --socket or --index."
+    )
+    page_ca: Path | None = option("--router-ca", type=A_FILE)(
+        "CA certificate of https:// pages.  [default: CAs of the system]"
+    )
+    once: bool = option(is_flag=True)("Print one sample over one interval and exit.")
+    json: bool = option(is_flag=True)("Print that sample as one JSON object.")
+
+
+class TopSettings(AskSettings, _Sampling):
+    """Settings of `kvstore top`."""
+
+    socket: Path = SOCKET
 
 
 @click.command()
-@SOCKET_OPTION
-@index_options
-@click.option(
-    "--interval",
-    type=Number(0.5, 60),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between two samples.",
-)
-@click.option(
-    "--page",
-    "--router",
-    "pages",
-    multiple=True,
-    metavar="URL",
-    help="Show the router, node or index whose --metrics are at this URL; repeatable. A node or an"
-    " index are shown, too, with --socket or --index.",
-)
-@click.option(
-    "--page-ca",
-    "--router-ca",
-    "page_ca",
-    type=A_FILE,
-    help="CA certificate of https:// pages.  [default: CAs of the system]",
-)
-@click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
-@JSON_OPTION(help="Print that sample as one JSON object.")
-@click.pass_context
-def top(context: click.Context, /, socket: Path, *, once: bool, json_: bool, **flags: Any) -> None:
+@options(TopSettings)
+def top(asked: TopSettings) -> None:
     """Show the page of a node in the terminal, or with --index the nodes of the cluster; with
     --page, the page of any process. q quits.
 
@@ -224,14 +212,12 @@ def top(context: click.Context, /, socket: Path, *, once: bool, json_: bool, **f
       kvstore top --json | jq '.processes[0].state.tiers'
       kvstore top --page http://127.0.0.1:9472 --page http://10.0.0.9:9472
     """
-    once |= json_
-    if not (once or sys.stdout.isatty()):
+    if not (asked.once or asked.json or sys.stdout.isatty()):
         raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
     from kvstore.cli.top import watch
 
-    is_default = context.get_parameter_source("socket") is ParameterSource.DEFAULT
-    node = None if flags["pages"] and is_default else socket
-    watch(node, once=once, json_=json_, **flags)
+    source = click.get_current_context().get_parameter_source("socket")
+    watch(asked, has_node=not asked.page or source is not ParameterSource.DEFAULT)
 
 
 SYMPTOMS: Final = {
@@ -244,23 +230,23 @@ SYMPTOMS: Final = {
 _ROOT: Final = Path("/")
 
 
+class DoctorSettings(Settings):
+    """Settings of `kvstore doctor` besides those of a node."""
+
+    symptom: str | None = option(type=click.Choice(list(SYMPTOMS)))(
+        "Only checks that can explain it, the likeliest first: slow first tokens, low throughput,"
+        " want of memory, prompts that are computed again."
+    )
+    disk_rate: bool = option(is_flag=True)(
+        "Measure the disk of --file: write and read 64 MiB of a file without a name, or for 1 s."
+    )
+    json: bool = option(is_flag=True)("Print one JSON object with a list of findings of checks.")
+
+
 @click.command()
 @settings_options(NodeSettings)
-@click.option(
-    "--symptom",
-    type=click.Choice(list(SYMPTOMS)),
-    help="Only checks that can explain it, the likeliest first: slow first tokens, low throughput,"
-    " want of memory, prompts that are computed again.",
-)
-@click.option(
-    "--disk-rate",
-    is_flag=True,
-    help="Measure the disk of --file: write and read 64 MiB of a file without a name, or for 1 s.",
-)
-@JSON_OPTION(help="Print one JSON object with a list of findings of checks.")
-def doctor(
-    config_path: Path | None, *, symptom: str | None, disk_rate: bool, json_: bool, **flags: Any
-) -> None:
+@options(DoctorSettings)
+def doctor(asked: DoctorSettings, config_path: Path | None, **flags: Any) -> None:
     """Check this machine for a node with these settings, and what runs here already; each finding
     has a mend.
 
@@ -280,11 +266,12 @@ def doctor(
     from kvstore.cli.doctor_checks import CHECKS, EXIT_STATUS, Machine, judge
     from kvstore.config.reading import load_settings
 
-    machine = Machine(load_settings(config_path, flags, NodeSettings), _ROOT, with_rate=disk_rate)
+    settings, symptom = load_settings(config_path, flags, NodeSettings), asked.symptom
+    machine = Machine(settings, _ROOT, with_rate=asked.disk_rate)
     names = SYMPTOMS[symptom].split() if symptom else CHECKS
     found = [(name, its) for name in names for its in judge(name, machine)]
     status = max(EXIT_STATUS[its.verdict] for _, its in found)
-    if json_:
+    if asked.json:
         checks = [{"check": name} | its._asdict() for name, its in found]
         verdict = ("ok", "warning", "error")[status]
         click.echo(as_json(verdict=verdict, symptom=symptom, checks=checks))

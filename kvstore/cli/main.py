@@ -21,17 +21,18 @@ from kvstore import __version__
 from kvstore.cli.commands import (
     A_DIRECTORY,
     A_FILE,
-    JSON_OPTION,
-    SOCKET_OPTION,
+    NodeCommand,
     Whole,
     fail,
+    option,
+    options,
     settings_options,
 )
 from kvstore.cli.look_commands import doctor, explain, inspect, top
 from kvstore.cli.plan import plan_command
 from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
-from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
+from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Settings
 from kvstore.errors import ConfigError, KVStoreError
 
 DEMO_NEEDS = ("vllm", "psutil")
@@ -149,31 +150,31 @@ def _set_up(log_level: str) -> None:
     harden_process()
 
 
+class CertsSettings(Settings):
+    """Settings of `kvstore certs`."""
+
+    node: tuple[str, ...] = option(multiple=True, metavar="NAME")(
+        "Issue a certificate for this node; repeatable."
+    )
+    index: tuple[str, ...] = option(multiple=True, metavar="NAME")(
+        "For this index replica; repeatable."
+    )
+    client: tuple[str, ...] = option(multiple=True, metavar="NAME")(
+        "For a router or script; repeatable."
+    )
+    with_index: bool = option(is_flag=True)("The nodes are index replicas too (--index-listen).")
+    hosts: str | None = option(metavar="HOST,…")(
+        "Further names and addresses in the certificates: those by which clients reach a router."
+    )
+    days: int = option(type=Whole(1, 3650), default=CERTIFICATE_DAYS, show_default=True)(
+        "Validity of the certificates."
+    )
+
+
 @cli.command()
 @click.argument("directory", type=A_DIRECTORY)
-@click.option(
-    "--node", multiple=True, metavar="NAME", help="Issue a certificate for this node; repeatable."
-)
-@click.option("--index", multiple=True, metavar="NAME", help="For this index replica; repeatable.")
-@click.option("--client", multiple=True, metavar="NAME", help="For a router or script; repeatable.")
-@click.option(
-    "--with-index", is_flag=True, help="The nodes are index replicas too (--index-listen)."
-)
-@click.option(
-    "--hosts",
-    metavar="HOST,…",
-    help="Further names and addresses in the certificates: those by which clients reach a router.",
-)
-@click.option(
-    "--days",
-    type=Whole(1, 3650),
-    default=CERTIFICATE_DAYS,
-    show_default=True,
-    help="Validity of the certificates.",
-)
-def certs(
-    directory: Path, *, with_index: bool, hosts: str | None, days: int, **names: tuple[str, ...]
-) -> None:
+@options(CertsSettings)
+def certs(asked: CertsSettings, directory: Path) -> None:
     """Create a CA in DIRECTORY, once, and issue certificates. No file is overwritten.
 
     A node speaks only for the name in its certificate. The owner of ca.key can impersonate every
@@ -185,21 +186,20 @@ def certs(
       kvstore certs pki --index i1 --node n1 --node n2 --client router
       kvstore certs pki --node n3 --with-index
     """
-    if not any(names.values()):
+    if not (asked.node or asked.index or asked.client):
         raise click.UsageError("name at least one owner: --node, --index or --client")
-    if with_index and not names["node"]:
+    if asked.with_index and not asked.node:
         raise click.UsageError("--with-index is about nodes: add --node NAME")
     from kvstore.cli.certs import make_certificates
     from kvstore.wire.identity import ROLES, Identity
 
     is_new = not os.path.lexists(directory)
-    identities = [Identity(role, name) for role in ROLES for name in names[role]]
     made = make_certificates(
         directory,
-        identities,
-        hosts=hosts.split(",") if hosts else (),
-        days=days,
-        nodes_are_indexes=with_index,
+        [Identity(role, name) for role in ROLES for name in getattr(asked, role)],
+        hosts=asked.hosts.split(",") if asked.hosts else (),
+        days=asked.days,
+        nodes_are_indexes=asked.with_index,
     )
     if is_new:
         click.echo(f"made the directory {directory.absolute()}", err=True)
@@ -211,9 +211,9 @@ for _command in (inspect, explain, top, route, doctor, plan_command):
 
 
 @cli.command()
-@SOCKET_OPTION
+@options(NodeCommand)
 @click.option("--space", metavar="HEX", help="Only this space; its first digits suffice.")
-def clear(socket: Path, space: str | None) -> None:
+def clear(asked: NodeCommand, space: str | None) -> None:
     """Drop cached blocks. Engines keep running; dropped blocks are misses until stored again.
 
     Exit status 1: the disk did not record the deletion, so a restart would bring its blocks back.
@@ -229,14 +229,14 @@ def clear(socket: Path, space: str | None) -> None:
         raise click.UsageError("--space is empty: give its first digits, or leave it out for all")
     from kvstore.cli.ask import node_client
 
-    with node_client(socket) as client:
+    with node_client(asked.socket) as client:
         blocks = client.clear(space=space or "")
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
 
 
 @cli.command()
-@SOCKET_OPTION
-def upgrade(socket: Path) -> None:
+@options(NodeCommand)
+def upgrade(asked: NodeCommand) -> None:
     """Run the newly installed code and keep the cached blocks. Engines keep running.
 
     The new code loads while the old one serves. The switch takes less than a second, during which
@@ -249,19 +249,23 @@ def upgrade(socket: Path) -> None:
     """
     from kvstore.supervisor.sockets import ask_for_upgrade
 
-    click.echo(ask_for_upgrade(socket))
+    click.echo(ask_for_upgrade(asked.socket))
+
+
+class FsckSettings(Settings):
+    """Settings of `kvstore fsck`."""
+
+    quarantine: bool = option(is_flag=True)(
+        "Copy the intact records of damaged segments, then move those segments aside; needs a"
+        " stopped node."
+    )
+    json: bool = option(is_flag=True)("Print one JSON object with a list of directories.")
 
 
 @cli.command()
 @click.argument("directory", type=A_DIRECTORY)
-@click.option(
-    "--quarantine",
-    is_flag=True,
-    help="Copy the intact records of damaged segments, then move those segments aside; needs a"
-    " stopped node.",
-)
-@JSON_OPTION(help="Print one JSON object with a list of directories.")
-def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
+@options(FsckSettings)
+def fsck(asked: FsckSettings, directory: Path) -> None:
     """Read every byte of a disk tier's DIRECTORY and report damage.
 
     The node may be running, except with --quarantine. In a shared directory the parts of all nodes
@@ -276,10 +280,10 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
       kvstore fsck /var/lib/kvstore --quarantine
       kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
     """
-    from kvstore.cli.fsck import fsck as check_directory, reports_as_json, stores_in
+    from kvstore.cli.fsck import fsck as check, reports_as_json, stores_in
 
-    reports = [check_directory(store, quarantine=quarantine) for store in stores_in(directory)]
-    if json_:
+    reports = [check(store, quarantine=asked.quarantine) for store in stores_in(directory)]
+    if asked.json:
         click.echo(reports_as_json(reports))
     else:
         for report in reports:

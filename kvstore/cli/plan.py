@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from kvstore.cli.commands import JSON_OPTION, Number, Whole
+from kvstore.cli.commands import Number, Whole
 from kvstore.errors import ConfigError
 from kvstore.plan import GPUS, NUMBER_BYTES, Config, Workload, plan, text_config
 from kvstore.units import GIB, MIB, US_PER_S, format_size, format_us, parse_size
@@ -81,7 +81,9 @@ _TIME: Final = Number(0)
          help="Share of FLOP/s that prefill reaches.")  # fmt: skip
 @_option("--token-us", type=_TIME, default=0.0, help="Per prompt token, measured; 0: by FLOP/s.")
 @_option("--overhead-ms", type=_TIME, default=5.0, help="Time beside computing and loading.")
-@JSON_OPTION(help="Print one JSON object; bytes, seconds and tokens.")
+@click.option(
+    "--json", "json_", is_flag=True, help="Print one JSON object; bytes, seconds and tokens."
+)
 def plan_command(config: Path, *, json_: bool, **flags: Any) -> None:
     """Size a deployment for a model: bytes per token, tiers, load or compute, P:D.
 

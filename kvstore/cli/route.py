@@ -10,12 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvstore.cli.commands import A_FILE, JSON_OPTION, as_json, fail
+from kvstore.cli.commands import A_FILE, as_json, fail, option, options
 from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
+from kvstore.config.settings import Settings
 from kvstore.units import US_PER_S, format_us
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
 DRY_TIMEOUT_S: Final = 10.0
 WORKERS_SHOWN: Final = 16
-_LOG: Final = click.option(
-    "--receipts", type=A_FILE, help="The router's log (its --receipts FILE)."
-)
+_LOG: Final = option(type=A_FILE)("The router's log (its --receipts FILE).")
 
 
 @click.group()
@@ -43,91 +42,83 @@ def route() -> None:
     """
 
 
+class RouteSettings(Settings):
+    """Settings of `kvstore route explain`."""
+
+    receipts: Path | None = _LOG
+    dry_run: Path | None = option(type=A_FILE)(
+        "Body of a request: show its decision, do not send it."
+    )
+    router: str = option(
+        default=f"http://{DEFAULT_ROUTER_LISTEN}", show_default=True, metavar="URL"
+    )("Router for --dry-run; it must run on this machine.")
+    path: str = option(default="/v1/completions", show_default=True, metavar="PATH")(
+        "Endpoint of the body of --dry-run."
+    )
+    api_key: str | None = option(metavar="KEY")("API key, if the router has --api-keys.")
+    ca: Path | None = option(type=A_FILE)(
+        "CA certificate of an https:// router.  [default: CAs of the system]"
+    )
+    cert: Path | None = option(type=A_FILE)("Client certificate, if the router demands one.")
+    key: Path | None = option(type=A_FILE)("Private key of that certificate.")
+    server_name: str | None = option(metavar="NAME")(
+        "Name in the router's certificate.  [default: the host of --router]"
+    )
+    json: bool = option(is_flag=True)("Print one JSON object with a list of receipts.")
+
+
 @route.command()
 @click.argument("request_id", required=False)
-@_LOG
-@click.option(
-    "--dry-run", "body", type=A_FILE, help="Body of a request: show its decision, do not send it."
-)
-@click.option(
-    "--router",
-    "url",
-    default=f"http://{DEFAULT_ROUTER_LISTEN}",
-    show_default=True,
-    metavar="URL",
-    help="Router for --dry-run; it must run on this machine.",
-)
-@click.option(
-    "--path",
-    default="/v1/completions",
-    show_default=True,
-    metavar="PATH",
-    help="Endpoint of the body of --dry-run.",
-)
-@click.option("--api-key", metavar="KEY", help="API key, if the router has --api-keys.")
-@click.option(
-    "--ca", type=A_FILE, help="CA certificate of an https:// router.  [default: CAs of the system]"
-)
-@click.option("--cert", type=A_FILE, help="Client certificate, if the router demands one.")
-@click.option("--key", type=A_FILE, help="Private key of that certificate.")
-@click.option(
-    "--server-name",
-    metavar="NAME",
-    help="Name in the router's certificate.  [default: the host of --router]",
-)
-@JSON_OPTION(help="Print one JSON object with a list of receipts.")
-def explain(
-    request_id: str | None,
-    receipts: Path | None,
-    body: Path | None,
-    url: str,
-    path: str,
-    api_key: str | None,
-    *,
-    json_: bool,
-    **tls: Any,
-) -> None:
+@options(RouteSettings)
+def explain(asked: RouteSettings, request_id: str | None) -> None:
     """Show the receipt of REQUEST_ID (the response header x-request-id): the cost of each worker in
     seconds, term by term, and why a worker was left out or chosen by load only."""
+    receipts, body = asked.receipts, asked.dry_run
     given = (request_id is not None, receipts is not None, body is not None)
     if given not in ((True, True, False), (False, False, True)):
         raise click.UsageError("give REQUEST_ID and --receipts FILE, or --dry-run FILE alone")
     if body is not None:
-        found = [_dry(url, path, body, api_key, **tls)]
+        found = [_dry(asked, body)]
     else:
         assert receipts is not None
         assert request_id is not None
         found = [each for each in _read(receipts) if request_id in each.request_id]
     if not found:
         fail(f"{receipts} has no receipt of {request_id!r}: it may be too old", code=1)
-    if json_:
+    if asked.json:
         click.echo(as_json(receipts=found))
         return
     for receipt in found:
         show_receipt(receipt)
 
 
+class ReplaySettings(Settings):
+    """Settings of `kvstore route replay`."""
+
+    receipts: Path | None = _LOG
+    policy: Path = option(type=A_FILE, required=True)("YAML file of the other policy.")
+    json: bool = option(is_flag=True)("Print one JSON object.")
+
+
 @route.command()
-@_LOG
-@click.option("--policy", type=A_FILE, help="YAML file of the other policy.", required=True)
-@JSON_OPTION(help="Print one JSON object.")
-def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
+@options(ReplaySettings)
+def replay(asked: ReplaySettings) -> None:
     """Repeat the decisions of a log under another policy: how many requests would have gone to
     another worker, and the mean predicted time to the first token under both. Requests that were
     rejected are left out."""
-    if receipts is None:
+    if (receipts := asked.receipts) is None:
         raise click.UsageError("name the log: --receipts FILE")
     from kvstore.config.router import load_policy
     from kvstore.routing.decide import replay as decide_again
 
-    other = load_policy(policy)
+    other = load_policy(asked.policy)
     pairs = [(each, decide_again(each, other)) for each in _read(receipts) if each.chosen]
     if not pairs:
         fail(f"{receipts} has no receipts of requests that got a worker", code=1)
     changed = [new for old, new in pairs if new.chosen != old.chosen]
     means = [sum(pair[side].predicted_s for pair in pairs) / len(pairs) for side in (0, 1)]
     shares = Counter(new.chosen or "none" for _, new in pairs)
-    if json_:
+    if asked.json:
         counts = {"requests": len(pairs), "elsewhere": len(changed)}
         click.echo(as_json(**counts, predicted_s=means, workers=shares))
         return
@@ -146,16 +137,16 @@ def _read(path: Path) -> Iterator[Receipt]:
     return read_receipts(path)
 
 
-def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Receipt:
+def _dry(its: RouteSettings, body: Path) -> Receipt:
     import msgspec
 
     from kvstore.errors import AttachError, ConfigError
     from kvstore.routing.receipts import Receipt
 
-    site, path = _site(url, **tls), f"/kvstore/explain{path}"
-    if api_key and not (api_key.isascii() and api_key.isprintable()):
+    site, path, url = _site(its), f"/kvstore/explain{its.path}", its.router
+    if its.api_key and not (its.api_key.isascii() and its.api_key.isprintable()):
         raise ConfigError("--api-key has a character that no HTTP header may have")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {its.api_key}"} if its.api_key else {}
     try:
         asked = body.read_bytes()
     except OSError as error:
@@ -179,27 +170,26 @@ def _message(content: bytes) -> str:
     return str(msgspec.json.decode(content)["error"]["message"])
 
 
-def _site(
-    url: str, *, ca: Path | None, cert: Path | None, key: Path | None, server_name: str | None
-) -> Site:
+def _site(its: RouteSettings) -> Site:
     """The router to ask. Raises ConfigError: no URL, flags that do not go together, or unusable TLS
     files.
     """
     from kvstore.cli.ask import Site, tls_context
     from kvstore.errors import ConfigError
 
+    url, name = its.router, its.server_name
     if (scheme := url.partition("://")[0].lower()) not in ("http", "https"):
         raise ConfigError(f"--router {url!r} must be a URL, such as http://{DEFAULT_ROUTER_LISTEN}")
-    if scheme == "http" and (ca or cert or key or server_name):
+    if scheme == "http" and (its.ca or its.cert or its.key or name):
         raise ConfigError(
             f"--ca, --cert, --key and --server-name are for https://, and --router is {url}"
         )
-    if (cert is None) != (key is None):
+    if (its.cert is None) != (its.key is None):
         raise ConfigError("--cert and --key go together: give both")
-    context = tls_context({"--ca": ca, "--cert": cert, "--key": key})
+    context = tls_context({"--ca": its.ca, "--cert": its.cert, "--key": its.key})
     advice = ("give its CA with --ca", "give its own name with --server-name")
-    is_anonymous = scheme == "https" and cert is None
-    return Site(url, context, DEFAULT_ROUTER_LISTEN, "--listen", *advice, server_name, is_anonymous)
+    is_anonymous = scheme == "https" and its.cert is None
+    return Site(url, context, DEFAULT_ROUTER_LISTEN, "--listen", *advice, name, is_anonymous)
 
 
 def _prefixes(receipt: Receipt) -> str:

@@ -52,6 +52,7 @@ from kvstore.cli.ask import (
     tls_context,
 )
 from kvstore.cli.commands import as_json
+from kvstore.cli.look_commands import TopSettings
 from kvstore.cli.tables import (
     NOT_OF,
     WIDE_COLUMNS,
@@ -63,7 +64,6 @@ from kvstore.cli.tables import (
     title_of,
 )
 from kvstore.config.defaults import DEFAULT_ROUTER_METRICS
-from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ConfigError, KVStoreError
 from kvstore.index.feed import Trust
 from kvstore.net.site import PERIOD_S
@@ -233,40 +233,32 @@ def place_of(url: str) -> str:
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2] or url
 
 
-def watch(
-    socket: Path | None,
-    *,
-    asked: AskSettings | None,
-    pages: Sequence[str],
-    page_ca: Path | None,
-    interval: float,
-    once: bool,
-    json_: bool,
-) -> None:
-    """Print the states of processes, once or until `q`. `asked` None: the node at
-    `socket`, if any.
+def watch(asked: TopSettings, *, has_node: bool) -> None:
+    """Print the states of processes, once or until `q`. `has_node`: that at the socket is one of
+    them, unless it is the index that is asked.
     """
-    if len(urls := dict.fromkeys(pages)) > PAGES_MAX:
+    if len(urls := dict.fromkeys(asked.page)) > PAGES_MAX:
         raise ConfigError(f"--page was given {len(urls)} times: {PAGES_MAX} at most")
-    context, sources = tls_context({"--page-ca": page_ca}), dict[str, Source]()
+    context, sources = tls_context({"--page-ca": asked.page_ca}), dict[str, Source]()
+    is_once, interval = asked.once or asked.json, asked.interval
     with contextlib.ExitStack() as stack:
-        if asked is not None:
+        if asked.index:
             client = stack.enter_context(index_client(asked))
-            sources[", ".join(asked.index or [])] = partial(of_index, client)
-        elif socket is not None:
-            sources[str(socket)] = partial(of_socket, socket)
-        if once or asked is None:  # what was never there is not silent, it is a wrong flag
+            sources[", ".join(asked.index)] = partial(of_index, client)
+        elif has_node:
+            sources[str(asked.socket)] = partial(of_socket, asked.socket)
+        if is_once or not asked.index:  # what was never there is not silent, it is a wrong flag
             for ask in sources.values():
                 ask()
         sources |= {place_of(url): partial(of_page, url, context) for url in urls}
         sampler = stack.enter_context(contextlib.closing(Sampler(sources)))
-        if not once:
+        if not is_once:
             _draw(sampler, interval_s=interval)
             return
         sampler.take()
         threading.Event().wait(max(interval, PERIOD_S))
         seen = sampler.take()
-    if json_:
+    if asked.json:
         click.echo(as_json(processes=[each._asdict() for each in seen]))
     else:
         out = console()

@@ -46,6 +46,9 @@ class Setting:
     """The flag that switches the setting off again."""
     within: tuple[int, int] | None = None
     """Bounds of a number, both included; K, M and G may stand for thousands."""
+    click: tuple[tuple[str, ...], dict[str, Any]] | None = None
+    """(further names of the flag, arguments of click.option) of a command's setting, whose value
+    click checks; None: `reading` does."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self.key, self._owner = name, name.replace("_", "-"), owner

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli import look
+from kvstore.cli.look_commands import InspectSettings
 from kvstore.engine.why.ledger import SavingsReport
 
 HOUR_MS = 3_600_000
@@ -35,7 +36,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[SavingsReport]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
-    look.inspect_savings(Path("/none"), **{"gpu_hour": None, "json_": False} | flags)
+    look.inspect_savings(InspectSettings(**flags))
     return capsys.readouterr().out
 
 
@@ -64,7 +65,7 @@ def test_a_node_that_only_lost_says_so(
     rows: list[SavingsReport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     del rows[0]
-    found = json.loads(printed(capsys, json_=True, gpu_hour=0.5))
+    found = json.loads(printed(capsys, json=True, gpu_hour=0.5))
     (row,), (total,) = found["savings"], found["total"]
     assert (row["model"], row["tier"], row["net_gpu_hours"], row["net_money"]) == (
         *("llama", "file"),
@@ -73,10 +74,10 @@ def test_a_node_that_only_lost_says_so(
     assert {name: total[name] for name in total if name.endswith(("hours", "money"))} == {
         name: row[name] for name in row if name.endswith(("hours", "money"))
     }
-    assert json.loads(printed(capsys, json_=True))["total"][0]["net_money"] is None
+    assert json.loads(printed(capsys, json=True))["total"][0]["net_money"] is None
 
 
 def test_nothing_yet(rows: list[SavingsReport], capsys: pytest.CaptureFixture[str]) -> None:
     rows.clear()
     assert printed(capsys).startswith("no request has loaded or waited")
-    assert json.loads(printed(capsys, json_=True))["savings"] == []
+    assert json.loads(printed(capsys, json=True))["savings"] == []
