@@ -108,19 +108,26 @@ def read_yaml(option: str, path: Path) -> Any:
     """Content of a file that `option` names. Raises ConfigError."""
     import yaml  # only here: flags need no YAML
 
+    class Once(yaml.SafeLoader):
+        """Refuses a key that a mapping has twice, of which YAML silently uses the last one."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            names = [str(key.value) for key, _ in node.value]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{option} {path} has {twice[0]!r} twice: keep one of them")
+            return node
+
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        twice = _twice(yaml.compose(text, Loader=yaml.SafeLoader), set())
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=Once)  # noqa: S506 -- a safe one
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:  # such as a date that is none
         raise ConfigError(f"{option} {path} is not YAML: {_yaml_fault(error)}") from None
     except RecursionError:
         raise ConfigError(f"{option} {path} is nested too deeply: write fewer levels") from None
-    if twice is not None:
-        raise ConfigError(f"{option} {path} has {twice!r} twice: keep one of them")
-    return content
 
 
 def _yaml_fault(error: Exception) -> str:
@@ -128,19 +135,3 @@ def _yaml_fault(error: Exception) -> str:
     if mark := getattr(error, "problem_mark", None):
         return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', '')}"
     return " ".join(str(error).split())
-
-
-def _twice(node: Any, seen: set[int]) -> str | None:
-    """A key that a mapping in a node has twice, at any depth; None: there is none. YAML silently
-    uses the last one. `seen`: ids of nodes that were looked at, since aliases repeat them.
-    """
-    if node is None or not isinstance(node.value, list) or id(node) in seen:
-        return None
-    seen.add(id(node))
-    children = node.value
-    if node.id == "mapping":
-        names = [str(key.value) for key, _ in node.value]
-        if found := [name for name in names if names.count(name) > 1]:
-            return found[0]
-        children = [value for _, value in node.value]
-    return next(filter(None, (_twice(child, seen) for child in children)), None)
