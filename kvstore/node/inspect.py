@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -63,6 +64,8 @@ class InspectService(InspectServicer):
             rows = _OF_CLUSTER[topic](member, asked) if member is not None else ()
         elif topic in _OF_ENGINE:
             rows = self._ask(lambda engine: _OF_ENGINE[topic](engine, asked))
+        elif topic in TOPICS:  # `Snapshots` has a method for each other one
+            rows = self._ask(methodcaller(topic))
         else:
             text = f"no topic is called {topic[:40]!r}: there are {', '.join(TOPICS)}"
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -123,16 +126,7 @@ def _memories(member: ClusterMember, asked: pb.Filter) -> Sequence[Row]:
 
 
 _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
-    "nodes": lambda engine, _: engine.nodes(),
-    "unserved": lambda engine, _: engine.unserved(),
-    "tiers": lambda engine, _: engine.tiers(),
-    "quotas": lambda engine, _: engine.quotas(),
-    "savings": lambda engine, _: engine.savings(),
-    "spaces": lambda engine, _: engine.spaces(),
-    "curve": lambda engine, _: engine.curve(),
     "blocks": _blocks,
-    "leases": lambda engine, _: engine.leases(),
-    "jobs": lambda engine, _: engine.jobs(),
     "requests": _requests,
     "ranges": lambda engine, asked: engine.explain.ranges(asked.number),
     "hashings": lambda engine, _: engine.explain.hashings(),

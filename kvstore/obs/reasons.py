@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.findings import RangeReport
-from kvstore.engine.why.reasons import PushReport, Reason
+from kvstore.engine.why.reasons import PUSH_STAGES, PushReport, Reason
 from kvstore.units import NS_PER_US, US_PER_MS, format_us
 from kvstore.wording import printable
 
@@ -65,8 +65,7 @@ def _of_push(push: PushReport) -> str:
     text = f"{push.pushed} of {push.blocks - push.held} blocks {way} node {push.node}"
     text += f" (group {push.group})" * bool(push.group)
     text += f", {push.held} were here" * bool(push.held)
-    names = ("granted", "first", "last", "sealed", "ended")
-    reached = {name: getattr(push, f"{name}_us") for name in names}
+    reached = {name: getattr(push, f"{name}_us") for name in PUSH_STAGES}
     stages = [f"{name} {format_us(us)}" for name, us in reached.items() if us]
     return f"{text}: {', '.join(stages)}" + f"; no more: {push.reason}" * bool(push.reason)
 

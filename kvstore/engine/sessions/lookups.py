@@ -34,7 +34,8 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.owners import A_ROUTER, Asker, Connection, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.engine.why.curve import BlockEvent
-from kvstore.engine.why.reasons import Wanted
+from kvstore.engine.why.findings import Finding, RangeReport
+from kvstore.engine.why.reasons import Reason, Wanted
 from kvstore.errors import ProtocolError
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
@@ -128,8 +129,14 @@ class Lookups:
         # Other groups have the same tokens: their blocks take room and count for nothing.
         seen = BlockEvent.NAMED if ask.group else BlockEvent.ASKED
         state.curve.see(seen, asker, keys, state.paces.of(*asker.address).compute_ns_per_token)
-        its = (origins, promoting, refused, wanted)
-        state.trail.looked_up(connection, ask.lease, asker, run, rest, *its, now_ns=state.now_ns)
+        finding = Finding(connection.owner.key, asker.address, asker.scopes, state.now_ns)
+        finding.take(origins)
+        finding.leave(run, rest)
+        finding.held, finding.promoting, finding.refused = run.count, promoting, (0, refused)
+        # Other nodes are asked for what lies behind what comes from disk.
+        finding.searched = wanted.search
+        finding.search_begin = promoting - wanted.coming - wanted.at
+        state.trail.looked_up(connection, ask.lease, finding)
         if promoting:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
@@ -164,7 +171,9 @@ class Lookups:
         state, keys = self._state, wire.keys_array(ask.keys)
         self._serve_nothing(connection, ask)
         if len(keys):
-            state.trail.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
+            finding = Finding(connection.owner.key, asker.address, asker.scopes, state.now_ns)
+            finding.rest = [RangeReport(0, len(keys), "", Reason.SWITCHED_OFF)]
+            state.trail.looked_up(connection, ask.lease, finding)
 
     def _serve_nothing(self, connection: Connection, ask: wire.LeaseAsk) -> None:
         ttl_ms = self._state.config.lease_ttl_ms

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.sessions.owners import Asker, Connection, OwnerKey
+from kvstore.engine.sessions.owners import Connection, OwnerKey
 from kvstore.engine.why.reasons import (
     FROM_DISK,
     FROM_DRAM,
@@ -34,7 +34,6 @@ from kvstore.engine.why.reasons import (
     Reason,
     Search,
     Tombstones,
-    Wanted,
 )
 from kvstore.types import Latest, SpaceId
 from kvstore.units import NS_PER_MS
@@ -126,6 +125,15 @@ class Finding(msgspec.Struct):
         """Add the origins of blocks that are leased now; None: all were in dram."""
         if origins is not None:
             self.pieces.append((self.held + self.arrived, origins))
+
+    def leave(self, run: Run, keys: Keys) -> None:
+        """Keep the keys behind the leased `run` until they are examined, and which are held."""
+        if len(keys):
+            # Copies: they may be a few of a large message, all of which would be kept.
+            self.keys = keys.copy()
+            # Flags: to keep the arrays would cost more than to make these.
+            self.present = run.rows_by_shard[0][run.count :] >= 0
+            self.in_dram = run.words_by_shard[0][run.count :] >= 0
 
     def leased(self) -> Origins:
         """Origin, for this lookup, of each leased block."""
@@ -329,59 +337,9 @@ class Trail:
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
-    def looked_up(
-        self,
-        connection: Connection,
-        lease: int,
-        asker: Asker,
-        run: Run,
-        rest: Keys,
-        origins: Origins | None,
-        promoting: int,
-        refused: int,
-        wanted: Wanted,
-        *,
-        now_ns: int,
-    ) -> None:
-        """A LeaseAsk was answered.
-
-        Args:
-            connection: of its engine.
-            lease: its number.
-            asker: the group that it is for.
-            run: blocks leased at once.
-            rest: keys behind the run.
-            origins: those of the run; None: all were in dram.
-            promoting: leading blocks of the rest that are on their way.
-            refused: leading blocks of the rest that are in dram and may not be pinned.
-            wanted: the part of other nodes.
-            now_ns: time of the lookup.
-        """
-        key, address = connection.owner.key, asker.address
-        finding = Finding(key, address, asker.scopes, now_ns, promoting=promoting)
-        finding.take(origins)
-        finding.held, finding.refused = run.count, (0, refused)
-        if len(rest):
-            # Copies: they may be a few of a large message, all of which would be kept.
-            finding.keys = rest.copy()
-            # Flags: to keep the arrays would cost more than to make these.
-            finding.present = run.rows_by_shard[0][run.count :] >= 0
-            finding.in_dram = run.words_by_shard[0][run.count :] >= 0
-        # Other nodes are asked for what lies behind what comes from disk.
-        finding.searched = wanted.search
-        finding.search_begin = promoting - wanted.coming - wanted.at
-        self._add(connection, lease, finding)
-
-    def switched_off(
-        self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
-    ) -> None:
-        """A lookup of a space that is off was answered with nothing."""
-        finding = Finding(connection.owner.key, asker.address, asker.scopes, now_ns)
-        finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
-        self._add(connection, lease, finding)
-
-    def _add(self, connection: Connection, lease: int, finding: Finding) -> None:
-        """Keep a finding; the oldest one gives way. Its keys are queued to be examined."""
+    def looked_up(self, connection: Connection, lease: int, finding: Finding) -> None:
+        """A LeaseAsk was answered: keep its finding; the oldest one gives way. Keys that were not
+        leased are queued to be examined."""
         self._findings[connection.owner.open_session, lease] = finding
         if finding.keys is not None:
             count = len(finding.keys)

@@ -86,7 +86,9 @@ def test_rows_survive_the_way(topic: str) -> None:
 
 
 def test_every_topic_has_an_answer() -> None:
-    assert set(TOPICS) == set(inspect._OF_ENGINE) | set(inspect._OF_CLUSTER)
+    answered = set(inspect._OF_ENGINE) | set(inspect._OF_CLUSTER)
+    assert answered < set(TOPICS)
+    assert all(callable(getattr(Engine, topic)) for topic in set(TOPICS) - answered)
 
 
 @pytest.mark.parametrize(
