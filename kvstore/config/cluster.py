@@ -42,29 +42,15 @@ from kvstore.types import KEY_BYTES, EngineSource, SpaceId
 from kvstore.wire.identity import is_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaConfig:
-    """Address of a replica of the index, and its limits."""
-
-    host: str
-    port: int
-    """Port; 0: the kernel chooses, and the ready line has it."""
-    entry_count_max: int
-    """Most entries: pairs of a block and a location."""
-    option: str
-    """Flag that chose the address, for error messages."""
-    store: StoreConfig | None = None
-    """Store that several replicas share; None: each has a memory of its own."""
-    is_plain: bool = True
-    """Begin at once; otherwise the replica first compiles its loops, which takes many seconds."""
-
-
 class IndexConfig(IndexSettings):
-    """The whole configuration of `kvstore index`, checked."""
+    """The whole configuration of a replica, of `kvstore index` or inside a node, checked."""
 
-    replica: ReplicaConfig
     tls: Tls | None
     """Certificates; None: --insecure."""
+    shared: StoreConfig | None = None
+    """Store that several replicas share; None: each has a memory of its own."""
+    option: str = "--listen"
+    """Flag that chose the address, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +97,7 @@ def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfi
         raise ConfigError(
             f"--cert {settings.cert} names no index: make one with 'kvstore certs DIR --index NAME'"
         )
-    settings.replica = ReplicaConfig(
-        **settings.listen._asdict(),
-        entry_count_max=settings.entries,
-        option="--listen",
-        store=_store(settings),
-        is_plain=settings.plain,
-    )
+    settings.shared = _store(settings)
     return settings
 
 

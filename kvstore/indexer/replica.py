@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from kvstore import __version__
 from kvstore.client.index import pings
 from kvstore.client.tls import Tls
-from kvstore.config.cluster import IndexConfig, ReplicaConfig
+from kvstore.config.cluster import IndexConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import Holdings
@@ -91,25 +91,25 @@ _log = logging.getLogger(__name__)
 class Replica:
     """A replica of the index, which listens from construction until `close`."""
 
-    def __init__(self, config: ReplicaConfig, tls: Tls | None, loop: LoopThread) -> None:
-        """Listen on the configured address. `tls` None: no TLS, and no authentication.
+    def __init__(self, config: IndexConfig, loop: LoopThread) -> None:
+        """Listen on the configured address.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
         self._loop = loop
-        refuse_taken(config.option, config.host, config.port)  # before the loops are compiled
+        refuse_taken(config.option, *config.listen)  # before the loops are compiled
         self._store = _store_of(config, loop)
-        self._service = IndexService(self._store, demands_names=tls is not None)
+        self._service = IndexService(self._store, demands_names=config.tls is not None)
         self._health = health.aio.HealthServicer()
-        self.insecure = tls is None
-        self.host = config.host
+        self.insecure = config.tls is None
+        self.host = config.listen.host
         try:
-            self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
+            self.port = loop.call(self._listen(config), timeout_s=START_TIMEOUT_S)
         except ConfigError:
             self._service.close()
             raise
-        if tls is None:
+        if self.insecure:
             _log.warning(INSECURE, self.address)
 
     @property
@@ -123,7 +123,7 @@ class Replica:
         notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
-    async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
+    async def _listen(self, config: IndexConfig) -> int:
         self._server = grpc.aio.server(
             interceptors=[Shares(self._service.counters)],
             options=[*_OPTIONS, *connection_limits()],
@@ -135,7 +135,7 @@ class Replica:
         reflection.enable_server_reflection(SERVICES, self._server)
         for service in ("", SERVICES[0]):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        port = listen(self._server, joined(config.host, config.port), tls, config.option)
+        port = listen(self._server, joined(*config.listen), config.tls, config.option)
         await self._server.start()
         ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
         self._tick = asyncio.get_running_loop().create_task(ticking)
@@ -191,27 +191,26 @@ class Replica:
         return {**state, "nodes": rows, "totals": {"nodes": len(members)}}
 
 
-def is_compiled(config: ReplicaConfig) -> bool:
+def is_compiled(config: IndexConfig) -> bool:
     """Whether this replica runs compiled loops. With a shared store it runs none."""
-    return config.store is None and not config.is_plain and is_installed("numba")
+    return config.shared is None and not config.plain and is_installed("numba")
 
 
-def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
+def _store_of(config: IndexConfig, loop: LoopThread) -> IndexStore:
     """The store for the state of the index. Raises ConfigError."""
-    if config.store is None:
+    if config.shared is None:
         if is_compiled(config):
             _log.info("compiling the index's loops: up to a minute; --plain starts at once")
-        elif not config.is_plain:
+        elif not config.plain:
             _log.warning("the index is slower: %s", lacking("compiling it", "numba", "index"))
-        flat = Holdings(
-            config.entry_count_max, seed=secrets.randbits(62), is_native=is_compiled(config)
-        )
+        seed = secrets.randbits(62)
+        flat = Holdings(config.entries, seed=seed, is_native=is_compiled(config))
         # The clock is read behind that: an index is young for its first seconds of listening.
         return LocalStore(Index(flat, now_ms=now_ms()))
     # Only here: its library comes with an extra.
     from kvstore.stores.redis import RedisStore
 
-    store = RedisStore(config.store, entry_count_max=config.entry_count_max)
+    store = RedisStore(config.shared, entry_count_max=config.entries)
     loop.call(store.verify(), timeout_s=START_TIMEOUT_S)
     return store
 
@@ -247,7 +246,7 @@ def run_index(config: IndexConfig) -> None:
             refuse_taken("--metrics", *config.metrics)
         loop = LoopThread("index")
         stack.callback(loop.close)
-        replica = Replica(config.replica, config.tls, loop)
+        replica = Replica(config, loop)
         stack.callback(replica.close)
         url = ""
         if config.metrics is not None:
@@ -256,7 +255,6 @@ def run_index(config: IndexConfig) -> None:
             http.start()
             url = http.url + "/metrics"
         asked_to_stop = threading.Event()
-        store = config.replica.store
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: asked_to_stop.set())
         logs.say(
@@ -264,9 +262,9 @@ def run_index(config: IndexConfig) -> None:
             f"kvstore index ready: version={__version__} listen={replica.address}"
             f" metrics={url or 'off'}"
             f" tls={'off' if replica.insecure else 'on'}"
-            f" entries={config.replica.entry_count_max}"
-            f" store={store.place if store is not None else 'memory'}"
-            f" compiled={'yes' if is_compiled(config.replica) else 'no'}",
+            f" entries={config.entries}"
+            f" store={config.shared.place if config.shared else 'memory'}"
+            f" compiled={'yes' if is_compiled(config) else 'no'}",
         )
         asked_to_stop.wait()
     _log.info("stopped")

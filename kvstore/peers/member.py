@@ -26,7 +26,7 @@ import msgspec
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.client.tls import Tls
-from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, ReplicaConfig, TransportConfig
+from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, IndexConfig, TransportConfig
 from kvstore.config.defaults import DEFAULT_ENTRIES
 from kvstore.config.node import NodeConfig
 from kvstore.config.values import HostPort, joined
@@ -336,12 +336,14 @@ class ClusterMember:
         with contextlib.ExitStack() as stack:
             self._replica: Replica | None = None
             if config.index_listen is not None:
-                replica = ReplicaConfig(
-                    **config.index_listen._asdict(),
-                    entry_count_max=config.index_entries or DEFAULT_ENTRIES,
+                replica = IndexConfig(
+                    listen=config.index_listen,
+                    entries=config.index_entries or DEFAULT_ENTRIES,
                     option="--index-listen",
+                    plain=True,
+                    tls=tls,
                 )
-                self._replica = Replica(replica, tls, loop)
+                self._replica = Replica(replica, loop)
                 stack.callback(self._replica.close)
             self.peering: Peering | None = None
             if cluster.transport is not None:

@@ -157,7 +157,7 @@ def test_the_commands_of_a_page_parse(
             found = node_config(arguments[1:], monkeypatch).dram_bytes
             assert found in (64 * GIB, on_one_machine, automatic)
         if name == "index":
-            is_on_loopback = index_config(arguments[1:]).replica.host.startswith("127.")
+            is_on_loopback = index_config(arguments[1:]).listen.host.startswith("127.")
             assert is_on_loopback == (page == ONE_MACHINE)
 
 

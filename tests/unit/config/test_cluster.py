@@ -107,10 +107,10 @@ def test_a_store_beyond_this_machine_needs_tls(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"redis://h:6379/0 is on another machine.* use rediss:"):
         load_index_config(None, paths | {"store": "redis://h"})
     for url in ("rediss://h:1/0", "redis://127.0.0.1:1/0", "redis://[::1]:1/3"):
-        store = load_index_config(None, paths | {"store": url}).replica.store
+        store = load_index_config(None, paths | {"store": url}).shared
         assert store is not None
         assert store.place == url
-    store = load_index_config(None, STORE).replica.store
+    store = load_index_config(None, STORE).shared
     assert store is not None
     assert (store.host, store.port, store.database) == ("store.example", 6379, 1)
     (tmp_path / "password").write_text(" secret\n")
@@ -118,7 +118,7 @@ def test_a_store_beyond_this_machine_needs_tls(tmp_path: Path) -> None:
         "store": "rediss://me@h:7/2",
         "store-password-file": str(tmp_path / "password"),
     }
-    store = load_index_config(None, named).replica.store
+    store = load_index_config(None, named).shared
     assert store is not None
     assert (store.username, store.password, store.tls) == ("me", "secret", True)
     assert "secret" not in repr(store)
@@ -137,7 +137,7 @@ def test_an_index_is_told_by_yaml_too(tmp_path: Path) -> None:
     path = tmp_path / "index.yaml"
     path.write_text("listen: 127.0.0.1:0\nentries: 100000\ninsecure: true\nmetrics: off\n")
     config = load_index_config(path, {"entries": 200000})
-    assert (config.replica.port, config.replica.entry_count_max) == (0, 200000)
+    assert (config.listen.port, config.entries) == (0, 200000)
     assert (config.tls, config.metrics) == (None, None)
 
 
@@ -164,4 +164,4 @@ def test_a_client_says_whom_it_believes() -> None:
 @pytest.mark.parametrize("text", ["10M", "10000k", "10_000_000", 10_000_000])
 def test_entries_are_counted_in_millions_too(text: str | int) -> None:
     settings = {"insecure": True, "entries": text}
-    assert load_index_config(None, settings).replica.entry_count_max == 10_000_000
+    assert load_index_config(None, settings).entries == 10_000_000

@@ -503,7 +503,7 @@ def test_flags_of_every_kind_reach_the_command_line(monkeypatch: pytest.MonkeyPa
             "index": {"enabled": True, "args": {"entries": 20_000_000, "plain": True}},
         }
     )
-    assert index_config(flags(found, "index")).replica.entry_count_max == 20_000_000
+    assert index_config(flags(found, "index")).entries == 20_000_000
 
 
 def test_nothing_has_tls_in_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:

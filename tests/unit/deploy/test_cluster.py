@@ -125,7 +125,7 @@ def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Pat
         assert made.tls is not None
         assert made.tls.name_as("index") == f"kvstore-index-{number}"
         ports = {each["name"]: each["containerPort"] for each in container(found, "index")["ports"]}
-        assert (made.replica.host, made.replica.port) == (POD_IP, ports["index"])
+        assert made.listen == (POD_IP, ports["index"])
         assert made.metrics is not None
         assert (made.metrics.host, made.metrics.port) == (POD_IP, ports["metrics"])
 
@@ -157,7 +157,7 @@ def test_nodes_name_every_replica_and_no_address_of_all(
     replicas = workload(found, "index")
     assert service["spec"]["clusterIP"] == "None", "headless, or its pods have no names"
     assert replicas["spec"]["serviceName"] == service["metadata"]["name"]
-    port = index(found, 0, secrets).replica.port
+    port = index(found, 0, secrets).listen.port
     assert port in [each["port"] for each in service["spec"]["ports"]]
     its, behind = replicas["metadata"]["name"], service["metadata"]
     named = [flag for flag in flags(found, "node") if flag.startswith("--index=")]
@@ -281,7 +281,7 @@ def test_the_probes_of_the_index_reach_its_health_page(name: str) -> None:
 def test_the_index_has_room_for_its_entries(name: str, secrets: dict[str, Path]) -> None:
     found = objects(name)
     limit = parse_size(container(found, "index")["resources"]["limits"]["memory"] + "B")
-    assert index(found, 0, secrets).replica.entry_count_max * ENTRY_BYTES_MAX + GIB <= limit
+    assert index(found, 0, secrets).entries * ENTRY_BYTES_MAX + GIB <= limit
 
 
 def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:

@@ -215,7 +215,7 @@ def test_the_engine_loads_the_connector() -> None:
 def test_services_find_each_other_on_loopback() -> None:
     assert {each["network_mode"] for each in services().values()} == {"host"}
     index_flags = dict(flag.split("=", 1) for flag in given("index") if "=" in flag)
-    replica = index_config(given("index")).replica
+    replica = index_config(given("index")).listen
     assert f"{replica.host}:{replica.port}" == index_flags["--listen"] == "127.0.0.1:9470"
     for role in ("node", "router"):
         assert f"--index={index_flags['--listen']}" in given(role)

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from kvstore.config.cluster import ReplicaConfig
+from kvstore.config.cluster import IndexConfig
 from kvstore.index import holdings
 from kvstore.index.feed import ConnectRefused, Trust
 from kvstore.indexer import replica, service as index
@@ -69,9 +69,7 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
     monkeypatch.setattr(replica, "is_installed", lambda module: True)
     monkeypatch.setattr(holdings, "compiled", compiled)
     monkeypatch.setattr(replica, "now_ms", lambda: times[0])
-    config = ReplicaConfig(
-        host="127.0.0.1", port=0, entry_count_max=100_000, option="--listen", is_plain=False
-    )
+    config = IndexConfig(entries=100_000)
     with caplog.at_level("INFO"):
         store = replica._store_of(config, cast("LoopThread", None))
     answer = asyncio.run(store.match("t", SpaceId(bytes(32)), bytes(32), times[0]))

@@ -15,7 +15,8 @@ import pytest
 
 from kvstore.client.certificates import load
 from kvstore.client.index import channel
-from kvstore.config.cluster import ReplicaConfig
+from kvstore.config.cluster import IndexConfig
+from kvstore.config.values import HostPort
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
 from kvstore.indexer import replica as replica_module, service as index, shares
@@ -75,8 +76,9 @@ class Served:
         self._lab, self._stack = Lab(directory), stack
         stack.callback(self.loop.close)
         monkeypatch.setattr(replica_module, "_store_of", lambda *_: self.store)
-        config = ReplicaConfig(host="127.0.0.1", port=0, entry_count_max=1000, option="--listen")
-        self.replica = Replica(config, load(self._lab.files("index", "i")), self.loop)
+        tls = load(self._lab.files("index", "i"))
+        at = HostPort("127.0.0.1", 0)
+        self.replica = Replica(IndexConfig(listen=at, entries=1000, plain=True, tls=tls), self.loop)
         stack.callback(self.replica.close)
 
     def dial(self, name: str) -> IndexStub:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import Any, cast
 
 import pytest
 
-from kvstore.config.cluster import IndexConfig, ReplicaConfig
+from kvstore.config.cluster import IndexConfig
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.index import holdings
@@ -28,15 +27,8 @@ def test_an_address_that_is_taken_is_refused_before_the_loops_are_compiled(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as taken:
         ports = {"--listen": 0, "--metrics": 0, option: taken.getsockname()[1]}
-        config = cast("Any", object.__new__(IndexConfig))
-        config.tls, config.metrics = None, HostPort(host, ports["--metrics"])
-        config.replica = ReplicaConfig(
-            host=host,
-            port=ports["--listen"],
-            entry_count_max=1000,
-            option="--listen",
-            is_plain=False,
-        )
+        listen, metrics = (HostPort(host, ports[each]) for each in ("--listen", "--metrics"))
+        config = IndexConfig(listen=listen, metrics=metrics, entries=1000, tls=None)
         with pytest.raises(ConfigError, match=f"^{option} cannot listen on .*: the address is in"):
             run_index(config)
 

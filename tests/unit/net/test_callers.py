@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvstore.config.cluster import ReplicaConfig
+from kvstore.config.cluster import IndexConfig
+from kvstore.config.values import HostPort
 from kvstore.indexer.replica import Replica
 from kvstore.net import server
 from kvstore.net.aio import LoopThread
@@ -42,11 +43,12 @@ def is_hung_up_on(silent: socket.socket) -> bool:
 @pytest.fixture
 def replicas(loop: LoopThread) -> Iterator[Callable[[], Replica]]:
     """What starts one."""
-    config = ReplicaConfig(host="127.0.0.1", port=0, entry_count_max=100_000, option="--listen")
+    at = HostPort("127.0.0.1", 0)
+    config = IndexConfig(listen=at, entries=100_000, plain=True, tls=None)
     with ExitStack() as stack:
 
         def start() -> Replica:
-            replica = Replica(config, None, loop)
+            replica = Replica(config, loop)
             stack.callback(replica.close)
             return replica
 

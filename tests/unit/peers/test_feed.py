@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from kvstore.client.index import IndexClient, channel
-from kvstore.config.cluster import ReplicaConfig
+from kvstore.config.cluster import IndexConfig
+from kvstore.config.values import HostPort
 from kvstore.engine.events import OffersUntold
 from kvstore.errors import NodeBusy
 from kvstore.index.feed import Trust
@@ -60,10 +61,9 @@ class World:
         self.client = IndexClient([self.replica.address], insecure=True, timeout_s=5)
 
     def start(self, port: int) -> Replica:
-        config = ReplicaConfig(
-            host="127.0.0.1", port=port, entry_count_max=100_000, option="--listen"
-        )
-        return Replica(config, None, self.loop)
+        at = HostPort("127.0.0.1", port)
+        config = IndexConfig(listen=at, entries=100_000, plain=True, tls=None)
+        return Replica(config, self.loop)
 
     def ask(self, row: int) -> Slice:
         if self.busy:
