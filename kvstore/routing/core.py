@@ -299,7 +299,8 @@ class RouterCore:
         opened.is_held = False
         opened.attempt += 1
         opened.routed_ns, opened.placement = now_ns, placed
-        role = self.legs.sent(opened, placed, now_ns)
+        self.legs.sent(opened, placed, now_ns)
+        role = self.fleet.workers[self.fleet.row_of[placed.prefill_worker or placed.worker]].role
         self.gauges.add(opened.pool, role, placed.work_s, now_ns)
         is_remote = bool(placed.prefill_worker)
         self.planner.prefill_sent(opened.pool, placed.work_s, is_remote=is_remote)
@@ -356,7 +357,7 @@ class RouterCore:
     def _prefill_done(self, opened: OpenRequest, event: its.PrefillDone, now_ns: int) -> None:
         if opened.placement is not None:
             self.blame.prefilled(opened, event, now_ns)
-            self.legs.prefilled(opened, now_ns)
+            self.legs.prefilled(opened.placement, now_ns)
 
     def _first_token(self, opened: OpenRequest, event: its.FirstToken, now_ns: int) -> None:
         placed = opened.placement
@@ -364,7 +365,7 @@ class RouterCore:
             return
         opened.has_begun = True
         opened.outcome.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
-        self.legs.began(opened, now_ns)
+        self.legs.began(opened, placed, now_ns)
         self.blame.begun(opened, event, now_ns)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
         computed = placed.prefill_worker or placed.worker

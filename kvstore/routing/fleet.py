@@ -14,7 +14,9 @@ Does not cover: which worker is chosen (`decide`), prefixes (`features`), health
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -51,8 +53,8 @@ class Fleet:
         self.workers: list[WorkerState] = []
         self.row_of: dict[str, int] = {}
         self.columns: Floats = np.zeros((len(FleetColumn), _ROWS_MIN))
-        self.flights: dict[str, Flight] = {}
-        """Flight id → flight."""
+        self.flights: dict[Flight, None] = {}
+        """Flights under way, in the order in which they were sent."""
         self._shared: dict[str, tuple[SharedLoad, ...]] = {}
         self._crews: dict[tuple[str, bool], Crew] = {}
         """(pool, whether for remote prefills) → workers; made anew when workers change."""
@@ -60,10 +62,11 @@ class Fleet:
         """Workers that are not fine, whose keys differ, or that failed since they last answered."""
         self._news: dict[str, None] = {}
         """Workers whose state for operators may have changed since `take_changes`."""
-        self._quiet: list[tuple[int, str]] = []
-        """Heap of (predicted first token in ns, flight), for responses that hide the
-        first token.
+        self._quiet: list[tuple[int, int, Flight]] = []
+        """Heap of (predicted first token in ns, number, flight), for responses that hide the first
+        token.
         """
+        self._numbers = itertools.count()
         self.version = 0
         """Counts joins and departures: what depends on rows is made anew."""
 
@@ -112,8 +115,8 @@ class Fleet:
         if row is None:
             return
         self.doubtful.discard(worker)
-        for name in [name for name, flight in self.flights.items() if flight.worker == worker]:
-            self.ended(name, 0)
+        for flight in [each for each in self.flights if each.worker == worker]:
+            self.ended(flight, 0)
         last = len(self.workers) - 1
         if row != last:
             self.workers[row] = self.workers[last]
@@ -262,9 +265,9 @@ class Fleet:
         every = self.crew(pool, prefill=True).rows.tolist()
         return Crew([n for n in every if self.workers[n].spec.role is WorkerRole.ANY], self.workers)
 
-    def sent(self, name: str, flight: Flight) -> None:
-        """Count a flight, with this id, at the worker that it is sent to."""
-        assert name not in self.flights
+    def sent(self, flight: Flight) -> None:
+        """Count a flight at the worker that it is sent to."""
+        assert flight not in self.flights
         worker, now_ns = flight.worker, flight.sent_ns
         row = self.row_of[worker]
         state = self.workers[row]
@@ -278,10 +281,9 @@ class Fleet:
         if not queue:
             column[FleetColumn.HEAD_S] = flight.work_s
             column[FleetColumn.HEAD_NS] = now_ns
-        queue[name] = flight
-        self.flights[name] = flight
+        queue[flight] = self.flights[flight] = None
         if flight.begins_ns is not None:
-            heapq.heappush(self._quiet, (flight.begins_ns, name))
+            heapq.heappush(self._quiet, (flight.begins_ns, next(self._numbers), flight))
         column[FleetColumn.QUEUED] += 1
         column[FleetColumn.WORK_S] += flight.work_s
         column[FleetColumn.NEED_TOKENS] += flight.tokens
@@ -290,19 +292,17 @@ class Fleet:
     def pass_time(self, now_ns: int) -> None:
         """Count flights whose predicted first token is due as begun."""
         while self._quiet and self._quiet[0][0] <= now_ns:
-            begins_ns, name = heapq.heappop(self._quiet)
-            flight = self.flights.get(name)
-            if flight is not None and flight.begins_ns == begins_ns:  # else an earlier attempt
-                self.began(name, now_ns)
+            self.began(heapq.heappop(self._quiet)[2], now_ns)
 
-    def began(self, flight_id: str, now_ns: int) -> None:
-        """A flight got its first token: its prefill is done, and it streams."""
-        flight = self.flights.get(flight_id)
-        if flight is None or flight.has_begun:
+    def began(self, flight: Flight, now_ns: int) -> None:
+        """A flight got its first token: its prefill is done, and it streams; nothing if it has
+        ended.
+        """
+        if flight not in self.flights or flight.has_begun:
             return
         flight.has_begun = True
         row = self.row_of[flight.worker]
-        self._leave_queue(row, flight_id, now_ns)
+        self._leave_queue(row, flight, now_ns)
         column = self.columns[:, row]
         column[FleetColumn.STREAMS] += 1
         age_s = (now_ns - column[FleetColumn.YOUNG_NS]) / NS_PER_S
@@ -310,28 +310,30 @@ class Fleet:
         column[FleetColumn.YOUNG_NS] = now_ns
         column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
 
-    def ended(self, flight_id: str, now_ns: int) -> None:
-        """A flight is not at its worker any more; no error if it never was."""
-        flight = self.flights.pop(flight_id, None)
-        row = None if flight is None else self.row_of.get(flight.worker)
-        if flight is None or row is None:
+    def ended(self, flight: Flight, now_ns: int) -> None:
+        """A flight is not at its worker any more; no error if it was not."""
+        if flight not in self.flights:
+            return
+        del self.flights[flight]
+        row = self.row_of.get(flight.worker)
+        if row is None:
             return
         if flight.has_begun:
             self.columns[FleetColumn.STREAMS, row] -= 1
         else:
-            self._leave_queue(row, flight_id, now_ns)
+            self._leave_queue(row, flight, now_ns)
         self.workers[row].left_ns.append(now_ns)
         column = self.columns[:, row]
         column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
         if flight.sent_ns >= self.workers[row].reported_ns:
             column[FleetColumn.NEED_TOKENS] -= flight.tokens
 
-    def _leave_queue(self, row: int, flight_id: str, now_ns: int) -> None:
+    def _leave_queue(self, row: int, flight: Flight, now_ns: int) -> None:
         queue, column = self.workers[row].queue, self.columns[:, row]
-        work_s = queue.pop(flight_id).work_s
+        del queue[flight]
         column[FleetColumn.QUEUED] -= 1
-        column[FleetColumn.WORK_S] = column[FleetColumn.WORK_S] - work_s if queue else 0.0
-        column[FleetColumn.HEAD_S] = next((each.work_s for each in queue.values()), 0.0)
+        column[FleetColumn.WORK_S] = column[FleetColumn.WORK_S] - flight.work_s if queue else 0.0
+        column[FleetColumn.HEAD_S] = next((each.work_s for each in queue), 0.0)
         column[FleetColumn.HEAD_NS] = now_ns
 
     def scraped(self, event: Scraped, now_ns: int) -> None:
@@ -347,15 +349,15 @@ class Fleet:
         if sample.memory_used is not None:
             column[FleetColumn.USED] = sample.memory_used
             column[FleetColumn.NEED_TOKENS] = sum(
-                self.flights[name].tokens for name in self._sent_since(event.worker, asked_ns)
+                flight.tokens for flight in self._sent_since(event.worker, asked_ns)
             )
             state.reported_ns = asked_ns
         waiting, running = sample.waiting, sample.running
         if waiting is None or running is None:
             return  # not said is not 0: what was known grows old
         if not waiting:
-            for name in [n for n, each in state.queue.items() if each.is_quiet_before(asked_ns)]:
-                self.began(name, now_ns)
+            for flight in [each for each in state.queue if each.is_quiet_before(asked_ns)]:
+                self.began(flight, now_ns)
         # Its own queue is the truth: own requests that count as begun may still be in it.
         column[FleetColumn.WAITING] = waiting
         own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
@@ -367,15 +369,10 @@ class Fleet:
         column[FleetColumn.OTHER_STREAMS] = max(0.0, waiting + running - known)
         column[FleetColumn.SCRAPED_NS] = now_ns
 
-    def _sent_since(self, worker: str, since_ns: int) -> list[str]:
+    def _sent_since(self, worker: str, since_ns: int) -> Iterator[Flight]:
         """Flights at a worker that were sent at a moment or after it."""
-        found = []
-        for name, flight in reversed(self.flights.items()):
-            if flight.sent_ns < since_ns:
-                break
-            if flight.worker == worker:
-                found.append(name)
-        return found
+        late = itertools.takewhile(lambda each: each.sent_ns >= since_ns, reversed(self.flights))
+        return (flight for flight in late if flight.worker == worker)
 
     def in_flight(self, worker: str) -> int:
         """Own requests at a worker; 0: it has left."""
@@ -386,7 +383,7 @@ class Fleet:
     def loads(self) -> tuple[SharedLoad, ...]:
         """Load of own flights, by worker."""
         sums: dict[str, tuple[float, int]] = {}
-        for flight in self.flights.values():
+        for flight in self.flights:
             tokens, streams = sums.get(flight.worker, (0.0, 0))
             if flight.has_begun:
                 sums[flight.worker] = tokens, streams + 1

@@ -32,7 +32,6 @@ from kvstore.routing.placing import Placer
 from kvstore.routing.pressure import Rung
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.rows import MODELS_MAX, FleetColumn, Flight
-from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S
 
 # ── flights ───────────────────────────────────────────────────────────────────────────────────────
@@ -43,9 +42,6 @@ from kvstore.units import NS_PER_S
 #
 # Rule: each leg is a flight of the fleet, and leaves it exactly once.
 
-_PREFILL: Final = "\0prefill"
-_RACE: Final = "\0race"
-
 
 class Legs:
     """Flights of the legs of requests."""
@@ -53,55 +49,54 @@ class Legs:
     def __init__(self, fleet: Fleet, placer: Placer) -> None:
         self._fleet, self._placer = fleet, placer
 
-    def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> WorkerRole:
-        """An attempt begins. Returns the role of the worker that computes the prompt."""
-        opened.flight = opened.request_id
-        self._fly(opened, opened.flight, _decode_leg(opened, placed, now_ns))
+    def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
+        """An attempt begins: its legs count at their workers, and in the tree of what was sent."""
+        request = opened.request
+        placed.legs = (_decode_leg(opened, placed, now_ns),)
         if placed.prefill_worker:
-            its = placed.prefill_worker, placed.work_s, opened.request.prompt_tokens
-            self._fly(opened, opened.flight + _PREFILL, Flight(*its, now_ns, placed.uncached))
-        computes = placed.prefill_worker or placed.worker
-        return self._fleet.workers[self._fleet.row_of[computes]].role
-
-    def _fly(self, opened: OpenRequest, name: str, flight: Flight) -> None:
-        self._fleet.sent(name, flight)
-        tree, step = self._placer.tree, opened.request.key_step
-        for keys in opened.request.chains:
-            tree.insert(keys, flight.worker, flight.sent_ns, step=step)
+            its = placed.prefill_worker, placed.work_s, request.prompt_tokens
+            placed.legs += (Flight(*its, now_ns, placed.uncached),)
+        for flight in placed.legs:
+            self._fleet.sent(flight)
+            for keys in request.chains:
+                self._placer.tree.insert(keys, flight.worker, now_ns, step=request.key_step)
 
     def raced(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
         """A second attempt begins beside the first."""
         assert opened.race is None, "at most one race at a time"
         opened.race = placed
         opened.outcome.raced_s = (now_ns - opened.routed_ns) / NS_PER_S
-        self._fly(opened, opened.request_id + _RACE, _decode_leg(opened, placed, now_ns))
+        self.sent(opened, placed, now_ns)
 
     def race_over(self, opened: OpenRequest, loser: str, now_ns: int) -> None:
         """One of two attempts has ended; the other is from now on the request's only one."""
-        first, second = opened.placement, opened.race
+        first, second, outcome = opened.placement, opened.race, opened.outcome
         assert first is not None
         assert second is not None
-        name, outcome = opened.request_id, opened.outcome
+        left, gone = first, second
         if loser == first.worker:
-            left, gone, over = second, first, opened.flight
-            opened.flight = name + _RACE
+            left, gone = msgspec.structs.replace(second, draft=first.draft), first
             opened.routed_ns += int((outcome.raced_s or 0.0) * NS_PER_S)
-            opened.placement = msgspec.structs.replace(second, draft=first.draft)
-        else:
-            left, gone, over = first, second, name + _RACE
-        self._fleet.ended(over, now_ns)
-        self._placer.withdraw(opened.request, gone)
-        opened.race = None
+        opened.placement, opened.race = left, gone
+        self._end_race(opened, now_ns)
         outcome.race_winner, outcome.race_loser = left.worker, gone.worker
 
-    def began(self, opened: OpenRequest, now_ns: int) -> None:
-        """The first token came: the prefill leg is over, and the decode leg streams."""
-        self.prefilled(opened, now_ns)
-        self._fleet.began(opened.flight, now_ns)
+    def _end_race(self, opened: OpenRequest, now_ns: int) -> None:
+        """End the attempt beside the request's placement, if there is one."""
+        gone, opened.race = opened.race, None
+        if gone is not None:
+            self._fleet.ended(gone.legs[0], now_ns)
+            self._placer.withdraw(opened.request, gone)
 
-    def prefilled(self, opened: OpenRequest, now_ns: int) -> None:
+    def began(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
+        """The first token came: the prefill leg is over, and the decode leg streams."""
+        self.prefilled(placed, now_ns)
+        self._fleet.began(placed.legs[0], now_ns)
+
+    def prefilled(self, placed: Placement, now_ns: int) -> None:
         """The prefill leg is over."""
-        self._fleet.ended(opened.request_id + _PREFILL, now_ns)
+        for flight in placed.legs[1:]:
+            self._fleet.ended(flight, now_ns)
 
     def learn_hits(self, opened: OpenRequest, served_by: str) -> None:
         """A request is over: learn how the cached tokens that its worker reported compare with
@@ -120,16 +115,9 @@ class Legs:
 
     def ended(self, opened: OpenRequest, now_ns: int) -> None:
         """End all legs of a request."""
-        for flight in self._flights(opened):
+        for flight in opened.placement.legs if opened.placement is not None else ():
             self._fleet.ended(flight, now_ns)
-        if opened.race is not None:
-            self._placer.withdraw(opened.request, opened.race)
-            opened.race = None
-
-    @staticmethod
-    def _flights(opened: OpenRequest) -> tuple[str, ...]:
-        name = opened.request_id
-        return (name, name + _PREFILL, name + _RACE)
+        self._end_race(opened, now_ns)
 
 
 def _decode_leg(opened: OpenRequest, placed: Placement, now_ns: int) -> Flight:
@@ -242,7 +230,7 @@ class Races:
 
 
 def _name(opened: OpenRequest, placed: Placement) -> str:
-    return opened.service + _PREFILL * bool(placed.prefill_worker)
+    return opened.service + "\0prefill" * bool(placed.prefill_worker)
 
 
 def _is_free(placed: Placement, waited_s: float) -> bool:

@@ -440,5 +440,5 @@ class Placer:
         return reason, prefillers
 
     def _busy(self, prefiller: str) -> tuple[int, float]:
-        queue = self.fleet.workers[self.fleet.row_of[prefiller]].queue.values()
+        queue = self.fleet.workers[self.fleet.row_of[prefiller]].queue
         return len(queue), max((flight.uncached for flight in queue), default=0.0)

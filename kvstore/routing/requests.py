@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.routing.models import ModelSide
 from kvstore.routing.receipts import ReceiptDraft, RouteOutcome
-from kvstore.routing.rows import Floats
+from kvstore.routing.rows import Flight, Floats
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import RouteRequest
 
@@ -42,8 +42,6 @@ class OpenRequest(msgspec.Struct):
     was_held: bool = False
     routed_ns: int = 0
     placement: Placement | None = None
-    flight: str = ""
-    """Id of the flight under which `placement` is counted at its worker."""
     race: Placement | None = None
     """The second attempt of a race, beside `placement`."""
     is_late: bool = False
@@ -109,3 +107,5 @@ class Placement(msgspec.Struct):
     has_others: bool
     """Whether another worker could take the request."""
     draft: ReceiptDraft | None = None
+    legs: tuple[Flight, ...] = ()
+    """Flights by which it counts at its workers, once it is sent: decode leg, prefill leg."""

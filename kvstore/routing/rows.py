@@ -200,7 +200,7 @@ NEVER_NS: Final = -1e15
 AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
 
 
-class Flight(msgspec.Struct):
+class Flight(msgspec.Struct, eq=False):
     """A leg of a request at a worker, and the load that it brings there."""
 
     worker: str
@@ -241,7 +241,7 @@ class WorkerState:
         self.adapters = frozenset(spec.adapters)
         self.without_media = set[str]()
         """Models that take no images, audio or video there, by the engine's own word."""
-        self.queue: dict[str, Flight] = {}
+        self.queue: dict[Flight, None] = {}
         """Flights before their first token, in the order in which they were sent."""
         self.request_count = self.failure_count = 0
         """Attempts that were sent there, and that failed there."""

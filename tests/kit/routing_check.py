@@ -9,9 +9,8 @@ from kvstore.routing.ahead import HEAT_MAX, PINS_MAX, STAYS_MAX, Ahead, PromptPi
 from kvstore.routing.core import RouterCore
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import LEAST, MOST, TermWeights
-from kvstore.routing.legs import _RACE, Legs
 from kvstore.routing.requests import OpenRequest
-from kvstore.routing.rows import FleetColumn
+from kvstore.routing.rows import FleetColumn, Flight
 from kvstore.routing.split import PrefillLanes
 from kvstore.routing.tree import _ALL, _YOUNG, ApproximateTree
 from kvstore.routing.waiting import _SLACK, TENANTS_MAX, WaitingRoom
@@ -29,12 +28,12 @@ def check(core: RouterCore) -> None:
     _check_stays(core.stays)
     for name, opened in core.open.items():
         assert opened.is_held == (name in core.room.entries)
-        is_sent = not core.fleet.flights.keys().isdisjoint(core.legs._flights(opened))
+        is_sent = not core.fleet.flights.keys().isdisjoint(legs_of(opened))
         assert not (opened.is_held and is_sent)
     assert core.room.entries.keys() <= core.open.keys()
     for lanes in core.placer.lanes.values():
         check_lanes(lanes)
-    _check_legs(core.legs, core.open)
+    _check_legs(core.fleet, core.open)
 
 
 def check_fleet(fleet: Fleet) -> None:
@@ -42,15 +41,15 @@ def check_fleet(fleet: Fleet) -> None:
     assert fleet.row_of == {w.spec.worker: row for row, w in enumerate(fleet.workers)}
     for row, state in enumerate(fleet.workers):
         name, column = state.spec.worker, fleet.columns[:, row]
-        here = {k: f for k, f in fleet.flights.items() if f.worker == name}
-        queued = {k: f for k, f in here.items() if not f.has_begun}
-        assert state.queue == queued
+        here = [f for f in fleet.flights if f.worker == name]
+        queued = [f for f in here if not f.has_begun]
+        assert list(state.queue) == queued
         assert column[FleetColumn.QUEUED] == len(queued)
         assert column[FleetColumn.STREAMS] == len(here) - len(queued)
-        late = [f.tokens for f in here.values() if f.sent_ns >= state.reported_ns]
+        late = [f.tokens for f in here if f.sent_ns >= state.reported_ns]
         assert column[FleetColumn.NEED_TOKENS] == sum(late)
-        assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued.values())) < 1e-6
-    assert all(flight.worker in fleet.row_of for flight in fleet.flights.values())
+        assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued)) < 1e-6
+    assert all(flight.worker in fleet.row_of for flight in fleet.flights)
 
 
 def check_tree(tree: ApproximateTree) -> None:
@@ -92,14 +91,17 @@ def _check_room(room: WaitingRoom) -> None:
     assert +room._by_pool == Counter(e.pool for e in room.entries.values())
 
 
-def _check_legs(legs: Legs, requests: Mapping[str, OpenRequest]) -> None:
+def legs_of(opened: OpenRequest) -> list[Flight]:
+    """Flights of a request, of both attempts of a race."""
+    placements = [each for each in (opened.placement, opened.race) if each is not None]
+    return [flight for placed in placements for flight in placed.legs]
+
+
+def _check_legs(fleet: Fleet, requests: Mapping[str, OpenRequest]) -> None:
     """Raises AssertionError if a flight belongs to no request."""
-    flights = {name.partition("\0")[0] for name in legs._fleet.flights}
-    assert flights <= requests.keys()
-    for opened in requests.values():
-        flight = opened.request_id + _RACE
-        is_racing = opened.race is not None or opened.flight == flight
-        assert is_racing or flight not in legs._fleet.flights
+    legs = [flight for opened in requests.values() for flight in legs_of(opened)]
+    assert fleet.flights.keys() <= set(legs)
+    assert len(legs) == len(set(legs))
 
 
 def _check_ahead(ahead: Ahead) -> None:

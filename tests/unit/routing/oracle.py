@@ -369,8 +369,10 @@ class Oracle:
         """At its worker, as the core has to see it."""
         if name in self.begun or self.requests[name].is_streamed:
             return name in self.begun
-        flight = self.core.fleet.flights.get(self.core.open[name].flight)
-        if flight is None:  # its worker has left
+        placement = self.core.open[name].placement
+        assert placement is not None
+        flight = placement.legs[0]
+        if flight not in self.core.fleet.flights:  # its worker has left
             return False
         tried = self.tried[name]
         if name not in self.race_count:

@@ -172,7 +172,7 @@ def test_a_prompt_counts_as_no_more_than_the_longest_context_of_its_pool() -> No
     assert counted(core, 1_000_000, answer(hbm(0, 700))) == 9000
     receipt = routed(arrive(core, request("r", 100_000))).draft.receipt()
     assert receipt.predicted_s == pytest.approx(1.3, abs=0.3)
-    assert core.fleet.flights["r"].tokens == 9000 + 256
+    assert [flight.tokens for flight in core.fleet.flights] == [9000 + 256]
     assert counted(core_of(long, spec(1)), 1_000_000) == 1_000_000, "one is not known"
 
 

@@ -64,7 +64,7 @@ def test_a_late_request_gets_a_second_worker_and_the_first_answer_counts() -> No
     assert len(core.fleet.flights) == 2
     core.step(RaceOver("r", first.worker), 2 * S)
     check(core)
-    assert [flight.worker for flight in core.fleet.flights.values()] == [second.worker]
+    assert [flight.worker for flight in core.fleet.flights] == [second.worker]
     core.step(FirstToken("r"), 2 * S)
     core.step(RequestEnded("r", Ending.DONE), 3 * S)
     check(core)
@@ -83,7 +83,7 @@ def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     lost, left = (first, second) if is_first else (second, first)
     core.step(RaceOver("r", lost.worker, Fault(Failure.BROKEN)), 2 * S)
     check(core)
-    assert [flight.worker for flight in core.fleet.flights.values()] == [left.worker]
+    assert [flight.worker for flight in core.fleet.flights] == [left.worker]
     third = routed(turn(core, fail("r"), 2 * S)[0])
     assert third.worker not in (first.worker, second.worker)
     assert not third.may_race, "one race a request"

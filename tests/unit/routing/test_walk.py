@@ -13,8 +13,9 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Scraped
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs import Blame, Legs
-from kvstore.routing.rows import FleetColumn, WorkerHealth
+from kvstore.routing.rows import FleetColumn, Flight, WorkerHealth
 from kvstore.routing.split import PrefillLanes
+from kvstore.routing.values import WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from tests.amounts import amount, covered
 from tests.kit.planted import Patch, instead_of
@@ -136,8 +137,7 @@ def unstreamed_ones_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 def flights_of_races_leak(real: Any, self: Legs, opened: Any, loser: str, now_ns: int) -> None:
     flights = dict(self._fleet.flights)
     real(self, opened, loser, now_ns)
-    lost = flights.keys() - self._fleet.flights.keys()
-    self._fleet.flights |= {name: flights[name] for name in lost}
+    self._fleet.flights |= flights
 
 
 @instead_of(Blame, "failed")
@@ -156,17 +156,18 @@ def reported_needs_are_subtracted_again(
 
 
 @instead_of(Fleet, "ended")
-def prefill_flight_leaks(real: Any, self: Fleet, flight: str, now_ns: int) -> None:
-    if "\0" not in flight:
+def prefill_flight_leaks(real: Any, self: Fleet, flight: Flight, now_ns: int) -> None:
+    state = self.state(flight.worker)
+    if state is None or state.role is not WorkerRole.PREFILL:
         real(self, flight, now_ns)
 
 
 @instead_of(Fleet, "ended")
-def streams_are_not_counted_down(real: Any, self: Fleet, flight: str, now_ns: int) -> None:
-    known = self.flights.get(flight)
+def streams_are_not_counted_down(real: Any, self: Fleet, flight: Flight, now_ns: int) -> None:
+    was_known = flight in self.flights
     real(self, flight, now_ns)
-    if known is not None and known.has_begun and known.worker in self.row_of:
-        self.columns[FleetColumn.STREAMS, self.row_of[known.worker]] += 1
+    if was_known and flight.has_begun and flight.worker in self.row_of:
+        self.columns[FleetColumn.STREAMS, self.row_of[flight.worker]] += 1
 
 
 @instead_of(Fleet, "leave")
