@@ -27,9 +27,12 @@ from kvstore.routing.events import (
     AbandonWorker,
     Arrived,
     Ending,
+    Fault,
     FirstToken,
     Late,
+    Leg,
     LegFailed,
+    PrefillDone,
     Raced,
     Rejected,
     RequestEnded,
@@ -156,8 +159,12 @@ class RoutedLife(msgspec.Struct):
             await self.dispatcher.workers.read_again(model, is_taken=bool(models.any_pools))
         return self._decided(await self.dispatcher.ask(Arrived(request)))
 
-    async def failed(self, failed: LegFailed) -> Routed | Rejected:
-        """A leg of the request failed. Returns the next decision."""
+    async def failed(
+        self, leg: Leg, fault: Fault, *, has_streamed: bool = False, is_claim: bool = False
+    ) -> Routed | Rejected:
+        """A leg of the request failed, as `LegFailed`. Returns the next decision."""
+        assert self.routed is not None
+        failed = LegFailed(self.routed.request_id, leg, fault, has_streamed, is_claim)
         self.routed = None
         return self._decided(await self.dispatcher.ask(failed))
 
@@ -176,11 +183,18 @@ class RoutedLife(msgspec.Struct):
         if self.routed is not None:
             self.dispatcher.note(FirstToken(self.routed.request_id, served_by))
 
-    def end(self, ended: RequestEnded) -> None:
-        """The request is over; no error if it is already."""
-        worker = self.worker
+    def prefilled(self, fault: Fault | None) -> None:
+        """The remote prefill is over, as `PrefillDone`."""
         if self.routed is not None:
+            self.dispatcher.note(PrefillDone(self.routed.request_id, fault))
+
+    def end(
+        self, end: Ending, cached: int | None = None, made: int = 0, *, by: str = "", why: str = ""
+    ) -> None:
+        """The request is over, as `RequestEnded`; no error if it is already."""
+        worker, routed = self.worker, self.routed
+        if routed is not None:
             self.routed = None
             if worker is not None:
                 worker.has_served = True
-            self.dispatcher.note(ended)
+            self.dispatcher.note(RequestEnded(routed.request_id, end, cached, made, by, why))

@@ -34,7 +34,7 @@ from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
 from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
 from kvstore.router.front.proxy import new_id, tokens_of
-from kvstore.routing.events import Ending, Rejected, RequestEnded
+from kvstore.routing.events import Ending, Rejected
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -231,10 +231,10 @@ class _Stream:
 
     def close(self) -> None:
         """The stream is over, and so is the request: report its end to the core."""
-        picker, routed = self._picker, self._life.routed
+        picker = self._picker
         picker.bodies.left += self._size
         self._size = 0
-        if routed is None:
+        if self._life.routed is None:
             return
         is_elsewhere = bool(self._served_by)
         picker.counts["elsewhere"] += is_elsewhere
@@ -246,8 +246,7 @@ class _Stream:
         if is_elsewhere:
             why = f"Envoy was served by {self._served}"
         cached, _, made = tokens_of(self._tail)
-        ended = RequestEnded(routed.request_id, ending, cached, made, self._served_by, why)
-        self._life.end(ended)
+        self._life.end(ending, cached, made, by=self._served_by, why=why)
 
 
 def _headers(found: pb.HeaderMap) -> CIMultiDict[str]:

@@ -29,16 +29,7 @@ from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.intake import NAME_BYTES_MAX, output_tokens, session_of
 from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, Prefixes, predicted_tokens
 from kvstore.router.picker import SERVICE, Picker
-from kvstore.routing.events import (
-    Ending,
-    Failure,
-    Fault,
-    Leg,
-    LegFailed,
-    Rejected,
-    RequestEnded,
-    Routed,
-)
+from kvstore.routing.events import Ending, Failure, Fault, Leg, Rejected, Routed
 from kvstore.routing.values import Prefix, RouteRequest
 from kvstore.types import KEY_BYTES
 
@@ -94,24 +85,20 @@ class RouteService(RouterServicer):
             text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         self._streams[caller] += 1
-        life, request_id = RoutedLife(self._dispatcher), f"rpc-{secrets.token_hex(8)}"
-        found = self._decisions(request_iterator, context, life, request_id)
+        life = RoutedLife(self._dispatcher)
+        found = self._decisions(request_iterator, context, life)
         try:
             async with aclosing(found) as decisions:
                 async for decision in decisions:
                     yield decision
         finally:
-            life.end(RequestEnded(request_id, Ending.ABORTED))
+            life.end(Ending.ABORTED)
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]
 
     async def _decisions(
-        self,
-        words: AsyncIterator[pb.RouteWord],
-        context: Context,
-        life: RoutedLife,
-        request_id: str,
+        self, words: AsyncIterator[pb.RouteWord], context: Context, life: RoutedLife
     ) -> AsyncGenerator[pb.Decision]:
         request: RouteRequest | None = None
         while True:
@@ -122,19 +109,16 @@ class RouteService(RouterServicer):
                 case "ask" if request is None:
                     if why := _fault(word.ask):
                         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-                    request = _request(word.ask, request_id, await self._prefix(word.ask))
+                    name, prefix = f"rpc-{secrets.token_hex(8)}", await self._prefix(word.ask)
+                    request = _request(word.ask, name, prefix)
                     decision = await life.enter(request)
                 case "failed" if life.routed is not None:
                     if (worker := life.worker) is not None:
                         self._suspected(worker)
+                    fault = Fault(Failure.BROKEN)  # costs nothing of the retries of all
+                    has_streamed = word.failed.has_streamed
                     decision = await life.failed(
-                        LegFailed(
-                            request_id,
-                            Leg.DECODE,
-                            Fault(Failure.BROKEN),  # costs nothing of the retries of all
-                            word.failed.has_streamed,
-                            is_claim=True,
-                        )
+                        Leg.DECODE, fault, has_streamed=has_streamed, is_claim=True
                     )
                 case "first" if life.routed is not None:
                     life.first()
@@ -143,7 +127,7 @@ class RouteService(RouterServicer):
                     done = word.done
                     cached = done.cached_tokens if done.HasField("cached_tokens") else None
                     ending = Ending.REFUSED if done.is_refused else Ending.DONE
-                    life.end(RequestEnded(request_id, ending, cached, done.output_tokens))
+                    life.end(ending, cached, done.output_tokens)
                     return
                 case _:
                     text = "a stream is Ask first, then about its request"

@@ -44,6 +44,7 @@ from kvstore.router.engines.failures import (
     LegFailure,
     NoConnection,
     fault_of,
+    unreached,
     why_no_connection,
 )
 from kvstore.router.engines.workers import Worker
@@ -599,8 +600,7 @@ class Attempt(msgspec.Struct, eq=False):
                 self.has_answered = True
             is_kept = await self._pass_on(connection, more)
         except NoConnection as error:
-            why = f"no connection: {error}"
-            raise LegFailure(Failure.CONNECT, why, is_gone=error.is_gone) from None
+            raise unreached(error) from None
         else:
             self.is_whole = True
             return is_kept

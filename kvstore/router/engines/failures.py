@@ -37,16 +37,16 @@ _LACKS: Final = {
 }
 
 
-class NoConnection(Exception):
-    """The engine cannot be reached; says why in one clause. `is_gone`: nothing listens there."""
+class NoAnswer(Exception):
+    """The answer broke off, or is no HTTP; says why in one clause."""
+
+
+class NoConnection(NoAnswer):
+    """The engine cannot be reached. `is_gone`: nothing listens there."""
 
     def __init__(self, why: str, *, is_gone: bool) -> None:
         super().__init__(why)
         self.is_gone = is_gone
-
-
-class NoAnswer(Exception):
-    """The answer broke off, or is no HTTP; says why in one clause."""
 
 
 def why_no_connection(error: OSError) -> str:
@@ -81,6 +81,12 @@ class LegFailure(Exception):
         self.leg, self.is_gone = leg, is_gone
         self.worker = ""
         """Name of the worker that it was sent to; empty: none."""
+
+
+def unreached(error: NoConnection, leg: Leg = Leg.DECODE) -> LegFailure:
+    """Failure of a leg whose engine cannot be reached."""
+    why = f"no connection: {error}"
+    return LegFailure(Failure.CONNECT, why, leg=leg, is_gone=error.is_gone)
 
 
 class Beaten(Exception):

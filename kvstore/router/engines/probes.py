@@ -374,7 +374,7 @@ class Probes:
                     why = f"{kind.health}: status {found.status}"
                     self._note(Probed(worker.name, ProbeResult.UNWELL, why))
                     return
-        except (NoConnection, NoAnswer) as error:
+        except NoAnswer as error:
             self._note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
             return
         worker.heard_s = loop.time()
@@ -397,9 +397,7 @@ class Probes:
                 return found.body
             why = f"status {found.status}"
         except NoAnswer as error:
-            why = str(error)
-        except NoConnection as error:
-            if not kind.port:
+            if isinstance(error, NoConnection) and not kind.port:
                 raise
             why = str(error)
         worker.unread_count += 1
@@ -461,7 +459,7 @@ class Probes:
             async with asyncio.timeout(MODELS_S):
                 found = await self._get(worker, "/v1/models")
             rows = _models.decode(found.body).data[:MODELS_MAX]
-        except (NoConnection, NoAnswer, TimeoutError, msgspec.MsgspecError):
+        except (NoAnswer, TimeoutError, msgspec.MsgspecError):
             return  # healthy all the same, or known by its probes
         bases = {row.id for row in rows}
         adapters = {r.id: (r.parent, r.root or "") for r in rows if r.parent in bases}

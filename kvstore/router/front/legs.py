@@ -26,10 +26,11 @@ from kvstore.router.engines.failures import (
     NoAnswer,
     NoConnection,
     fault_of,
+    unreached,
 )
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.intake import fields_of
-from kvstore.routing.events import Failure, Leg
+from kvstore.routing.events import Failure, Fault, Leg
 from kvstore.wire.requests import DecodePart, read_transfer
 
 _T = TypeVar("_T")
@@ -49,14 +50,14 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 PARAMETERS: Final = "kv_transfer_params"
 DEPTH_MAX: Final = 8
 """Deeper nested parameters decode in one engine and fail in the next."""
+USELESS: Final = (
+    "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
+    " its node"
+)
 _NULL: Final = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens", "n", "best_of")
 _OF_ANSWERS: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", PARAMETERS)
 """Keys of a body that are dropped for the prefill engine, which has no use for them."""
-
-
-class PrefillRefused(Exception):
-    """The prefiller answered 4xx or 501; the answer of the engine that decodes counts instead."""
 
 
 def ahead(prefiller: Worker, decoder: Worker, transfer: str) -> dict[str, Any] | None:
@@ -84,12 +85,10 @@ async def prefilled(
     path: str,
     headers: list[tuple[str, str]],
     body: bytes,
-) -> dict[str, Any] | None:
-    """Send the request to a prefiller. Returns the parameters in its answer; None: it gave none.
-
-    Raises:
-        LegFailure: the prefiller failed.
-        PrefillRefused: it refused the request.
+) -> dict[str, Any] | Fault:
+    """Send the request to a prefiller. Returns the parameters in its answer, or why the engine that
+    decodes computes the prompt and answers: it refused the request with 4xx or 501 (REFUSED), or
+    gave no parameters. Raises LegFailure: the prefiller failed.
     """
     limit = asyncio.timeout(None)
 
@@ -108,8 +107,7 @@ async def prefilled(
     except TimeoutError:
         raise LegFailure(Failure.SILENT, "the prefiller is silent", leg=Leg.PREFILL) from None
     except NoConnection as error:
-        why = f"no connection: {error}"
-        raise LegFailure(Failure.CONNECT, why, leg=Leg.PREFILL, is_gone=error.is_gone) from None
+        raise unreached(error, Leg.PREFILL) from None
     except NoAnswer as error:
         why = f"the prefill broke off: {error}"
         raise LegFailure(Failure.BROKEN, why, leg=Leg.PREFILL) from None
@@ -120,10 +118,11 @@ async def prefilled(
     if fault is not None and fault.failure is not Failure.REFUSED:
         raise LegFailure(fault.failure, f"status {found.status}", leg=Leg.PREFILL)
     if found.status >= 300:
-        raise PrefillRefused
+        return Fault(Failure.REFUSED)
     parameters = parameters_of(found.body)
     worker.source = source_of(parameters)
-    return parameters
+    # Without, it is computed twice: again and again, that is worse than no prefiller.
+    return Fault(Failure.STATUS, why=USELESS) if parameters is None else parameters
 
 
 def parameters_of(answer: bytes) -> dict[str, Any] | None:

@@ -31,9 +31,9 @@ import secrets
 import time
 from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -71,7 +71,6 @@ from kvstore.router.front.intake import (
 )
 from kvstore.router.front.legs import (
     PARAMETERS,
-    PrefillRefused,
     Race,
     ahead,
     beside,
@@ -87,12 +86,9 @@ from kvstore.routing.events import (
     HintAnswer,
     Lack,
     Leg,
-    LegFailed,
-    PrefillDone,
     Probed,
     RaceOver,
     Rejected,
-    RequestEnded,
     Routed,
 )
 from kvstore.routing.learning import TokenEstimates
@@ -105,10 +101,6 @@ PASSED_MAX: Final = 3
 """Most workers that get a request of a path without a rule, until one serves it."""
 NOT_BEGUN: Final = (Failure.CONNECT, Failure.BUSY, Failure.REFUSED)
 """Failures of engines that did nothing for the request."""
-USELESS: Final = (
-    "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
-    " its node"
-)
 
 
 def takes_prompts(path: str) -> bool:
@@ -251,6 +243,16 @@ def tokens_of(tail: bytes) -> tuple[int | None, int, int]:
 
 
 # ── proxy ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Delivery(NamedTuple):
+    """A request of a client that is sent to engines."""
+
+    client: web.BaseRequest
+    job: RequestJob
+    life: RoutedLife
+    routed: Routed
+    """The decision that is carried out."""
 
 
 class Proxy:
@@ -483,15 +485,13 @@ class Proxy:
         while isinstance(routed, Routed):
             self.splits[routed.draft.plain.split_reason] += 1
             try:
-                return await self._attempt(client, job, routed, life)
+                return await self._attempt(Delivery(client, job, life, routed))
             except LegFailure as error:
                 refusal = error.answer
                 name = routed.worker if error.leg is Leg.PREFILL else error.worker or routed.worker
                 self.retried_count += not error.has_streamed
-                failed = LegFailed(
-                    job.request.request_id, error.leg, error.fault, error.has_streamed
-                )
-                routed = await life.failed(failed)
+                has_streamed = error.has_streamed
+                routed = await life.failed(error.leg, error.fault, has_streamed=has_streamed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
@@ -501,75 +501,66 @@ class Proxy:
             answer.headers[WORKER] = name
         return answer
 
-    async def _attempt(
-        self, client: web.BaseRequest, job: RequestJob, routed: Routed, life: RoutedLife
-    ) -> web.StreamResponse:
+    async def _attempt(self, its: Delivery) -> web.StreamResponse:
         """Send a request where the core decided, and answer the client. Raises LegFailure; in all
         other cases the request has ended for the core.
         """
-        worker = self._workers.get(routed.worker)
+        routed, worker = its.routed, self._workers.get(its.routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        first = Attempt(self._engines, worker, client)
-        race = Race(first, partial(self._race_over, job)) if routed.may_race else None
+        first = Attempt(self._engines, worker, its.client)
+        race = Race(first, partial(self._race_over, its)) if routed.may_race else None
         ending = Ending.ABORTED
         try:
             if routed.prefill_worker is not None:
-                name = routed.prefill_worker
-                return await self._both_legs(first, job, routed, life, name)
+                return await self._both_legs(its, first, routed.prefill_worker)
             if race is not None:
-                return await self._raced(race, first, job, routed, life)
-            return await self._decode(first, job, routed, life)
+                return await self._raced(its, race, routed.late_after_s)
+            return await self._decode(its, first)
         except LegFailure:
             if not (first if race is None else race.attempt).has_ended:
                 ending = Ending.FAILED
                 raise
-            cut(client, "the engine closed after its last word")
+            cut(its.client, "the engine closed after its last word")
         finally:
             attempt = first if race is None else race.attempt
             if attempt.is_whole or attempt.has_ended:
                 # A client may leave at the stream's last word, or while the prefill leg is ended.
                 ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
             if ending is not Ending.FAILED:
-                self._ended(attempt, job, life, ending)
+                self._ended(its, attempt, ending)
 
-    async def _raced(
-        self, race: Race, first: Attempt, job: RequestJob, routed: Routed, life: RoutedLife
-    ) -> web.StreamResponse:
+    async def _raced(self, its: Delivery, race: Race, after_s: float) -> web.StreamResponse:
         """As `_decode`, with a second attempt if the first piece is late."""
 
         def second() -> Attempt | None:
-            raced = self._dispatcher.late(job.request.request_id)
+            raced = self._dispatcher.late(its.job.request.request_id)
             worker = None if raced is None else self._workers.get(raced.worker)
             if worker is None:
                 return None
             self.races["begun"] += 1
-            return Attempt(self._engines, worker, first.request)
+            return Attempt(self._engines, worker, its.client)
 
-        def decode(attempt: Attempt) -> Coroutine[Any, Any, web.StreamResponse]:
-            return self._decode(attempt, job, routed, life, claim=race.claim)
+        return await race.run(partial(self._decode, its, claim=race.claim), after_s, second)
 
-        return await race.run(decode, routed.late_after_s, second)
-
-    def _race_over(self, job: RequestJob, attempt: Attempt, error: LegFailure | None) -> None:
+    def _race_over(self, its: Delivery, attempt: Attempt, error: LegFailure | None) -> None:
         """One of two attempts has ended: count it, and report it to the core."""
         self.races["failed" if error is not None else "slower"] += 1
         fault = None if error is None else error.fault
-        self._dispatcher.note(RaceOver(job.request.request_id, attempt.worker.name, fault))
+        self._dispatcher.note(RaceOver(its.job.request.request_id, attempt.worker.name, fault))
 
     async def _decode(
         self,
+        its: Delivery,
         attempt: Attempt,
-        job: RequestJob,
-        routed: Routed,
-        life: RoutedLife,
         parameters: dict[str, Any] | None = None,
         claim: Callable[[Attempt], None] | None = None,
     ) -> web.StreamResponse:
         """Answer the client by the decode leg. `parameters`: of a remote prefill; `claim`: raises
         Beaten if another attempt answers.
         """
-        worker, more = attempt.worker, hints(routed.hints)
+        (_, job, life, routed), worker = its, attempt.worker
+        more = hints(routed.hints)
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
         is_streamed = job.request.is_streamed
@@ -609,74 +600,59 @@ class Proxy:
             self._probes.read_models(worker)
         self._probes.look_now(worker)
 
-    async def _both_legs(
-        self, attempt: Attempt, job: RequestJob, routed: Routed, life: RoutedLife, name: str
-    ) -> web.StreamResponse:
+    async def _both_legs(self, its: Delivery, attempt: Attempt, name: str) -> web.StreamResponse:
         """As `_decode`, with a remote prefill at the worker of this name."""
-        prefiller = self._workers.get(name)
+        prefiller, routed = self._workers.get(name), its.routed
         if prefiller is None:
             raise LegFailure(Failure.CONNECT, "the prefiller has left", leg=Leg.PREFILL)
-        transfer = f"{job.request.request_id}.{routed.attempt}"
+        transfer = f"{routed.request_id}.{routed.attempt}"
         early = ahead(prefiller, attempt.worker, transfer)
-        prefill = self._prefill(attempt.request, job, routed, prefiller, transfer)
         is_too_late = False
 
         def claim(_: Attempt) -> None:
             if is_too_late:  # the leg is being ended, because its prefill failed
                 raise Beaten
 
-        async with beside(prefill) as prefilling:
+        async with beside(self._prefill(its, prefiller, transfer)) as prefilling:
             if early is None:
                 await asyncio.wait((prefilling,), timeout=routed.late_after_s)
             if early is not None or not prefilling.done():
-                decode = self._decode(attempt, job, routed, life, early, claim)
-                async with beside(decode) as decoding:
+                async with beside(self._decode(its, attempt, early, claim)) as decoding:
                     await asyncio.wait((prefilling, decoding), return_when=FIRST_COMPLETED)
                     # One that computes goes on until a prefill has parameters, one that waits for
                     # blocks as long as the prefill has not failed.
                     is_of_use = _is_prefilled(prefilling) is (early is not None)
                     if early is None and (error := _failure_of(prefilling)) is not None:
-                        self._dispatcher.note(PrefillDone(job.request.request_id, error.fault))
+                        its.life.prefilled(error.fault)
                     if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
                     is_too_late = True  # its first piece may come before it has ended
-            return await self._decode(attempt, job, routed, life, await prefilling)
+            return await self._decode(its, attempt, await prefilling)
 
-    async def _prefill(
-        self,
-        client: web.BaseRequest,
-        job: RequestJob,
-        routed: Routed,
-        worker: Worker,
-        transfer: str,
-    ) -> dict[str, Any] | None:
+    async def _prefill(self, its: Delivery, worker: Worker, transfer: str) -> dict[str, Any] | None:
         """Parameters of a remote prefill for the engine that decodes; None: it computes all. Raises
         LegFailure.
         """
-        result, found = "aborted", None
-        over = PrefillDone(job.request.request_id)
+        request_id, result = its.job.request.request_id, "aborted"
         try:
             found = await prefilled(
                 self._engines,
                 worker,
-                client.path,
-                self._onward(client, job.request.request_id),
-                prefill_order(job.body_for(routed.model), transfer),
+                its.client.path,
+                self._onward(its.client, request_id),
+                prefill_order(its.job.body_for(its.routed.model), transfer),
             )
+            result = "done"
+            if isinstance(found, Fault):
+                result = "refused" if found.failure is Failure.REFUSED else "useless"
         except LegFailure as error:
             result = "failed"
             self._lost(worker, error)
             raise
-        except PrefillRefused:
-            result, over = "refused", PrefillDone(job.request.request_id, Fault(Failure.REFUSED))
-        else:
-            result = "done" if found is not None else "useless"
-            if found is None:  # computed twice: again and again, it is worse than no prefiller
-                over = PrefillDone(job.request.request_id, Fault(Failure.STATUS, why=USELESS))
         finally:
             self.prefills[result] += 1
-        self._dispatcher.note(over)
-        return found
+        its.life.prefilled(found if isinstance(found, Fault) else None)
+        return None if isinstance(found, Fault) else found
 
     def _onward(self, client: web.BaseRequest, request_id: str) -> list[tuple[str, str]]:
         pairs = onward(
@@ -687,14 +663,14 @@ class Proxy:
         )
         return pairs if self._traces is None else self._traces.onward(request_id, pairs)
 
-    def _ended(self, attempt: Attempt, job: RequestJob, life: RoutedLife, ending: Ending) -> None:
+    def _ended(self, its: Delivery, attempt: Attempt, ending: Ending) -> None:
         self.counts[ending.value] += 1
         cached, prompt, made = tokens_of(attempt.tail)
         try:
             if ending is Ending.DONE:
-                self._learn(attempt.worker, job, prompt, cached)
+                self._learn(attempt.worker, its.job, prompt, cached)
         finally:
-            life.end(RequestEnded(job.request.request_id, ending, cached, made))
+            its.life.end(ending, cached, made)
 
     def _learn(
         self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None

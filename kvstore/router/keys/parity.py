@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.router.engines.failures import NoAnswer, NoConnection
+from kvstore.router.engines.failures import NoAnswer
 from kvstore.router.engines.workers import Worker, WorkerAdapter
 from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
@@ -176,7 +176,7 @@ class Parity:
                 )
         except TimeoutError:
             return f"a probe was not computed within {COMPUTED_S:g} s"
-        except (NoConnection, NoAnswer) as error:
+        except NoAnswer as error:
             return f"a probe failed: {error}"
         return found.body if found.status == 200 else f"a probe got status {found.status}"
 

@@ -26,7 +26,7 @@ import msgspec
 
 from kvstore.net.aio import Tasks
 from kvstore.router.engines.calls import EngineHttp
-from kvstore.router.engines.failures import NoAnswer, NoConnection
+from kvstore.router.engines.failures import NoAnswer
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.intake import Peek, fields_of
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, KeyPlan
@@ -227,7 +227,7 @@ class Rendering:
                 worker.render_pause_s = min(max(2 * worker.render_pause_s, PAUSE_S), PAUSE_S_MAX)
                 worker.renders_after_s = loop.time() + worker.render_pause_s
                 return None
-            except (NoConnection, NoAnswer):
+            except NoAnswer:
                 continue
             else:
                 if found.status in _UNSERVED:

@@ -10,7 +10,7 @@ from kvstore.config.router import WorkerAddress
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.workers import WorkerAdapter
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Ending, Rejected, RequestEnded, Routed
+from kvstore.routing.events import Ending, Rejected, Routed
 from kvstore.routing.policy import RoutingPolicy, parse
 from tests.kit.virtual_loop import VirtualLoop
 from tests.unit.routing.fleets import request
@@ -90,7 +90,7 @@ def test_an_engine_has_served_when_a_request_has_ended_there(ending: Ending) -> 
         site = Site(loop, RoutingPolicy())
         life, _ = await site.enter("m")
         assert not site.workers["a"].has_served
-        life.end(RequestEnded("r", ending))
+        life.end(ending)
         assert site.workers["a"].has_served
 
     loop.run(running())

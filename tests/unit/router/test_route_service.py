@@ -29,7 +29,6 @@ from kvstore.routing.events import (
     Failure,
     Fault,
     Leg,
-    LegFailed,
     Probed,
     Rejected,
     RequestEnded,
@@ -284,7 +283,7 @@ async def test_failures_that_callers_claim_take_no_retries_from_others(site: Sit
         await stream.left()
     life, routed = await site.own()
     assert isinstance(routed, Routed)
-    again = await life.failed(LegFailed("own", Leg.DECODE, Fault(Failure.STATUS)))
+    again = await life.failed(Leg.DECODE, Fault(Failure.STATUS))
     assert isinstance(again, Routed)
     assert again.worker != routed.worker
 
