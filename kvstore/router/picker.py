@@ -31,7 +31,7 @@ from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.connections import TAIL_BYTES
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
-from kvstore.router.front.intake import NO_MEMORY, BadBody, Bodies, RequestIntake, Unauthorized
+from kvstore.router.front.intake import NO_MEMORY, BadBody, RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
 from kvstore.router.front.proxy import new_id, tokens_of
 from kvstore.routing.events import Ending, Rejected
@@ -54,9 +54,8 @@ Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 class Picker:
     """Processes streams of Envoy; on the router's loop. `counts`: requests by outcome."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: RequestIntake, *, bodies: Bodies) -> None:
-        self.dispatcher, self.workers = dispatcher, dispatcher.workers
-        self.intake, self.bodies = intake, bodies
+    def __init__(self, dispatcher: Dispatcher, intake: RequestIntake) -> None:
+        self.dispatcher, self.workers, self.intake = dispatcher, dispatcher.workers, intake
         self.counts = Counter[str]()
 
     async def process(self, _: object, context: Context) -> None:
@@ -138,7 +137,7 @@ class _Stream:
         """Take a piece of the body. Returns False if there is no room for it, and the stream is
         over.
         """
-        bodies = self._picker.bodies
+        bodies = self._picker.intake.bodies
         self._pieces.append(body.body)
         self._size += len(body.body)
         has_room = bodies.take(len(body.body))
@@ -232,7 +231,7 @@ class _Stream:
     def close(self) -> None:
         """The stream is over, and so is the request: report its end to the core."""
         picker = self._picker
-        picker.bodies.left += self._size
+        picker.intake.bodies.left += self._size
         self._size = 0
         if self._life.routed is None:
             return

@@ -108,8 +108,8 @@ class Router:
         self.rendering: Rendering | None = None
         self.ahead: Preparations | None = None
         prefixes = self._with_index(config) if config.index else Prefixes(self.estimates)
-        self.intake = RequestIntake(prefixes, tenants, self.dispatcher)
-        self.bodies = Bodies(bytes_max=config.body_max)
+        bodies = Bodies(bytes_max=config.body_max)
+        self.intake = RequestIntake(prefixes, tenants, self.dispatcher, bodies)
         self.servers: dict[str, RpcServer] = {}
         """gRPC servers by name, `route` and `picker`, if configured."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,7 +127,6 @@ class Router:
         self.proxy = Proxy(
             self.dispatcher,
             self.engines,
-            bodies=self.bodies,
             intake=self.intake,
             origins=Origins(config.allowed_origins),
             estimates=self.estimates,
@@ -135,7 +134,7 @@ class Router:
             probes=self.probes,
             traces=self.traces,
         )
-        self.picker = Picker(self.dispatcher, self.intake, bodies=self.bodies)
+        self.picker = Picker(self.dispatcher, self.intake)
         self.exchange = LoadExchange(
             config.peer_router, config.tls, name=self.proxy.name, dispatcher=self.dispatcher
         )
@@ -144,7 +143,7 @@ class Router:
         self.door = FrontDoor(
             self.proxy.answer,
             connections_max=connections_max(config.connections),
-            memory=self.bodies,
+            memory=self.intake.bodies,
         )
 
     def _with_index(self, config: RouterConfig) -> Prefixes:

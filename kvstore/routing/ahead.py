@@ -15,7 +15,7 @@ Does not cover: what a node does with it (`kvstore.engine.sessions.lookups`).
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
@@ -145,7 +145,6 @@ class PromptPins:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._pins: OrderedDict[PinName, Pin] = OrderedDict()
-        self._of_tenant = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -164,12 +163,12 @@ class PromptPins:
             return HintAnswer(refused="off")
         if not keys or request.answer is None or request.parts:
             return HintAnswer(refused="no-keys")
-        if is_new and self._of_tenant[request.tenant] >= settings.pins_per_tenant:
+        count = sum(tenant == request.tenant for tenant, _ in self._pins)
+        if is_new and count >= settings.pins_per_tenant:
             return HintAnswer(refused="tenant-full")
         if is_new and len(self._pins) >= PINS_MAX:
             return HintAnswer(refused="full")
         ttl_s = min(request.pin_s, settings.pin_s_max)
-        self._of_tenant[request.tenant] += is_new
         due_ns = now_ns + int(settings.touch_s * NS_PER_S)
         until_ns = now_ns + int(ttl_s * NS_PER_S)
         self._pins[name] = Pin(name, worker, keys, request.request_id, until_ns, due_ns)
@@ -184,25 +183,20 @@ class PromptPins:
             if pin.due_ns > now_ns:
                 break
             if pin.until_ns <= now_ns:
-                self.drop(pin)
+                self.drop(pin.name)
                 continue
             pin.due_ns = now_ns + int(self._fleet.policy.ahead.touch_s * NS_PER_S)
             self._pins.move_to_end(pin.name)
             found.append(pin)
         return found
 
-    def drop(self, pin: Pin) -> None:
-        """End a pin; no error if it has ended."""
-        if self._pins.pop(pin.name, None) is not None:
-            self._of_tenant[pin.name[0]] -= 1
-            if not self._of_tenant[pin.name[0]]:
-                del self._of_tenant[pin.name[0]]
+    def drop(self, name: PinName) -> None:
+        """End a pin; no error if there is none."""
+        self._pins.pop(name, None)
 
     def end_session(self, request: RouteRequest) -> None:
         """Drop the pin of a session."""
-        pin = self._pins.get((request.tenant, session_name(request)))
-        if pin is not None:
-            self.drop(pin)
+        self.drop((request.tenant, session_name(request)))
 
 
 # ── preparations ──────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +321,7 @@ class Ahead:
         for pin in self.pins.due(now_ns):
             row = self._fleet.row_of.get(pin.worker)
             if row is None:
-                self.pins.drop(pin)
+                self.pins.drop(pin.name)
             elif self._fleet.policy.ahead.is_on:
                 spec = self._fleet.workers[row].spec
                 made += self._prepare(pin.request_id, spec, pin.keys, PrepareReason.PINNED)

@@ -66,22 +66,16 @@ class TermWeights:
             self._all = np.hstack([self._all, mean])
         return self._place[worker]
 
-    def learn(self, worker: str, raw: Floats, achieved_s: float) -> float:
-        """Move the weights of a worker by one step. `raw`: its terms without weights. Returns the
-        relative error of the prediction.
-        """
+    def learn(self, worker: str, raw: Floats, achieved_s: float) -> None:
+        """Move the weights of a worker by one step. `raw`: its terms without weights."""
         column = self._column(worker)
         weights = self._all[:, column]
         predicted = float(raw @ weights)
-        if predicted <= _LEAST_S:
-            return 0.0
-        error = (achieved_s - predicted) / predicted
-        if not self.settings.is_frozen:
+        if predicted > _LEAST_S and not self.settings.is_frozen:
             target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
             step = RATE * (target - predicted) * raw / float(raw @ raw)
             moved = np.clip(weights + step, LEAST, MOST)
             self._all[:, column] = moved
-        return error
 
     def forget(self, worker: str) -> None:
         """Drop the weights of a worker that is gone."""

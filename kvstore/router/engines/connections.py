@@ -93,7 +93,6 @@ class EngineConnection(asyncio.Protocol):
         self._is_headed = self._is_over = self._is_kept = self._is_paused = False
         self._is_used = self._has_heard = False
         """An answer came over this connection before; a byte of the current one has come."""
-        self.idle_since_s = 0.0
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.length: int | None = None
@@ -305,13 +304,16 @@ class _Place:
         self.host = url.host_port_subcomponent or ""
         """Value of the `Host` header."""
         self._addresses = HostAddresses(url.host or "")
-        self._idle: list[EngineConnection] = []
-        self._sweep: asyncio.TimerHandle | None = None
+        self._idle: dict[EngineConnection, asyncio.TimerHandle] = {}
+        """Idle connections, each with the timer that closes it; the one that was used last is the
+        last.
+        """
 
     def idle(self) -> EngineConnection | None:
         """The idle connection that was used last; None: there is none."""
         while self._idle:
-            connection = self._idle.pop()
+            connection, closing = self._idle.popitem()
+            closing.cancel()
             if not connection.is_closing:
                 return connection
         return None
@@ -365,32 +367,16 @@ class _Place:
             connection.abort()
             return
         loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
-        self._idle.append(connection)
-        if self._sweep is None:
-            self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
+        self._idle[connection] = loop.call_later(KEEPALIVE_S, connection.abort)
 
     def forget(self, connection: EngineConnection) -> None:
         """Drop a connection that is closed."""
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def _close_old(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._sweep = None
-        now_s = loop.time()
-        # Those in front were not needed for longest.
-        while self._idle and self._idle[0].idle_since_s + KEEPALIVE_S <= now_s:
-            self._idle.pop(0).abort()
-        if self._idle:
-            due_s = self._idle[0].idle_since_s + KEEPALIVE_S
-            self._sweep = loop.call_at(due_s, self._close_old)
+        if (closing := self._idle.pop(connection, None)) is not None:
+            closing.cancel()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().abort()
-        if self._sweep is not None:
-            self._sweep.cancel()
+        while (connection := self.idle()) is not None:
+            connection.abort()
         self._addresses.close()
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from email.message import Message
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
@@ -293,6 +293,11 @@ TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
 """Fields that are dropped where there are tenants: by `priority`, one tenant would be served before
 the others.
 """
+CONTENT: Final = (
+    *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
+    *("text_1", "documents", "items", "text_2"),
+)
+"""Fields that a prompt is made of, those first that requests share."""
 COLONS_MAX: Final = 1 << 18
 """Bodies with more colons are not taken apart, since they may have as many fields: that takes
 seconds.
@@ -315,22 +320,13 @@ class NotJson(BadBody):
 
 
 class Peek(msgspec.Struct):
-    """Fields of a request that routing reads. Raw values are JSON; empty: absent."""
+    """Fields of a request that routing reads, those of CONTENT and STRIPPED among them. Raw values
+    are JSON; empty: absent.
+    """
 
     model: str = ""
     stream: msgspec.Raw = _EMPTY
-    tools: msgspec.Raw = _EMPTY
-    system: msgspec.Raw = _EMPTY
-    instructions: msgspec.Raw = _EMPTY
     prompt: msgspec.Raw = _EMPTY
-    messages: msgspec.Raw = _EMPTY
-    input: msgspec.Raw = _EMPTY
-    query: msgspec.Raw = _EMPTY
-    queries: msgspec.Raw = _EMPTY
-    text_1: msgspec.Raw = _EMPTY
-    documents: msgspec.Raw = _EMPTY
-    items: msgspec.Raw = _EMPTY
-    text_2: msgspec.Raw = _EMPTY
     previous_response_id: msgspec.Raw = _EMPTY
     request_id: msgspec.Raw = _EMPTY
     priority: msgspec.Raw = _EMPTY
@@ -340,14 +336,6 @@ class Peek(msgspec.Struct):
     user: msgspec.Raw = _EMPTY
     session_id: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
-    kv_transfer_params: msgspec.Raw = _EMPTY
-    ec_transfer_params: msgspec.Raw = _EMPTY
-    bootstrap_host: msgspec.Raw = _EMPTY
-    bootstrap_port: msgspec.Raw = _EMPTY
-    bootstrap_room: msgspec.Raw = _EMPTY
-    data_parallel_rank: msgspec.Raw = _EMPTY
-    routed_dp_rank: msgspec.Raw = _EMPTY
-    disagg_prefill_dp_rank: msgspec.Raw = _EMPTY
     vllm_xargs: msgspec.Raw = _EMPTY
     prompt_logprobs: msgspec.Raw = _EMPTY
     echo: msgspec.Raw = _EMPTY
@@ -407,11 +395,12 @@ class Peek(msgspec.Struct):
             return None
 
 
-class _NullablePeek(Peek):
-    model: str | None = ""  # type: ignore[assignment]
-
-
-_peek: Final = msgspec.json.Decoder(_NullablePeek)
+_whole = msgspec.defstruct(
+    "_whole",
+    [("model", str | None, ""), *((name, msgspec.Raw, _EMPTY) for name in (*CONTENT, *STRIPPED))],
+    bases=(Peek,),
+)
+_peek: Final = msgspec.json.Decoder(cast("type[Peek]", _whole))
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()
 _ids: Final = msgspec.json.Decoder(list[int])
@@ -475,7 +464,7 @@ def peek_form(body: bytes, content_type: str) -> Peek:
         steering = found[1].decode() if (found := _NAMED.search(body)) else ""
     if steering:
         raise BadBody(f"the form has a field that no client may set: {steering}")
-    read, parts = Peek(), body.split(b"--" + boundary.encode(), PARTS_MAX)
+    read, parts = peek(b"{}"), body.split(b"--" + boundary.encode(), PARTS_MAX)
     for part in parts[1:-1]:
         head, _, value = part.partition(b"\r\n\r\n")
         names = _FIELD.findall(head)
@@ -506,7 +495,7 @@ def peek_unknown(body: bytes, content_type: str) -> Peek:
     try:
         return peek(body)
     except BadBody:
-        return Peek()
+        return peek(b"{}")
 
 
 def _refuse_steering(pairs: list[tuple[str, object]]) -> None:
@@ -626,8 +615,11 @@ def can_split(path: str, read: Peek) -> bool:
 class RequestIntake:
     """Makes requests of the decision core from heads and bodies; see the module."""
 
-    def __init__(self, prefixes: Prefixes, tenants: Tenants | None, dispatcher: Dispatcher) -> None:
-        self.prefixes, self.tenants, self._dispatcher = prefixes, tenants, dispatcher
+    def __init__(
+        self, prefixes: Prefixes, tenants: Tenants | None, dispatcher: Dispatcher, bodies: Bodies
+    ) -> None:
+        self.prefixes, self.tenants, self.bodies = prefixes, tenants, bodies
+        self._dispatcher = dispatcher
         self._workers = dispatcher.workers
 
     def tenant(self, headers: CIMultiDictProxy[str]) -> str:
@@ -643,24 +635,18 @@ class RequestIntake:
         return found
 
     async def take(
-        self,
-        request: web.BaseRequest,
-        whole: bytes | None,
-        bodies: Bodies,
-        path: str,
-        tenant: str,
-        request_id: str,
+        self, request: web.BaseRequest, whole: bytes | None, path: str, tenant: str, request_id: str
     ) -> RequestJob:
         """The request of a client, with its body, which stays counted in `bodies`; its caller can
         drive a remote prefill, and a race. Raises BodyRefused, BadBody.
         """
-        body = await bodies.read(request, whole)
+        body = await self.bodies.read(request, whole)
         try:
             return await self.job(
                 request.headers, path, body, tenant, request_id=request_id, drives_legs=True
             )
         except BaseException:
-            bodies.left += len(body)
+            self.bodies.left += len(body)
             raise
 
     async def job(

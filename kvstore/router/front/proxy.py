@@ -62,21 +62,13 @@ from kvstore.router.front.intake import (
     CONTENT_TYPE,
     NAME_BYTES_MAX,
     BadBody,
-    Bodies,
     BodyRefused,
     RequestIntake,
     RequestJob,
     Unauthorized,
     peek_unknown,
 )
-from kvstore.router.front.legs import (
-    PARAMETERS,
-    Race,
-    ahead,
-    beside,
-    prefill_order,
-    prefilled,
-)
+from kvstore.router.front.legs import PARAMETERS, Race, ahead, beside, prefill_order, prefilled
 from kvstore.router.keys.parity import Parity
 from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
@@ -263,7 +255,6 @@ class Proxy:
         dispatcher: Dispatcher,
         engines: EngineHttp,
         *,
-        bodies: Bodies,
         intake: RequestIntake,
         origins: Origins,
         estimates: TokenEstimates,
@@ -278,7 +269,7 @@ class Proxy:
         """
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, dispatcher.workers, engines
-        self._bodies, self._intake, self._origins = bodies, intake, origins
+        self._intake, self._origins = intake, origins
         self._estimates, self._parity, self._probes = estimates, parity, probes
         self._begun_s = int(time.time())
         self.name = engines.name
@@ -351,10 +342,10 @@ class Proxy:
         taken = 0
         try:
             if methods != paths.PROMPT_METHODS:
-                body = await self._bodies.read(request, whole)
+                body = await self._intake.bodies.read(request, whole)
                 taken = len(body)
                 return await self._passed(request, kept or "", request_id, body, tenant)
-            job = await self._intake.take(request, whole, self._bodies, path, tenant, request_id)
+            job = await self._intake.take(request, whole, path, tenant, request_id)
             taken = job.size
             return self._dry(job) if is_dry else await self._serve(request, job)
         except BadBody as error:
@@ -369,7 +360,7 @@ class Proxy:
             answer.force_close()  # or the rest of the body would be taken for the next request
             return answer
         finally:
-            self._bodies.left += taken
+            self._intake.bodies.left += taken
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._is_idle.set()

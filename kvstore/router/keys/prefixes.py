@@ -27,7 +27,7 @@ import xxhash
 
 from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import adapter_keys
-from kvstore.router.front.intake import Peek, edited, peek
+from kvstore.router.front.intake import CONTENT, Peek, edited, peek
 from kvstore.router.keys.index_calls import PrefixScope, Spaces
 from kvstore.router.keys.rendering import Rendering
 from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
@@ -212,11 +212,7 @@ def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[PrefixMatch]) -> 
 
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
-_content: Final = attrgetter(
-    *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
-    *("text_1", "documents", "items", "text_2"),
-)
-"""Values of the fields that a prompt is made of, those first that requests share."""
+_content: Final = attrgetter(*CONTENT)
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 VALUE_BYTES_MIN: Final = 1024
 """Shorter values are text, even if they are base64."""

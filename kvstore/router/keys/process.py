@@ -190,11 +190,6 @@ class KeyProcess:
         """Bytes of orders without an answer, by tenant."""
         self.refused_count = 0
 
-    @property
-    def restart_count(self) -> int:
-        """Children that were replaced."""
-        return sum(lane.restart_count for lane in self.lanes)
-
     async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer | None:
         """Carry out an order in a child; None: no answer in time, or the order is refused."""
         size = len(order.body) + len(order.rendered)

@@ -77,14 +77,14 @@ def test_a_head_that_an_engine_takes_is_taken(
 
 
 def test_long_heads_use_the_memory_of_bodies_and_give_it_back(router: RouterThread) -> None:
-    left = router.on_loop(lambda: router.router.bodies.left)
+    left = router.on_loop(lambda: router.router.intake.bodies.left)
     endless = head(b"X: " + b"x" * HEAD_BYTES_MAX)[:-2]
     assert status(router.port, endless) == 400
     with socket.create_connection(("127.0.0.1", router.port), timeout=20) as client:
         client.sendall(endless[: 1 << 20])
-        until(lambda: left - router.router.bodies.left == (1 << 20) - (32 << 10))
-    until(lambda: router.router.bodies.left == left)
-    router.on_loop(lambda: router.router.bodies.take(left))
+        until(lambda: left - router.router.intake.bodies.left == (1 << 20) - (32 << 10))
+    until(lambda: router.router.intake.bodies.left == left)
+    router.on_loop(lambda: router.router.intake.bodies.take(left))
     assert status(router.port, endless) == 503
     assert status(router.port, HEADS["60 KB in one line"] + BODY) == 503
     assert status(router.port, head()[:-2] + b"Content-Length: 0\r\n\r\n") == 400

@@ -146,7 +146,7 @@ def test_bodies_and_heads_have_bounds(worker: ScriptedWorker) -> None:
             assert (status, says in answer) == (400, True), (body[:20], answer)
         assert router.ask()[0] == 200
         until(lambda: router.router.proxy.in_flight == 0)
-        left = router.router.bodies.left
+        left = router.router.intake.bodies.left
         assert left == (64 << 10) * BODIES_SHARE, "what was read is released"
 
 

@@ -47,7 +47,7 @@ async def test_orders_are_answered_in_order_and_a_dead_child_replaced() -> None:
         assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
         (await keeper.lanes[0].running()).send_signal(signal.SIGKILL)
         await answered(keeper)
-        assert keeper.restart_count == 1
+        assert sum(lane.restart_count for lane in keeper.lanes) == 1
     finally:
         await keeper.close()
 
@@ -82,7 +82,7 @@ def test_a_child_that_died_between_orders_is_replaced(
             with contextlib.suppress(OSError):
                 await child.stdin.wait_closed()
             await answered(keeper)
-            assert keeper.restart_count == 1
+            assert sum(lane.restart_count for lane in keeper.lanes) == 1
         finally:
             await keeper.close()
 
@@ -129,7 +129,7 @@ async def test_a_child_that_loads_has_longer(
             child.send_signal(signal.SIGCONT)
         monkeypatch.setattr(process, "LOADING_S", 300.0)
         await answered(keeper)
-        assert keeper.restart_count == restarts
+        assert sum(lane.restart_count for lane in keeper.lanes) == restarts
     finally:
         await keeper.close()
 

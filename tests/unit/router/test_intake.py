@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -80,7 +80,7 @@ class Site:
         self.workers.replace(
             WorkerAddress(name=n, url=f"http://{n}", models=("sole",)) for n in "ab"
         )
-        self.intake = RequestIntake(prefixes, tenants, dispatcher)
+        self.intake = RequestIntake(prefixes, tenants, dispatcher, cast("Any", None))
 
     def job(
         self,

@@ -86,7 +86,7 @@ class Site:
         spaces = Spaces(self.workers, index, RoutingPolicy)
         self.parity = Parity(rendering, spaces)
         prefixes = Prefixes(TokenEstimates(), rendering, spaces)
-        self.intake = RequestIntake(prefixes, TENANTS, dispatcher)
+        self.intake = RequestIntake(prefixes, TENANTS, dispatcher, cast("Any", None))
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
 

@@ -89,9 +89,9 @@ class Site:
         for worker in self.workers:
             self.dispatcher.note(Probed(worker.name, ProbeResult.ANSWERED))
         prefixes = Prefixes(TokenEstimates())
-        intake = RequestIntake(prefixes, tenants, self.dispatcher)
         self.bodies = Bodies(bytes_max=BODY_BYTES_MAX)
-        self.picker = Picker(self.dispatcher, intake, bodies=self.bodies)
+        intake = RequestIntake(prefixes, tenants, self.dispatcher, self.bodies)
+        self.picker = Picker(self.dispatcher, intake)
 
     def _noted(self, event: RouteEvent, now_ns: int) -> Any:
         self.events.append(event)

@@ -203,8 +203,8 @@ async def test_a_body_has_the_bounds_of_all_bodies(its: Site) -> None:
     assert not its.engines[0].seen
     assert (await its.ask("POST", UNKNOWN, body=b"x" * 1024)).status == 200
     assert its.engines[0].seen == [("POST", UNKNOWN, b"x" * 1024)]
-    left = its.router.bodies.left
-    assert left == type(its.router.bodies)(bytes_max=1024).left
+    left = its.router.intake.bodies.left
+    assert left == type(its.router.intake.bodies)(bytes_max=1024).left
 
 
 def test_a_body_that_pauses_for_minutes_is_waited_for() -> None:

@@ -52,8 +52,7 @@ def test_the_weights_of_the_others_stay_when_a_worker_leaves() -> None:
 
 def test_frozen_weights_stay() -> None:
     weights = TermWeights(PolicyLearning(is_frozen=True))
-    error = weights.learn("w0", np.ones(LEARNED), 60.0)
-    assert error == pytest.approx(9.0)
+    weights.learn("w0", np.ones(LEARNED), 60.0)
     assert (weights.of(["w0"]) == 1).all()
 
 
