@@ -54,6 +54,8 @@ class S3Fifo:
     def _enter(self, words: Words) -> None:
         self._entered[words] = np.arange(self._next, self._next + len(words))
         self._next += len(words)
+        for queue in (self._small, self._main):
+            queue.note(words, self._entered[words])
 
     def use(self, words: Words, stamps: Stamps) -> None:
         self._uses[words] = np.minimum(self._uses[words] + 1, USES_MAX)

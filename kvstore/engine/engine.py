@@ -28,7 +28,7 @@ from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import EngineConfig, State, adopt
-from kvstore.engine.trust import Scrubs, Sealed, Switches
+from kvstore.engine.trust import Scrubs, Switches
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import Snapshots, TierReport
@@ -62,22 +62,21 @@ class Engine(Snapshots):
         self._arrivals = Arrivals(state)
         writes = Writes(state)
         intake = Intake(state, self._arrivals, writes)
-        self._files = Files(state, intake, self._arrivals, writes)
+        self.files = Files(state, intake, self._arrivals, writes)
         self._stores = Stores(state, intake)
         self._fetches = Fetches(state, intake, self._arrivals)
-        self._servings = Servings(state, self._files, self._arrivals)
+        self._servings = Servings(state, self.files, self._arrivals)
         self._transfers = Transfers(state)
-        self._awaited = Awaited(state, self._files, self._arrivals, self._transfers)
-        self._grants = Grants(state, intake, self._awaited)
-        beside = self._files, self._arrivals, self._servings, self._transfers
+        self._awaited = Awaited(state, self.files, self._arrivals, self._transfers)
+        self.grants = Grants(state, intake, self._awaited)
+        beside = self.files, self._arrivals, self._servings, self._transfers
         self._pushes = Pushes(state, *beside)
         self._hbm = HbmCopies(state, state.hbm) if state.hbm is not None else None
-        sources = self._files, self._fetches, self._awaited
-        for source in sources:
-            self._arrivals.add(source)
+        sources = self.files, self._fetches, self._awaited
+        self._arrivals.sources = sources
         self._lookups = Lookups(state, *sources, self._arrivals, self._hbm)
-        self._switches = Switches(state, self._files)
-        self._scrubs = Scrubs(state)
+        self.switches = Switches(state, self.files)
+        self.scrubs = Scrubs(state)
         self._handlers = self._handlers_of_rooms()
         """Method for each type of event that one part of the engine handles alone, and of message
         in PeerAsked."""
@@ -91,7 +90,7 @@ class Engine(Snapshots):
     def _handlers_of_rooms(self) -> dict[type, Callable[[Any], None]]:
         return {
             events.Received: self._received,
-            tier_events.Scrubbed: self._scrubs.take,
+            tier_events.Scrubbed: self.scrubs.take,
             events.Located: self._fetches.located,
             events.Fetched: self._fetches.fetched,
             events.PrepareBlocks: self._lookups.prepare,
@@ -100,24 +99,24 @@ class Engine(Snapshots):
             PushGrant: self._pushes.asked,
             PushRevoke: self._pushes.revoked,
             events.PeerGone: self._peer_gone,
-            events.LandingUp: self._grants.transfer_worker_changed,
-            Pushed: self._grants.pushed,
-            PushOver: self._grants.grant_ended,
-            events.Landed: self._grants.landed,
+            events.LandingUp: self.grants.transfer_worker_changed,
+            Pushed: self.grants.pushed,
+            PushOver: self.grants.grant_ended,
+            events.Landed: self.grants.landed,
             events.Written: self._pushes.written,
-            tier_events.FileKnown: self._files.known,
-            tier_events.FileMoved: self._files.moved,
-            tier_events.FileGone: self._files.gone,
-            tier_events.FileWritten: self._files.written,
-            tier_events.FileRead: self._files.read,
-            tier_events.FileLate: self._files.late,
-            tier_events.FileReclaim: self._files.reclaim,
+            tier_events.FileKnown: self.files.known,
+            tier_events.FileMoved: self.files.moved,
+            tier_events.FileGone: self.files.gone,
+            tier_events.FileWritten: self.files.written,
+            tier_events.FileRead: self.files.read,
+            tier_events.FileLate: self.files.late,
+            tier_events.FileReclaim: self.files.reclaim,
         }
 
     @property
     def is_behind(self) -> bool:
         """Whether another step is due at once, though no event came: work was left for it."""
-        parts = self._files, self._awaited, self._pushes
+        parts = self.files, self._awaited, self._pushes
         return self._arrivals.has_news or any(part.is_behind for part in parts)
 
     def step(self, events: Iterable[events.Event], now_ns: int) -> list[events.Command]:
@@ -134,7 +133,7 @@ class Engine(Snapshots):
             state.publish_generations()
         if self._arrivals.has_news:
             self._arrivals.advance()  # once a step, for all that happened in it
-        self._files.advance()
+        self.files.advance()
         self._stores.grant_all()
         return self.salvage()
 
@@ -155,20 +154,20 @@ class Engine(Snapshots):
                 state.credits_due = True
                 state.trail.tick(state)
                 state.ages[Tier.DRAM].mark(state.slots.next_stamp, state.now_ns)
-                state.ages[Tier.FILE].mark(self._files.next_location, state.now_ns)
+                state.ages[Tier.FILE].mark(self.files.next_location, state.now_ns)
                 state.curve.tick(state.now_ns)
                 self._servings.tick()
                 self._pushes.tick()
                 self._awaited.tick()
-                self._grants.tick()
+                self.grants.tick()
                 self._empty_what_is_off()
             case events.Adopt():
                 adopt(state, event)
             case events.Clear(space=space, tenant=tenant):
                 count = self._clear(space, tenant, Reason.CLEARED)
                 if count < CLEAR_ROWS_MAX:
-                    self._files.void(tenant, space)
-                    self._switches.clear(tenant, space)
+                    self.files.void(tenant, space)
+                    self.switches.clear(tenant, space)
                 state.publish_generations()
                 state.say(events.Cleared(count))
             case events.PeerAsked(its=its):
@@ -215,7 +214,7 @@ class Engine(Snapshots):
             case messages.Story():
                 self.explain.tell(connection, message)
             case messages.Compared():
-                self._switches.take(connection, message)
+                self.switches.take(connection, message)
                 self._empty_what_is_off()
             case messages.LeaseRenew(leases=leases):
                 state.leases.renew(session, leases, state.now_ns)
@@ -229,7 +228,7 @@ class Engine(Snapshots):
                 connection.owner.unserved = reason
             case messages.PushExpect():
                 self._awaited.expect(connection, message)
-                self._grants.give_room()
+                self.grants.give_room()
             case messages.PushCancel(transfer=transfer):
                 self._awaited.cancel(connection, transfer)
             case messages.PushOpen():
@@ -263,11 +262,11 @@ class Engine(Snapshots):
 
     def _empty_what_is_off(self) -> None:
         """Clear one slice of a space that a shadow check switched off, if any is left to clear."""
-        address = self._switches.to_empty()
+        address = self.switches.to_empty()
         if address is not None:
             tenant, space = address
             if self._clear(space, tenant, Reason.DIVERGED) < CLEAR_ROWS_MAX:
-                self._switches.emptied(address)
+                self.switches.emptied(address)
             self._state.publish_generations()
 
     def _clear(self, space: bytes | None, tenant: str | None, why: Reason) -> int:
@@ -284,7 +283,7 @@ class Engine(Snapshots):
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
         self._fetches.void(tenant, space)
-        self._grants.void(tenant, space)
+        self.grants.void(tenant, space)
         return len(rows)
 
     def salvage(self) -> list[events.Command]:
@@ -297,34 +296,24 @@ class Engine(Snapshots):
 
     def learned(self) -> Learned:
         """Measured paces of disk and spaces, to be kept for the next start."""
-        disk = self._files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
+        disk = self.files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
         return within_bounds(Learned(disk, self._state.paces.all()))
 
     def spent_bytes(self) -> int:
         """Used part of the day's budget of disk writes; 0 without one."""
-        return self._files.writes.spent_bytes()
+        return self.files.writes.spent_bytes()
 
     @property
     def left_out_blocks(self) -> int:
         """Blocks, since the start, that the disk tier reported and that the table had no row
         for."""
-        return self._files.left_out_count
+        return self.files.left_out_count
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def tiers(self) -> list[TierReport]:
         """One row per tier."""
-        return self.tier_rows(self._files.writes.budget_left_bytes(), self._scrubs.tiers)
-
-    def sealed(self, first_word: int) -> Sealed:
-        """Blocks in dram to be scrubbed, from word `first_word` of the arena on: see
-        `Scrubs.sealed`."""
-        return self._scrubs.sealed(first_word)
-
-    @property
-    def worst_shadow_error(self) -> float:
-        """Largest relative error that a shadow check found since the start."""
-        return self._switches.worst_error
+        return self.tier_rows(self.files.writes.budget_left_bytes(), self.scrubs.tiers)
 
     def held(self, begin_row: int) -> tuple[list[events.Changed], int]:
         """Blocks that the tiers hold, one slice per call: from `begin_row` on. Returns the slice
@@ -342,10 +331,6 @@ class Engine(Snapshots):
     def _next_row(self, begin_row: int) -> int:
         end = begin_row + HELD_ROWS_MAX
         return end if end < len(self._state.residency.table.used_scopes) else -1
-
-    def landing_bytes(self) -> dict[tuple[str], int]:
-        """Bytes of the landing slab, by (state,): free, granted or limbo."""
-        return self._grants.landing_bytes()
 
     def push_counts(self) -> dict[tuple[str], int]:
         """Number of pushes under way, by (side,) of this node in them: decode or prefill."""

@@ -28,7 +28,7 @@ from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Names, Reason, stamp
 from kvstore.tier_events import RaiseGenerations
-from kvstore.types import AdmissionMode, ConnectionId, Shard, SpaceId, Tier
+from kvstore.types import AdmissionMode, ConnectionId, Latest, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
@@ -180,7 +180,7 @@ class State:
     def __init__(self, config: EngineConfig, journal: Journal | None) -> None:
         """`journal`: None makes one that does not outlive this process."""
         self.config = config
-        self.journal, self.counters = journal or _fresh_journal(config), Counters()
+        self.counters = Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
         self.slots = Slots(
@@ -190,8 +190,9 @@ class State:
             policy=config.policy,
             quotas=config.quotas,
             first_generation=config.first_generation,
-            journal=self.journal,
+            journal=journal,
         )
+        self.journal = self.slots.journal
         self.memories = {Tier.DRAM: self.slots}
         """Slots of each memory."""
         self.hbm: Slots | None = None
@@ -218,7 +219,7 @@ class State:
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
         self.refusals = Refusals()
-        self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
+        self.known = Latest[tuple[str, SpaceId], KnownSpace](KNOWN_SPACES_MAX)
         """Spaces by (tenant, space), as in the latest session; at most KNOWN_SPACES_MAX."""
         self.offers = Offers(self.residency, self.geometry)
         self.off: dict[tuple[str, SpaceId], Off] = {}
@@ -297,14 +298,12 @@ class State:
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """Record the space of a session that opened, in `known` and in the journal. When `known` is
         full, the space whose last session opened longest ago is dropped."""
-        was_known = self.known.pop(address, None) is not None
-        if self.config.tell_offers and not was_known and self.offers.any_held(address):
+        is_new = address not in self.known
+        if self.config.tell_offers and is_new and self.offers.any_held(address):
             self.say(events.OffersUntold())
         self.known[address] = known
         shards = [self.residency.address(scope)[2] for scope in known.scopes]
         self.journal.spaces.remember(address, known.label, shards, known.space)
-        if len(self.known) > KNOWN_SPACES_MAX:
-            del self.known[next(iter(self.known))]
 
     def geometry(self, address: tuple[str, SpaceId]) -> tuple[int, int] | None:
         """Layers and heads of a space's model; None if no engine reported them to any process."""
@@ -340,7 +339,7 @@ class State:
         """Slot sizes that open sessions use."""
         return {size for group in self.open_groups() for size in group.asker.slot_sizes}
 
-    def leasable(self, session: int, account: Account | None, run: Run) -> tuple[Run, int]:
+    def leasable(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
         """The part of a run that a session may lease, and the number of blocks it may not."""
         shards = max(len(run.words_by_shard), 1)
         fits = self.leases.fitting(session, account, run.words(), shards)
@@ -390,12 +389,6 @@ class State:
         self.counters.evictions += len(words)
         self.ages[Tier.DRAM].evicted(np.abs(self.slots.stamps[words]), self.now_ns)
         self.empty(words, self.stamp(*self.room_for))
-
-
-def _fresh_journal(config: EngineConfig) -> Journal:
-    """An empty journal in private memory."""
-    names = [name for name, _ in config.quotas]
-    return Journal.fresh(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, quotas=names)
 
 
 # ── adoption ──────────────────────────────────────────────────────────────────────────────────────

@@ -85,7 +85,7 @@ class DramScrub:
             StepFailed: it could not take what was found; the same.
         """
         batch = self._driver.query(
-            lambda engine: engine.sealed(first_word), timeout_s=ASK_TIMEOUT_S
+            lambda engine: engine.scrubs.sealed(first_word), timeout_s=ASK_TIMEOUT_S
         )
         bad = []
         prefixes = [scope.prefix() for scope in batch.scopes]

@@ -326,7 +326,7 @@ class Journal:
         starts = self._slot_starts(slot_bytes)
         slot_bytes[unreadable] = UNREADABLE
         named, doubtful = _decoded(self._writers)
-        lost = self._words_of(unreadable)
+        lost = self.words_of(unreadable)
         held = np.flatnonzero((named > 0) & ~lost)
         if not starts[held].all():
             raise JournalUnusable("it names a writer of what is no slot")
@@ -362,7 +362,7 @@ class Journal:
         void = np.ones(len(self._rows), dtype=bool)
         void[found.words] = False
         self._rows[void, _CHECK_AT] = 0
-        unnamed = ~self._words_of(found.slot_bytes == UNREADABLE)
+        unnamed = ~self.words_of(found.slot_bytes == UNREADABLE)
         unnamed[found.held] = unnamed[found.doubtful] = False
         self._writers[unnamed] = 0
         self._ids = {number: id for id, number in scopes.items()}
@@ -370,7 +370,7 @@ class Journal:
         used = {_index(id) for id in scopes}
         self._indexes = [index for index in self._indexes if index not in used]
 
-    def _words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Mask over all words of the arena: those in slabs flagged in `slabs`."""
         mask = np.zeros(len(self._writers), dtype=bool)
         whole = np.repeat(slabs, self._slab_bytes // SLOT_BYTES_MIN)

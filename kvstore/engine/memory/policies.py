@@ -103,6 +103,7 @@ _CHUNK_MIN = 256
 _QUEUE_MIN = 1024
 _QUEUE_SHARE = 32
 _SAMPLE = 4096
+_NO_QUEUE: NDArray[np.int64] = np.empty((2, 0), dtype=np.int64)
 
 
 class OldestFirst:
@@ -116,8 +117,10 @@ class OldestFirst:
     def __init__(self, stamps: Stamps, *, among: Members) -> None:
         self._stamps = stamps
         self._among = among
-        self._queue: Words = NONE
-        self._queue_stamps: Stamps = NONE
+        self._queue = _NO_QUEUE
+        """Slots in order, and the stamp of each when it was queued, [2][n]."""
+        self._is_empty = False
+        """Whether there was no candidate at the last look over all slots, and none came since."""
 
     def take(self, count: int, may_go: MayGo) -> Words:
         """Up to `count` slots that may go now, oldest first; none only if no slot may go. The
@@ -126,67 +129,66 @@ class OldestFirst:
         go = self._look(count, may_go)
         if not len(go):
             return NONE
-        words, end = self._queue[go], int(go[-1]) + 1
-        stays = self._stamps[self._queue[:end]] == self._queue_stamps[:end]
+        words: Words = self._queue[0, go]
+        end = int(go[-1]) + 1
+        looked_at, self._queue = self._queue[:, :end], self._queue[:, end:]
+        stays = self._stamps[looked_at[0]] == looked_at[1]
         stays[go] = False
-        passed_over = np.flatnonzero(stays)
-        taken = self._queue[passed_over], self._queue_stamps[passed_over]
-        self._queue, self._queue_stamps = self._queue[end:], self._queue_stamps[end:]
-        if len(passed_over):
-            self._queue = np.concatenate([taken[0], self._queue])
-            self._queue_stamps = np.concatenate([taken[1], self._queue_stamps])
+        if stays.any():
+            passed_over = looked_at.compress(stays, axis=1)
+            self._queue = np.concatenate([passed_over, self._queue], axis=1)
         return words
 
     def peek(self, count: int, may_go: MayGo) -> Stamps:
         """Stamps of the slots that `take` would return next, without taking them."""
         go = self._look(count, may_go)
-        return self._queue_stamps[go]
+        stamps: Stamps = self._queue[1, go]
+        return stamps
 
     def note(self, words: Words, stamps: Stamps) -> None:
         """Take note of new stamps of slots: those older than the end of the queue are inserted into
         it."""
-        if not len(self._queue) or not len(words):
-            return
-        older = stamps < self._queue_stamps[-1]
+        size = self._queue.shape[1]
+        self._is_empty &= not len(words)
+        older = stamps < self._queue[1, -1] if size else np.zeros(0, dtype=bool)
         if not older.any():
             return
-        words, stamps = words[older], stamps[older]
-        if len(self._queue) + len(words) > 2 * len(self._stamps):
+        new = np.stack([words[older], stamps[older]])
+        if size + new.shape[1] > 2 * len(self._stamps):
             # Entries of slots that were emptied otherwise pile up: all is looked at anew.
-            self._queue = self._queue_stamps = NONE
+            self._queue = _NO_QUEUE
             return
-        order = np.argsort(stamps)
-        at = np.searchsorted(self._queue_stamps, stamps[order])
-        self._queue = np.insert(self._queue, at, words[order])
-        self._queue_stamps = np.insert(self._queue_stamps, at, stamps[order])
+        new = new.take(np.argsort(new[1]), axis=1)
+        self._queue = np.insert(self._queue, np.searchsorted(self._queue[1], new[1]), new, axis=1)
 
     def _look(self, count: int, may_go: MayGo) -> Words:
         """Indexes into the queue of up to `count` slots that may go, in order; none only if no slot
         may go."""
         assert count > 0, "nothing is asked for"
         chunk = max(_CHUNK_MIN, 2 * count)
-        while len(self._queue) or self._refill(count, may_go):
+        while self._queue.shape[1] or self._refill(count, may_go):
             begin = 0
-            while begin < len(self._queue):
+            while begin < self._queue.shape[1]:
                 # Chosen when the queue was made, and to be looked at again: things change.
-                words = self._queue[begin : begin + chunk]
-                current = self._stamps[words] == self._queue_stamps[begin : begin + chunk]
+                words, stamps = self._queue[:, begin : begin + chunk]
+                current = self._stamps[words] == stamps
                 go = np.flatnonzero(current & may_go(words))[:count]
                 if len(go):
                     return begin + go
                 if begin or current.any():
                     begin += chunk
                 else:
-                    self._queue, self._queue_stamps = (
-                        self._queue[chunk:],
-                        self._queue_stamps[chunk:],
-                    )
-            self._queue = self._queue_stamps = NONE
+                    self._queue = self._queue[:, chunk:]
+            self._queue = _NO_QUEUE
         return NONE
 
     def _refill(self, count: int, may_go: MayGo) -> bool:
         """Fill the queue with the oldest slots that may go now. Returns False if there are none."""
-        may = may_go(_ALL) & self._among() & (self._stamps > 0)
+        if self._is_empty:
+            return False
+        candidates = self._among() & (self._stamps > 0)
+        self._is_empty = not candidates.any()
+        may = may_go(_ALL) & candidates
         words = np.flatnonzero(may)
         size = max(count, _QUEUE_MIN, len(words) // _QUEUE_SHARE)
         if size < len(words):
@@ -195,9 +197,8 @@ class OldestFirst:
             sample = np.sort(self._stamps[words[:: len(words) // _SAMPLE + 1]])
             limit = sample[size * len(sample) // len(words)]
             words = np.flatnonzero(may & (self._stamps <= limit))
-        stamps = self._stamps[words]
-        order = np.argsort(stamps)
-        self._queue, self._queue_stamps = words[order], stamps[order]
+        queue = np.stack([words, self._stamps[words]])
+        self._queue = queue.take(np.argsort(queue[1]), axis=1)
         return len(words) > 0
 
 
@@ -378,32 +379,22 @@ class Reuse:
         self._fresh = OldestFirst(self._stamps, among=lambda: members() & ~self._is_reused)
         self._reused = OldestFirst(self._stamps, among=lambda: members() & self._is_reused)
         self._gone = RecentKeys(key_count=REMEMBERED * slot_count_max, seed=_SEED)
-        # A queue of nothing would be looked for in all slots each time.
-        self._fresh_count = 0
-        self._reused_count = 0
         self._now = 0
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self._prints[words] = prints
         came_back = self._gone.may_contain(prints)
         self._is_reused[words] = came_back
-        self._count(+1, came_back)
         self.touch(words, stamps)
         self._fresh.note(words[~came_back], stamps[~came_back])
         self._reused.note(words[came_back], stamps[came_back])
 
     def resume(self, words: Words, prints: Prints) -> None:
         self._prints[words] = prints
-        self._fresh_count += len(words)
+        self._fresh.note(words, self._stamps[words])
 
     def use(self, words: Words, stamps: Stamps) -> None:
-        new = words[~self._is_reused[words]]
-        if len(new):
-            # A hint may name a key twice; the counts must not believe it.
-            first_time = len(np.unique(new))
-            self._fresh_count -= first_time
-            self._reused_count += first_time
-            self._is_reused[new] = True
+        self._is_reused[words] = True
         self.touch(words, stamps)
         self._reused.note(words, stamps)
 
@@ -412,13 +403,7 @@ class Reuse:
         self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
-        self._count(-1, self._is_reused[words[self._stamps[words] > 0]])
         self._stamps[words] = 0
-
-    def _count(self, sign: int, is_reused: Mask) -> None:
-        reused = int(np.count_nonzero(is_reused))
-        self._reused_count += sign * reused
-        self._fresh_count += sign * (len(is_reused) - reused)
 
     def pop(self, count: int, may_go: MayGo) -> Words:
         victims: list[Words] = []
@@ -430,9 +415,7 @@ class Reuse:
             for queue, share in ((self._fresh, fresh), (self._reused, reused)):
                 if share:
                     words = queue.take(share, may_go)
-                    went = self._stamps[words]
-                    self.forget(words)
-                    self._stamps[words] = -went
+                    self._stamps[words] *= -1
                     victims.append(words)
                     missing -= len(words)  # it may see less of its queue than the split did
         gone = np.concatenate(victims) if victims else NONE
@@ -442,8 +425,7 @@ class Reuse:
     def _split(self, count: int, may_go: MayGo) -> tuple[int, int]:
         """Numbers of fresh and of reused blocks among the next victims, at most `count` together.
         Fewer if not all are visible yet; both 0 only when no block may go."""
-        fresh = self._fresh.peek(count, may_go) if self._fresh_count else NONE
-        reused = self._reused.peek(count, may_go) if self._reused_count else NONE
+        fresh, reused = self._fresh.peek(count, may_go), self._reused.peek(count, may_go)
         ages = np.concatenate([self._now - fresh, (self._now - reused) * REUSED_AGE])
         order = np.argsort(-ages, kind="stable")[:count]
         is_fresh = order < len(fresh)

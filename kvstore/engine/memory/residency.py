@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.memory.table import FEW_SCOPES, NO_ROWS, BlockTable, Keys, Rows, tallied
-from kvstore.engine.why.reasons import Reason, Tombstones, restamp
+from kvstore.engine.why.reasons import FROM_DRAM, Origins, Reason, Tombstones, restamp
 from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
@@ -97,6 +97,8 @@ class Residency:
         self.unverified = np.zeros(word_count, dtype=bool)
         """Whether each slot's block was taken over from another process and not compared with its
         checksum since."""
+        self.origin: Origins = np.full(word_count, FROM_DRAM, dtype=np.int64)
+        """Where each slot's block was when it was asked for, until its first lease."""
         self.hbm_of_word = np.full(word_count if hbm_word_count else 0, -1, dtype=np.int32)
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
         self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
@@ -206,7 +208,7 @@ class Residency:
         self._journal.retract(words)
         self._take_out(self._dram, rows)
         self.row_of_word[words] = -1
-        self.unverified[words] = False
+        self.unverified[words], self.origin[words] = False, FROM_DRAM
         self._forget_absent(rows, stamp)
         # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
         short = -self.spare_rows

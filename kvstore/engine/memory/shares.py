@@ -99,8 +99,8 @@ class Quotas:
 # granted, in quarantine, read or fetched into. A slot counts once for its group, and for each
 # account that pins it:
 #
-#     group ─┬─ the engines of one tenant ─── one engine        ENGINE_PART each time
-#            └─ all other nodes ───────────── one node          NODE_PART each time
+#     this node ─┬─ the engines of one tenant ─── one engine    ENGINE_PART each time
+#                └─ all other nodes ───────────── one node      NODE_PART each time
 #
 # 1. Pinned slots of a group are no more than its share. So the excess of others can be evicted, and
 #    every group reaches its share, whatever is pinned. One block is always allowed.
@@ -139,7 +139,7 @@ _PARTS: Final = {
 
 class Account(msgspec.Struct, eq=False):
     """An account of pins: one engine, node or process, or the account of several (a tenant, all
-    nodes, all processes)."""
+    nodes, all processes, all that this node pins)."""
 
     name: tuple[str, ...]
     part: tuple[int, int]
@@ -179,6 +179,8 @@ class Pins:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.node = Account((), (1, 1), None, slots.leases, slots.quotas.pinned, members=1)
+        """Account of all slots that are pinned, above those of engines and other nodes."""
         self.accounts: dict[tuple[str, ...], Account] = {}
         self._of: dict[int, tuple[Account, ...]] = {}
         """Accounts of each connection, of its engine and its process; nodes, with the negative of
@@ -197,6 +199,7 @@ class Pins:
         """Add a connection of an engine (`owner`: tenant, engine id, nonce) with its process; slots
         granted to it before count at once."""
         its = self._slots.weigh(self._slots.of_writer(connection))
+        self.node.add(its, -1)  # which has them already
         self._of[connection] = (
             self._join(("engine", owner[0]), ("engine", *owner), its),
             self._join(_PROCESSES, (*_PROCESSES, str(process)), its),
@@ -209,20 +212,20 @@ class Pins:
         return self._of[-peer][0]
 
     def _join(self, upper: tuple[str, ...], name: tuple[str, ...], weights: Weights) -> Account:
-        account = self.accounts.get(name) or self._opened(
-            name, self.accounts.get(upper) or self._opened(upper, None)
-        )
+        above = self._account(upper, 0, self.node if upper != _PROCESSES else None)
+        account = self._account(name, 1, above)
         account.members += 1
         account.add(weights, 1)
         return account
 
-    def _opened(self, name: tuple[str, ...], parent: Account | None) -> Account:
-        part = _PARTS[name[0]][parent is not None]
-        counts = np.zeros(len(self._slots.state), np.int32)
-        held = [0] * len(self._slots.quotas.share)
-        self.accounts[name] = Account(name, part, parent, counts, held)
-        if parent is not None:
-            parent.members += 1
+    def _account(self, name: tuple[str, ...], level: int, parent: Account | None) -> Account:
+        """The account of this name, made when new."""
+        if name not in self.accounts:
+            counts = np.zeros(len(self._slots.state), np.int32)
+            held = [0] * len(self._slots.quotas.share)
+            self.accounts[name] = Account(name, _PARTS[name[0]][level], parent, counts, held)
+            if parent is not None:
+                parent.members += 1
         return self.accounts[name]
 
     def leave(self, id: int) -> None:
@@ -244,15 +247,12 @@ class Pins:
 
     # ── how much ─────────────────────────────────────────────────────────────────────────────────
 
-    def room(self, account: Account | None, group: int, block_bytes: int) -> int:
-        """Bytes of a group's slots that an account may still pin; account None: the node itself.
-        One block always fits while nothing is pinned."""
-        quotas = self._slots.quotas
-        share, pinned = int(quotas.share[group]), quotas.pinned[group]
+    def room(self, account: Account, group: int, block_bytes: int) -> int:
+        """Bytes of a group's slots that an account may still pin. One block always fits while
+        nothing is pinned."""
+        share, pinned = int(self._slots.quotas.share[group]), self.node.held[group]
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
-        room = share - pinned
-        if account is not None:
-            room = min(room, account.room(group, share, pinned, block_bytes))
+        room = min(share - pinned, account.room(group, share, pinned, block_bytes))
         return max(room, 0) if pinned else max(room, block_bytes)
 
     def writable(self, columns: list[tuple[int, int]], group: int) -> int:
@@ -268,7 +268,7 @@ class Pins:
             for its, size in sizes.items()
         )
 
-    def fitting(self, account: Account | None, words: Words, shards: int) -> int:
+    def fitting(self, account: Account, words: Words, shards: int) -> int:
         """Number of leading blocks that an account may pin. `words` are sealed slots,
         [n][shards]."""
         if not len(words):
@@ -278,8 +278,7 @@ class Pins:
         block_bytes = int(slots.sizes(words[:shards]).sum())
         if not slots.quotas.any and count * block_bytes <= self.room(account, 0, block_bytes):
             return count
-        leased = slots.leases if account is None else account.counts
-        sizes = np.where(leased[words] == 0, slots.sizes(words), 0)
+        sizes = np.where(account.counts[words] == 0, slots.sizes(words), 0)
         groups = slots.group[words]
         for group in np.unique(groups).tolist():
             its = np.where(groups == group, sizes, 0).reshape(-1, shards).sum(axis=1).cumsum()
@@ -289,27 +288,26 @@ class Pins:
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────
 
-    def pin(self, words: Words, account: Account | None = None) -> None:
+    def pin(self, words: Words, account: Account) -> None:
         """Add one lease to each of these sealed, distinct slots."""
         self._count(words, account, 1)
 
-    def unpin(self, words: Words, account: Account | None = None) -> None:
+    def unpin(self, words: Words, account: Account) -> None:
         """Remove one lease from each of these slots, whose blocks are still those of the lease."""
         self._count(words, account, -1)
 
-    def _count(self, words: Words, account: Account | None, sign: int) -> None:
-        slots = self._slots
-        others = self._leased(slots.leases, words, sign)
-        its = words if others is None else words[others == 0]
-        self.leased += sign * len(its)
-        weights = slots.weigh(its)
-        _add(slots.quotas.pinned, weights, sign)
-        for each in account.line() if account is not None else ():
-            if others is None:  # nobody leases any of them besides
+    def _count(self, words: Words, account: Account, sign: int) -> None:
+        its, is_alone, weights = words, False, Weights()
+        for each in reversed([*account.line()]):
+            if is_alone:  # nobody above leases any of them besides
                 each.counts[words] = max(sign, 0)
             else:
-                besides = self._leased(each.counts, words, sign)
-                weights = slots.weigh(words if besides is None else words[besides == 0])
+                others = self._leased(each.counts, words, sign)
+                is_alone = others is None
+                its = words if others is None else words[others == 0]
+                weights = self._slots.weigh(its)
+            if each is self.node:
+                self.leased += sign * len(its)
             _add(each.held, weights, sign)
 
     @staticmethod
@@ -328,10 +326,8 @@ class Pins:
         leased = words[slots.leases[words] != 0]
         if not len(leased):
             return
-        _add(slots.quotas.pinned, slots.weigh(leased), -1)
         self.leased -= len(leased)
-        slots.leases[leased] = 0
-        for account in self.accounts.values():
+        for account in (self.node, *self.accounts.values()):
             its = leased[account.counts[leased] != 0]
             _add(account.held, slots.weigh(its), -1)
             account.counts[its] = 0
@@ -345,11 +341,10 @@ class Pins:
         writers = slots.writer[words]
         for writer, count in tallied(writers):
             its = words if count == len(words) else words[writers == writer]
-            weights = slots.weigh(its)
-            _add(slots.quotas.pinned, weights, sign)
             # Below 0 are writers of the node itself, and nodes that fetch.
-            for account in self._of.get(writer, ()) if writer > 0 else ():
-                account.add(weights, sign)
+            accounts = self._of.get(writer) if writer > 0 else None
+            for account in accounts or (self.node,):
+                account.add(slots.weigh(its), sign)
 
 
 def _add(held: list[int], weights: Weights, sign: int) -> None:

@@ -187,7 +187,8 @@ class Slots:
     ) -> None:
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
         if journal is None:
-            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes)
+            names = [name for name, _ in quotas]
+            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes, quotas=names)
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
@@ -196,14 +197,13 @@ class Slots:
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
         """Slabs with an unreadable slot size: never to be used."""
-        self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
         self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
         self.counts = np.zeros(len(SlotState), dtype=np.int64)
         """Number of slots in each state; the count of FREE is only relative."""
         self.sealed_bytes = 0
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
-        self._journal = journal
+        self.journal = journal
         self.writers = Writers(word_count)
         self.writer = self.writers.column
         """Writer of each slot while it is GRANTED or QUARANTINED: a connection, or a constant
@@ -249,9 +249,8 @@ class Slots:
         return np.unique(words[known])
 
     def pool_of(self, word: int) -> Pool:
-        pool = self._pool_of_slab[word // self._words_per_slab]
-        assert pool is not None, f"word {word} is in no pool"
-        return pool
+        """The pool that a word's slab was given to; there must be one."""
+        return self.pools[int(self._slot_bytes_of_slab[word // self._words_per_slab])]
 
     def sizes(self, words: Words) -> NDArray[np.int64]:
         """Bytes of these slots."""
@@ -328,7 +327,7 @@ class Slots:
             pool.policy.insert(words, self._places(prints)[::-1], prints[::-1])
 
     def _name_writer(self, words: Words, writer: int) -> None:
-        self._journal.name_writer(words, writer)
+        self.journal.name_writer(words, writer)
         self.pins.written(words, -1)
         self.writers.name(words, writer)
         self.pins.written(words, 1)
@@ -427,10 +426,7 @@ class Slots:
 
     def _members(self, slot_bytes: int) -> Mask:
         """Mask of words in slabs of a pool."""
-        mask = np.zeros(len(self.state), dtype=bool)
-        whole = self.slab_count * self._words_per_slab
-        mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)
-        return mask
+        return self.journal.words_of(self._slot_bytes_of_slab == slot_bytes)
 
     def _evictable(self, words: Words | slice) -> Mask:
         mask: Mask = (self.state[words] == SlotState.SEALED) & (self.leases[words] == 0)
@@ -467,32 +463,30 @@ class Slots:
 
     def _form(self, slab: int, pool: Pool) -> Words:
         """Cut a slab into a pool's slots; returns their words."""
-        self._pool_of_slab[slab] = pool
         self._cut(slab, pool.slot_bytes)
         pool.slabs.add(slab)
-        pages = self.slab_bytes // PAGE_BYTES * slab + np.arange(pool.slots_per_slab) * (
-            pool.slot_bytes // PAGE_BYTES
-        )
-        words = pages // PAGES_PER_GENERATION
+        (pages,) = self._pages(pool, np.array([slab]))
+        words: Words = pages // PAGES_PER_GENERATION
         self._slot[words] = pages
         return words
 
     def _cut(self, slab: int, slot_bytes: int) -> None:
-        self._journal.cut(slab, slot_bytes)
+        self.journal.cut(slab, slot_bytes)
         self._slot_bytes_of_slab[slab] = slot_bytes
 
     def words_in(self, slab: int) -> Words:
         """Words of all slots of a slab that has a pool."""
-        pool = self._pool_of_slab[slab]
-        assert pool is not None
+        pool = self.pool_of(slab * self._words_per_slab)
         return self.words_of_slabs(pool, np.array([slab])).reshape(-1)
 
     def words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
         """Words of the slots in these slabs of a pool, [slabs][slots per slab]."""
-        pages = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
-        begin = slabs * (self.slab_bytes // PAGE_BYTES)
-        words: Words = (begin[:, None] + pages) // PAGES_PER_GENERATION
-        return words
+        return self._pages(pool, slabs) // PAGES_PER_GENERATION
+
+    def _pages(self, pool: Pool, slabs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First pages of these slots."""
+        within = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
+        return slabs[:, None] * (self.slab_bytes // PAGE_BYTES) + within
 
     def coldest_slab(
         self, pool: Pool, may_lose: NDArray[np.bool_] | None = None
@@ -515,14 +509,11 @@ class Slots:
 
     def take_slab(self, slab: int) -> None:
         """Take a slab, whose slots are all free, from its pool; it is free for any pool then."""
-        words = self.words_in(slab)
+        words, pool = self.words_in(slab), self.pool_of(slab * self._words_per_slab)
         assert bool((self.state[words] == SlotState.FREE).all()), "a slab in use is taken"
-        pool = self._pool_of_slab[slab]
-        assert pool is not None
         gone = set(words.tolist())
         pool.free = [word for word in pool.free if word not in gone]
         pool.slabs.remove(slab)
-        self._pool_of_slab[slab] = None
         self._cut(slab, 0)
         self._slabs_free.append(slab)
 

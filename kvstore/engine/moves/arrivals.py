@@ -77,11 +77,8 @@ class Arrivals:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._sources: list[Source] = []
-        word_count = len(state.slots.state)
-        self._generation = np.zeros(word_count, dtype=np.uint64)
-        """Generation of each slot that a block was brought into and that was not leased since."""
-        self._origin: Origins = np.zeros(word_count, dtype=np.int64)
+        self.sources: Sequence[Source] = ()
+        """All ways by which blocks come."""
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
         """Watches by the key that they need next."""
@@ -90,15 +87,6 @@ class Arrivals:
         self.over: Callable[[Name], None] = lambda _: None
         """Called with the name of a watch that has ended: what is queued for it is not read."""
         state.leases.ended = self.unwatch
-
-    def add(self, source: Source) -> None:
-        """Register a source of blocks."""
-        self._sources.append(source)
-
-    def brought(self, words: Words, origin: int) -> None:
-        """Note that requested blocks were brought into these slots, and from where (`Origins`)."""
-        self._generation[words] = self._state.slots.generation[words]
-        self._origin[words] = origin
 
     def leased(
         self, asker: Asker, run: Run, words: Words, *, asked: bool
@@ -117,14 +105,14 @@ class Arrivals:
 
     def _take_origins(self, run: Run) -> Origins | None:
         """Origins of the blocks of a run that is leased now; None: all were in dram."""
-        if not run.count or not self._sources:
+        if not run.count:
             return None
         words = run.words_by_shard[0][: run.count]
-        flags = self._generation[words] == self._state.slots.generation[words]
-        if not flags.any():
+        origins = self._state.residency.origin[words]
+        if (origins == FROM_DRAM).all():
             return None
-        self._generation[words[flags]] = 0
-        return np.where(flags, self._origin[words], FROM_DRAM)
+        self._state.residency.origin[words] = FROM_DRAM
+        return origins
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
@@ -210,7 +198,7 @@ class Arrivals:
         this name; 0 if none of them is on its way. `by`: only these sources count; None: all."""
         rows = self._state.residency.table.find_all(scopes, keys)
         coming = np.zeros(rows.shape, dtype=bool)
-        for source in self._sources if by is None else by:
+        for source in self.sources if by is None else by:
             coming |= source.coming(scopes, keys, rows, name)
         count = leading((self._state.residency.words(rows) >= 0) | coming)
         return count if coming[:, :count].any() else 0

@@ -402,7 +402,7 @@ class Grants:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def landing_bytes(self) -> dict[tuple[str], int]:
-        """Bytes of the landing slab by (state,)."""
+        """Bytes of the landing slab, by (state,): free, granted or limbo."""
         limbo = sum(len(extents) * pages for extents, pages in self._limbo)
         free = self._slab.free_pages
         pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}

@@ -183,7 +183,8 @@ class Intake:
         """Make room for blocks that are brought for a request; returns how many fit, up to `wanted`
         and to what may be pinned."""
         state, sizes, block_bytes = self._state, asker.slot_sizes, sum(asker.slot_sizes)
-        pinnable = state.slots.pins.room(None, asker.quota, block_bytes) // block_bytes
+        pins = state.slots.pins
+        pinnable = pins.room(pins.node, asker.quota, block_bytes) // block_bytes
         active = state.active_sizes()
         state.make_room_for(Reason.EVICTED_FOR_READS, asker.title)
         return self.room(sizes, min(wanted, pinnable), asker.quota, active | set(sizes))
@@ -205,8 +206,8 @@ class Intake:
         """Seal blocks that an engine computed, no key twice. Returns flags of those that dram did
         not hold and now holds in these slots; the other slots are free."""
         rows, absent = self._find(copies)
-        taken = self._put(copies, rows, absent, is_use=False)
-        self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
+        taken = self._put(copies, rows, absent)
+        self._writes.offer(copies.scope, taken, block_bytes=block_bytes)
         return absent
 
     def fetch(
@@ -227,9 +228,8 @@ class Intake:
             scope = state.residency.scope(asker.tenant, asker.space, asker.shards[column])
             copies = Copies(scope, job.keys, words, sums[:, column])
             rows, absent = self._find(copies)
-            taken = self._put(copies, rows, flags & absent, is_use=True)
-            self._arrivals.brought(state.residency.words(taken), search)
-            self._writes.sealed(scope, taken, block_bytes=asker.block_bytes[column])
+            taken = self._put(copies, rows, flags & absent, origin=search)
+            self._writes.offer(scope, taken, block_bytes=asker.block_bytes[column])
         return flags
 
     def read(self, copies: Copies, good: NDArray[np.bool_]) -> None:
@@ -238,23 +238,27 @@ class Intake:
         wanted = good & absent & (rows >= 0)
         # A scope that nothing is in any more may be forgotten by now.
         wanted &= not (wanted.any() and self._state.is_scope_off(copies.scope, Tier.FILE))
-        taken = self._put(copies, rows, wanted, is_use=True)
-        self._arrivals.brought(self._state.residency.words(taken), FROM_DISK)
+        self._put(copies, rows, wanted, origin=FROM_DISK)
 
     def _find(self, copies: Copies) -> tuple[Rows, NDArray[np.bool_]]:
         """Rows of these blocks, and flags of those that are not in dram."""
         rows = self._state.residency.table.find(copies.scope, copies.keys)
         return rows, self._state.residency.words(rows) < 0
 
-    def _put(self, copies: Copies, rows: Rows, wanted: NDArray[np.bool_], *, is_use: bool) -> Rows:
-        """Seal the slots that are wanted and free the others; returns the rows of the former."""
+    def _put(
+        self, copies: Copies, rows: Rows, wanted: NDArray[np.bool_], origin: int | None = None
+    ) -> Rows:
+        """Seal the slots that are wanted and free the others; returns the rows of the former.
+        `origin`: where blocks were that a request asked for (`Origins`); None: nobody did."""
         state, residency = self._state, self._state.residency
         state.free(copies.words[~wanted])
         rows, keys, words = rows[wanted], copies.keys[wanted], copies.words[wanted]
         new = np.flatnonzero(rows < 0)
         rows[new] = residency.table.insert(copies.scope, keys[new])
         residency.put_dram(rows, words, copies.checksums[wanted])
-        state.slots.seal(words, prints(copies.scope, keys), is_use=is_use)
+        state.slots.seal(words, prints(copies.scope, keys), is_use=origin is not None)
+        if origin is not None:
+            residency.origin[words] = origin
         state.credits_due = True
         self._arrivals.settle_keys(copies.keys)
         return rows

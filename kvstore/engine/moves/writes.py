@@ -158,26 +158,19 @@ class Writes:
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
         """Number of the job that writes each slot; 0: none does."""
 
-    def sealed(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """Offer blocks that were just sealed in dram to the disk."""
-        if self._state.config.file_bytes:
-            self._offer(scope, rows, block_bytes)
-
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """Offer blocks that a new request names to the disk; absent rows are -1."""
-        if not self._state.config.file_bytes:
-            return
         words = self._state.residency.words(rows)
         rows = rows[(words >= 0) & (self._job_of_word[words] == 0)]
         if not has_repeats(rows):
-            self._offer(scope, rows, block_bytes)
+            self.offer(scope, rows, block_bytes=block_bytes)
 
-    def _offer(self, scope: int, rows: Rows, block_bytes: int) -> None:
+    def offer(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """Write those of these blocks in dram, in chain order, that are not on disk, worth it, and
         have room."""
         state = self._state
         rows = rows[state.residency.file[rows] == 0]
-        if len(rows) == 0 or state.is_scope_off(scope, Tier.FILE):
+        if not (state.config.file_bytes and len(rows)) or state.is_scope_off(scope, Tier.FILE):
             return
         named = prints(scope, state.residency.table.keys[rows])
         admitted = self._admission.admit(named, state.now_ns)
@@ -188,11 +181,12 @@ class Writes:
         words = state.residency.words(rows)
         size = state.slots.pool_of(int(words[0])).slot_bytes
         room = min(len(rows), self._jobs.room(size))
-        room = min(room, state.slots.pins.fitting(None, words, 1))
+        pins = state.slots.pins
+        room = min(room, pins.fitting(pins.node, words, 1))
         state.counters.file_writes_dropped += len(rows) - room
         its = Scope(*state.residency.address(scope), block_bytes)
         allowed = self.allow(room, its)
-        state.slots.pins.pin(words[:allowed])
+        pins.pin(words[:allowed], pins.node)
         for piece in pieces(allowed, JOB_BYTES_MAX // size):
             self._write(its, rows[piece], words[piece], size)
 
@@ -216,7 +210,7 @@ class Writes:
         state, job = self._state, self._jobs.end(event.job)
         locations = np.frombuffer(event.locations, dtype="<u8")
         stayed = state.slots.generation[job.words] == job.generations
-        state.slots.pins.unpin(job.words[stayed])
+        state.slots.pins.unpin(job.words[stayed], state.slots.pins.node)
         self._job_of_word[job.words[self._job_of_word[job.words] == event.job]] = 0
         state.slots.retry_starved()
         state.credits_due = True

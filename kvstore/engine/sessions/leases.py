@@ -37,7 +37,7 @@ BYTES_MAX: Final = 256 * MIB
 class Lease(msgspec.Struct, eq=False):
     """Pinned slots for one LeaseAsk, answered with at least one block now or by LeaseMore."""
 
-    account: Account | None
+    account: Account
     """Account that pins its slots."""
     shards: int
     granted_ns: int
@@ -105,7 +105,7 @@ class Leases:
             return False
         return self._room(session) >= LEASE_BYTES
 
-    def fitting(self, session: int, account: Account | None, words: Words, shards: int) -> int:
+    def fitting(self, session: int, account: Account, words: Words, shards: int) -> int:
         """Number of leading blocks that may be leased. `words` are sealed slots, [n][shards]."""
         room = max(self._room(session) - LEASE_BYTES, 0) // (SLOT_BYTES * shards)
         return min(self._slots.pins.fitting(account, words, shards), room)
@@ -120,8 +120,8 @@ class Leases:
         lease: int,
         words: Words,
         now_ns: int,
-        account: Account | None = None,
-        shards: int = 1,
+        account: Account,
+        shards: int,
     ) -> Lease:
         """Make a lease that pins these slots, [n][shards] and distinct. The account has room
         (`Pins.fitting`)."""

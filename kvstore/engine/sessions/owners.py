@@ -7,15 +7,14 @@ and which engines are not served; `sessions` acts on them (frees slots, sends da
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.errors import ProtocolError
-from kvstore.types import ConnectionId, Shard, SpaceId
+from kvstore.types import ConnectionId, Latest, Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import HelloRank, HelloScheduler, Hint, LeaseAsk, PushExpect, Seal
 from kvstore.wire.space import Group, Space, shard_bytes, slot_bytes
@@ -91,6 +90,52 @@ def asker(
         engine=engine,
         title=title,
     )
+
+
+# ── covers ────────────────────────────────────────────────────────────────────────────────────────
+# Sets of shards that make whole blocks: every layer and head exactly once.
+#
+#     shards of a space            covers
+#     0-16 × 0-8                   one rank
+#     0-16 × 0-4, 0-16 × 4-8       two tensor-parallel ranks
+#     0-8 × 0-8,  8-16 × 0-8       two stages of a pipeline
+#
+# Blocks of one space may be held by engines of several parallel sizes: each is a cover of its own.
+
+COVERS_MAX: Final = 16
+"""Most parallel sizes of one space on one node; blocks of further ones are not served."""
+WORK_MAX: Final = 1 << 20
+"""Heads and shards looked at in one search, some milliseconds. Engines choose the shards, and could
+make the search long."""
+
+
+def covers(
+    shards: Collection[Shard], *, layer_count: int, head_count: int
+) -> list[tuple[Shard, ...]]:
+    """All sets of these shards that tile layers × heads, each in the order of first layers and
+    heads."""
+    found: list[tuple[Shard, ...]] = []
+    at_corner: dict[tuple[int, int], list[Shard]] = {}
+    for shard in sorted(shards, reverse=True):
+        if shard.layer_end <= layer_count and shard.head_end <= head_count:
+            at_corner.setdefault((shard.layer_begin, shard.head_begin), []).append(shard)
+    # By head: the first layer that is not covered. Where it is lowest the next shard begins.
+    waiting: list[tuple[tuple[int, ...], tuple[Shard, ...]]] = [((0,) * head_count, ())]
+    work = WORK_MAX
+    while waiting and work > 0 and len(found) < COVERS_MAX:
+        edge, chosen = waiting.pop()
+        work -= head_count + len(chosen)
+        layer = min(edge)
+        if layer == layer_count:
+            found.append(chosen)
+            continue
+        for shard in at_corner.get((layer, edge.index(layer)), ()):
+            begin, end = shard.head_begin, shard.head_end
+            work -= head_count
+            if set(edge[begin:end]) == {layer}:
+                placed = (*edge[:begin], *[shard.layer_end] * (end - begin), *edge[end:])
+                waiting.append((placed, (*chosen, shard)))
+    return found
 
 
 # ── owners ────────────────────────────────────────────────────────────────────────────────────────
@@ -234,9 +279,9 @@ def objection(owner: Owner, *, slab_bytes: int) -> str:
                 return reason
     # Replicas carry the very same shard; shards that only overlap have no one to write them.
     for index, space in enumerate(spaces):
-        shards = list(owner.columns(index))
-        covered = sum((s.layer_end - s.layer_begin) * (s.head_end - s.head_begin) for s in shards)
-        if covered != space.layer_count * space.kv_head_count or _overlap(shards):
+        shards = owner.columns(index)
+        whole = covers(shards, layer_count=space.layer_count, head_count=space.kv_head_count)
+        if all(len(cover) < len(shards) for cover in whole):
             return "its ranks do not cover all layers and heads exactly once"
     return ""
 
@@ -263,16 +308,6 @@ def _group_objection(rank: int, group: Group, *, slab_bytes: int) -> str:
             f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
         )
     return ""
-
-
-def _overlap(shards: list[Shard]) -> bool:
-    return any(
-        a.layer_begin < b.layer_end
-        and b.layer_begin < a.layer_end
-        and a.head_begin < b.head_end
-        and b.head_begin < a.head_end
-        for a, b in itertools.combinations(shards, 2)
-    )
 
 
 # ── unserved ──────────────────────────────────────────────────────────────────────────────────────
@@ -305,15 +340,12 @@ class Refusals:
     """Engines that were refused lately; at most REFUSED_COUNT_MAX."""
 
     def __init__(self) -> None:
-        self._last: dict[OwnerKey, tuple[str, int, bool]] = {}
+        self._last = Latest[OwnerKey, tuple[str, int, bool]](REFUSED_COUNT_MAX)
 
     def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
         """Add a refusal, in place of an earlier one of this engine; the latest ones stay.
         `is_full`: the node had no room for it."""
-        self._last.pop(owner, None)
         self._last[owner] = (reason, now_ns, is_full)
-        if len(self._last) > REFUSED_COUNT_MAX:
-            del self._last[next(iter(self._last))]
 
     def rows(self, now_ns: int, *, is_full: bool) -> list[UnservedReport]:
         """Rows of refused engines that may still be there. `is_full`: whether the node has no room

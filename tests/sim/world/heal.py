@@ -333,7 +333,7 @@ def end(world: Stage) -> None:
         nodes = [machine.node for machine in world.machines]
         held = sum(t.slots_leased + t.slots_granted for node in nodes for t in node.tiers())
         # Landing memory of a write that failed is nobody's for some seconds.
-        held += sum(node.landing_bytes()["limbo",] for node in nodes)
+        held += sum(node.grants.landing_bytes()["limbo",] for node in nodes)
         if turn >= 4 and not held:
             break
     for machine in world.machines:
@@ -344,7 +344,7 @@ def _check_baseline(machine: Machine) -> None:
     leases = machine.node.leases()
     if leases:
         raise Violation(f"leases left on {machine.name}: {leases[:3]}")
-    landing = machine.node.landing_bytes()
+    landing = machine.node.grants.landing_bytes()
     if landing[("granted",)] + landing[("limbo",)]:
         raise Violation(f"landing memory left on {machine.name}: {landing}")
     if any(machine.node.push_counts().values()):

@@ -274,7 +274,7 @@ class PushPair:
 
     def at_rest(self) -> None:
         """Nothing is left of any push on either side."""
-        grants, pushes = self.d.engine._grants, self.p.engine._pushes
+        grants, pushes = self.d.engine.grants, self.p.engine._pushes
         slab = grants._slab
         assert slab.free_pages == slab.page_count, "extents are held"
         assert not grants._grants

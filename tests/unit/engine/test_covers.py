@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given, strategies as st
 
-from kvstore.engine.moves.servings import COVERS_MAX, covers
+from kvstore.engine.sessions.owners import COVERS_MAX, covers
 from kvstore.types import Shard
 
 WHOLE = Shard(0, 4, 0, 4)

@@ -48,7 +48,7 @@ def news(node: DiskNode, peer: Peer, lease: int) -> list[tuple[int, int]]:
             node.answer(node.reads[0])
         node.step()
     assert not node.engine._arrivals._watches
-    assert not len(node.engine._files._queue)
+    assert not len(node.engine.files._queue)
     sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
     return [(len(pairs(each)), each.promoting) for each in sent if each.lease == lease]
 
@@ -97,7 +97,7 @@ def test_what_others_queued_before_counts_in_the_estimate_once(
 ) -> None:
     monkeypatch.setattr(files_module, "READ_BYTES", 1)
     node, peer = on_disk(30, slots=64)
-    node.engine._files.pace = ReadPace(8 * 10**9)  # half a second a block
+    node.engine.files.pace = ReadPace(8 * 10**9)  # half a second a block
     block_ms = SLOT_BYTES_MIN / MIB * 8000
     all_ms = [peer.lease(number, *range(1, 21)).promoting_ms for number in (1, 2)]
     assert all_ms == [pytest.approx(20 * block_ms, rel=0.01)] * 2, "the same blocks"
@@ -125,7 +125,7 @@ def test_what_is_given_up_takes_no_room_in_the_queue(crowded: tuple[DiskNode, Pe
     for lease in range(2, 3 * STALE_MAX):
         peer.lease(lease, *range(2, 20))
         node.hear(peer.scheduler, LeaseRelease([lease]))
-    queue = node.engine._files._queue
+    queue = node.engine.files._queue
     assert len(queue) == 0
     assert len(queue._order) <= STALE_MAX + 1
     assert peer.hint(30) == [True]
@@ -157,7 +157,7 @@ def test_blocks_that_are_gone_are_passed_over_in_more_than_one_step(
         peer.lease(lease, *range(2, 20))
     node.step(Clear(None, None))
     node.answer(node.reads[0])
-    assert len(node.engine._files._queue) == 18 - 4
+    assert len(node.engine.files._queue) == 18 - 4
     assert node.engine.is_behind
     assert news(node, peer, 19) == [(0, 0)]
 
@@ -179,7 +179,7 @@ def served(node: DiskNode, *numbers: int) -> list[int]:
     while node.reads:
         read = node.reads.pop(0)
         commands += node.step(FileRead(read.job, b"\1" * (len(read.keys) // 32)))
-    assert not len(node.engine._files._queue)
+    assert not len(node.engine.files._queue)
     answers = [each.its for each in commands if isinstance(each, AnswerPeer)]
     return [len(each.slots) // 4 for each in answers if isinstance(each, ServeAnswer)]
 

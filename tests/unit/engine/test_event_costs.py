@@ -176,13 +176,13 @@ def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
     """An engine that waits for so many prompts of two blocks on a disk that reads one at a time."""
     node = DiskNode(slots=64, block_count_max=8 * MANY)
     peer = Peer(node)
-    node.engine._files.pace = ReadPace(10**10)
+    node.engine.files.pace = ReadPace(10**10)
     node.step(known(*range(2 * MANY + 4)))
     for number in range(waiting):
         ask = LeaseAsk(number + 10, keys(2 * number, 2 * number + 1))
         commands = node.engine.step([Received(ConnectionId(peer.scheduler), ask)], node.now_ns)
         node.reads += [command for command in commands if isinstance(command, ReadFile)]
-    assert len(node.engine._files._queue) == waiting
+    assert len(node.engine.files._queue) == waiting
     return node, peer
 
 

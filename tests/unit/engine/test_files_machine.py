@@ -219,7 +219,7 @@ class DiskMachine(CountedMachine):
         assert not any(self.promised[lease] for lease in self.leased), "a wait that does not end"
         while self.leased:
             self.lets_go()
-        files = self.node.engine._files
+        files = self.node.engine.files
         assert not self.node.engine._arrivals._watches
         assert files._reads.moving_bytes == files.writes._jobs.moving_bytes == 0
         assert not files.writes._job_of_word.any()
@@ -259,7 +259,7 @@ class ThriftyMachine(DiskMachine):
 
     @invariant()
     def paid(self) -> None:
-        writes = self.node.engine._files.writes
+        writes = self.node.engine.files.writes
         under_way = sum(len(write.keys) // 32 for write in self.node.writes)
         left = writes.budget_left_bytes()
         assert left is not None
@@ -275,10 +275,10 @@ def every_read_is_trusted(read: Any, self: Files, event: FileRead) -> None:
     read(self, FileRead(event.job, b"\x01" * len(event.good)))
 
 
-@instead_of(Writes, "sealed")
-def the_pin_is_forgotten(sealed: Any, self: Writes, *arguments: object, **names: object) -> None:
+@instead_of(Writes, "offer")
+def the_pin_is_forgotten(offer: Any, self: Writes, *arguments: object, **names: object) -> None:
     before = pinned_words(self)
-    sealed(self, *arguments, **names)
+    offer(self, *arguments, **names)
     new = pinned_words(self)[len(before) :]
     self._state.slots.leases[new] -= 1
 

@@ -54,7 +54,7 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
     node.state.off["u", SPACE] = Off(None)
     node.step(FileRead(read.job, b"\x01"))
     assert node.engine.tiers()[0].blocks == 0
-    assert not node.engine._files._reads.values()
+    assert not node.engine.files._reads.values()
 
 
 # ── to disk ──────────────────────────────────────────────────────────────────────────────────────
@@ -239,12 +239,12 @@ def test_a_read_that_never_ends_keeps_nobody_from_the_disk() -> None:
     node.answer(node.reads[1])
     assert len(pairs(more(node, peer))) == 2
     node.answer(hung)
-    assert node.engine._files.pace.begun_bytes == 0
+    assert node.engine.files.pace.begun_bytes == 0
 
 
 def test_a_read_that_nobody_waited_for_makes_the_disk_no_slower() -> None:
     node, peer = on_disk_only(1, 2, 3)
-    pace = node.engine._files.pace
+    pace = node.engine.files.pace
     for number, is_awaited in ((1, True), (2, False), (3, True)):
         before = pace.measured_ns_per_mib
         peer.lease(number, number)

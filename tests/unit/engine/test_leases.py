@@ -39,7 +39,7 @@ def test_a_slot_that_comes_twice_under_one_lease_is_let_go_twice(first: int) -> 
     """Its first block was cleared while it was leased; it came back with another of the chain."""
     slots, words = sealed()
     leases = table(slots, count_max=1)
-    leases.add(9, 1, words[:first], now_ns=0)
+    leases.add(9, 1, words[:first], 0, slots.pins.node, 1)
     leases.extend(9, 1, words[:1])
     (lease,) = [lease for _, _, lease in leases.items()]
     assert slots.leases[words].tolist() == [2, first - 1]
@@ -55,18 +55,20 @@ def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(
     leases = table(slots)
     number = 0
     while leases.may_add(1, number):
-        leases.add(1, number, words[: leases.fitting(1, None, words, 1)], now_ns=0)
+        leases.add(
+            1, number, words[: leases.fitting(1, slots.pins.node, words, 1)], 0, slots.pins.node, 1
+        )
         number += 1
     each = LEASE_BYTES + 2 * SLOT_BYTES
     assert number == pytest.approx(SESSION_BYTES_MAX / each, rel=0.01)
-    assert leases.fitting(1, None, words, 1) == 0
+    assert leases.fitting(1, slots.pins.node, words, 1) == 0
     assert leases.may_add(2, 0)
     # And where many sessions take all that they can.
     monkeypatch.setattr(module, "BYTES_MAX", leases._bytes + 64 * LEASE_BYTES)
     for session in range(2, 8):
         assert leases.may_add(session, 0), "nothing is left"
         while leases.may_add(session, number):
-            leases.add(session, number, words[:0], now_ns=0)
+            leases.add(session, number, words[:0], 0, slots.pins.node, 1)
             number += 1
     assert leases._bytes <= module.BYTES_MAX <= BYTES_MAX
     check_leases(leases)
@@ -87,9 +89,9 @@ def test_leases_that_grow_block_by_block_take_what_their_slots_take() -> None:
     slots.seal(words, words.astype(np.uint64))
     leases = table(slots)
     for lease in range(16):
-        leases.add(9, lease, words[:0], now_ns=0)
+        leases.add(9, lease, words[:0], 0, slots.pins.node, 1)
         for block in range(512):
-            assert leases.fitting(9, None, words[block : block + 1], 1) == 1
+            assert leases.fitting(9, slots.pins.node, words[block : block + 1], 1) == 1
             leases.extend(9, lease, words[block : block + 1])
     held = leases.get(9, 3)
     assert held is not None

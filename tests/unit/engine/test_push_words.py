@@ -160,7 +160,7 @@ def test_a_last_word_of_another_epoch_gives_nothing_back() -> None:
     pair.open()
     pair.expect(1, 2)
     (grant,) = pair.extents
-    slab = pair.d.engine._grants._slab
+    slab = pair.d.engine.grants._slab
     free = slab.free_pages
     for epoch in (pair.epochs - 1, pair.epochs + 1, 0):
         pair.d.step(PushOver(grant, epoch, "it ended", is_quiet=True))

@@ -127,7 +127,7 @@ def test_a_cancelled_request_takes_its_grants_back() -> None:
     (job,) = pair.flights
     pair.cancel()
     assert pair.ends[0].reason == "it was cancelled"
-    slab = pair.d.engine._grants._slab
+    slab = pair.d.engine.grants._slab
     assert slab.free_pages < slab.page_count, "it is written to"
     pair.hear_p()
     assert not pair.to_d, "the last word comes after the last write"
@@ -278,7 +278,7 @@ def test_extents_of_a_failed_write_come_back_with_another_transfer_worker_only()
     pair.write(next(iter(pair.flights)), trouble="the peer is gone")
     pair.pump()
     assert pair.ends[0].reason == "the peer is gone"
-    slab = pair.d.engine._grants._slab
+    slab = pair.d.engine.grants._slab
     assert slab.free_pages < slab.page_count
     pair.tick(LIMBO_NS / NS_PER_MS - 1)
     assert not pair.recycled

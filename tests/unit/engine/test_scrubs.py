@@ -32,9 +32,9 @@ from tests.unit.engine.harness import (
 
 def listed(node: Node) -> list[Sealed]:
     """All looks of a pass."""
-    looks = [node.engine.sealed(0)]
+    looks = [node.engine.scrubs.sealed(0)]
     while looks[-1].next_word:
-        looks.append(node.engine.sealed(looks[-1].next_word))
+        looks.append(node.engine.scrubs.sealed(looks[-1].next_word))
     return looks
 
 

@@ -64,7 +64,7 @@ def test_the_oldest_block_is_that_of_the_pool_leased_or_not() -> None:
     seal(slots, slots.grant(other, 1, writer=1, session=1))
     words = slots.grant(pool, 2, writer=1, session=1)
     seal(slots, words)
-    slots.pins.pin(words)
+    slots.pins.pin(words, slots.pins.node)
     assert slots.oldest_stamp(pool) == slots.stamps[words].min() > slots.oldest_stamp(other)
 
 

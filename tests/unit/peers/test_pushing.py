@@ -110,7 +110,7 @@ async def test_a_write_that_failed_is_told_and_leaves_limbo(two: Two) -> None:
     two.b.transfer_worker.reason = "it is broken"
     engine = Stored(two.a, "ea")
     assert "it is broken" in (await two.push(engine, 1)).reason
-    assert two.a.engine.landing_bytes()[("limbo",)] > 0
+    assert two.a.engine.grants.landing_bytes()[("limbo",)] > 0
 
 
 @driven(pushing)
@@ -120,8 +120,8 @@ async def test_an_abort_is_told_and_nothing_is_left(two: Two) -> None:
     await asked_for(two, engine, 1, 2)
     two.a.hear(engine.scheduler, PushCancel("r"))
     await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 0, "told")
-    await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
-    assert two.a.engine.landing_bytes()[("limbo",)] == 0
+    await two.until(lambda: two.a.engine.grants.landing_bytes()[("granted",)] == 0, "free")
+    assert two.a.engine.grants.landing_bytes()[("limbo",)] == 0
 
 
 @driven(pushing)
@@ -198,7 +198,7 @@ async def test_words_of_a_session_that_has_no_such_grant_are_dropped(two: Two) -
     # Nor does its own session end what others were granted.
     two.a.lander._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
     assert two.a.lander._given.keys() == {asked.grant}
-    assert two.a.engine.landing_bytes()[("granted",)] > 0
+    assert two.a.engine.grants.landing_bytes()[("granted",)] > 0
 
 
 @on_loop
@@ -242,7 +242,7 @@ async def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names(t
     epochs = iter((8, 9))
     two.a.lander._draw_epoch = lambda: next(epochs)
     two.a.lander.transfer_worker_changed()
-    await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
+    await two.until(lambda: two.a.engine.grants._epoch == 8, "up")
     engine = Stored(two.a, "ea")
     asked = await asked_for(two, engine, 1)
     session = two.a.lander._given[asked.grant].session
@@ -254,9 +254,9 @@ async def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names(t
     assert (asked.epoch, two.a.lander.epoch) == (8, 8)
     two.a.lander._hear(session, over(7))
     assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
-    assert two.a.engine.landing_bytes()[("granted",)] > 0
+    assert two.a.engine.grants.landing_bytes()[("granted",)] > 0
     two.a.lander.transfer_worker_changed()
-    await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "void")
+    await two.until(lambda: two.a.engine.grants.landing_bytes()[("granted",)] == 0, "void")
     two.a.lander._hear(session, over(9))
     assert asked.grant in two.a.lander._given, "nor does one of the next"
     two.a.lander._hear(session, over(8))
@@ -303,7 +303,7 @@ async def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session
     two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
     await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
     assert not session.lost
-    await two.until(lambda: two.a.engine.landing_bytes()[("limbo",)] > 0, "limbo")
+    await two.until(lambda: two.a.engine.grants.landing_bytes()[("limbo",)] > 0, "limbo")
 
 
 def test_shards_that_nobody_can_have_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -315,7 +315,7 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(caplog: pytest.LogCapt
         assert session is not None
         word = pushed(asked, Shard(9, 3, 0, 2), asked.block_bytes)
         two.a.lander._hear(session, word)
-        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
+        await two.until(lambda: two.a.engine.grants.landing_bytes()[("granted",)] == 0, "free")
         assert two.a.engine.counters.push_blocks_damaged == 1
 
     pushing(body)
