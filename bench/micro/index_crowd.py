@@ -27,8 +27,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench.micro.index_grpc import SEED, Node, make_keys, snapshot
 from bench.record import write
 from kvstore.client.index import IndexClient
-from kvstore.testing.process import IndexProcess, Lab
+from kvstore.testing.process import Lab
 from kvstore.types import KEY_BYTES, SpaceId
+from tests.kit.processes import IndexProcess
 
 SPACE: Final = SpaceId(bytes(32))
 BLOCKS: Final = 1_000_000

@@ -31,9 +31,10 @@ from kvstore.engine.events import OffersUntold
 from kvstore.index.feed import Trust
 from kvstore.net.aio import LoopThread
 from kvstore.peers.feed import Feeder, Slice
-from kvstore.testing.process import IndexProcess, Lab
+from kvstore.testing.process import Lab
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Hello, Stored
+from tests.kit.processes import IndexProcess
 
 SPACE: Final = SpaceId(bytes(32))
 SNAPSHOT_BLOCKS: Final = 1_000_000

@@ -2,7 +2,7 @@
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
-| `process`                                   | a node, an index, a router; any tied child        |
+| `process`                                   | a node, a router, certificates; any tied child    |
 | `tied`                                      | the program that ties a child to its parent       |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 """

@@ -1,5 +1,4 @@
-"""Real processes for tests, demos and benchmarks: a node, an index, a router; any that ends with
-us.
+"""Real processes for tests, demos and benchmarks: a node, a router; any that ends with us.
 
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
@@ -266,13 +265,6 @@ class NodeProcess(ChildServer):
         """Address of the index replica inside the node; empty without one."""
         return self._said(r"serves-index=([^ ]+:\d+)")
 
-    @property
-    def events(self) -> tuple[str, str]:
-        """Endpoints of KV events and of their replay."""
-        live, _, replay = self._said(r"events=([^ ,]+,\S+)").partition(",")
-        assert live, "the node publishes no events"
-        return live, replay
-
     def kill(self) -> int:
         """Kill the supervisor; returns its exit code once all processes are gone, memory
         included.
@@ -363,15 +355,7 @@ def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
         return process.stdout.readline()
 
 
-# ── index process ─────────────────────────────────────────────────────────────────────────────────
-# A real index process, and certificates for it and for its clients.
-#
-# For tests and benchmarks.
-#
-#     with IndexProcess.start(tmp_path, lab.flags("index", "i1")) as index:
-#         client = IndexClient([index.address], tls=lab.files("client", "c1"))
-#
-# Ready means its ready line. The process is reaped in any case.
+# ── certificates ──────────────────────────────────────────────────────────────────────────────────
 
 
 class Lab:
@@ -398,39 +382,10 @@ class Lab:
             )
         return TlsFiles(ca=self.directory / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
-    def options(self, name: str) -> dict[str, str]:
-        """Options of the tcp transport, for a transfer worker whose certificate names
-        just `name`.
-        """
-        files = self.files("node", name, hosts=[name])
-        return {"ca": str(files.ca), "certificate": str(files.cert), "key": str(files.key)}
-
     def flags(self, role: Role, name: str, *, with_index: bool = False) -> tuple[str, ...]:
         """Flags of a command for a component's certificate."""
         files = self.files(role, name, with_index=with_index)
         return ("--ca", str(files.ca), "--cert", str(files.cert), "--key", str(files.key))
-
-
-class IndexProcess(ChildServer):
-    """One `kvstore index`, whose log is in a directory."""
-
-    @classmethod
-    def start(
-        cls,
-        directory: Path,
-        flags: Sequence[str] = ("--insecure",),
-        *,
-        listen: str = "127.0.0.1:0",
-        name: str = "index",
-        timeout_s: float = READY_TIMEOUT_S,
-    ) -> IndexProcess:
-        """Start an index and wait for its ready line. `flags` come last, so they take precedence.
-
-        Raises:
-            NodeFailed: it exited, or was not ready in time.
-        """
-        log, own = directory / f"{name}.log", ("--listen", listen, "--plain")
-        return cls._run(log, "index", *own, *flags, timeout_s=timeout_s)
 
 
 # ── router process ────────────────────────────────────────────────────────────────────────────────
@@ -474,11 +429,6 @@ class RouterProcess(ChildServer):
     def port(self) -> int:
         """Port of the API."""
         return int(self.address.rpartition(":")[2])
-
-    @property
-    def route_address(self) -> str:
-        """HOST:PORT of kvstore.v1.Router, on loopback."""
-        return f"127.0.0.1:{self._said('route=([0-9]+)')}"
 
     @property
     def url(self) -> str:

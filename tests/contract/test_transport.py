@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.testing.process import Lab
 from tests.kit.loopback import Hub
+from tests.kit.processes import transport_options
 from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
 from tests.kit.transport_parties import LocalParty, TransferWorkerParty
 from tests.leaks import Baseline
@@ -25,7 +26,7 @@ _UCX = {"UCX_TLS": _WAY}
 def _secure(folder: Path) -> Make:
     lab = Lab(folder)
     return lambda name: TransferWorkerParty(
-        name, "tcp", options=lab.options(name), has_landing=True
+        name, "tcp", options=transport_options(lab, name), has_landing=True
     )
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import index as module
-from kvstore.testing.process import IndexProcess, Lab
+from kvstore.testing.process import Lab
+from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
 

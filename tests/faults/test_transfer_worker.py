@@ -33,6 +33,7 @@ from kvstore.transport.tcp import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Begin, decode_descriptor
+from tests.kit.processes import transport_options
 from tests.kit.transport_checks import ALL, ARENA_BYTES
 from tests.kit.transport_parties import LIMIT_S, TransferWorkerParty
 
@@ -202,7 +203,8 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
 def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     settings = [
-        Settings(backend="tcp", name=name, options=lab.options(name)) for name in ("a", "b")
+        Settings(backend="tcp", name=name, options=transport_options(lab, name))
+        for name in ("a", "b")
     ]
     node, peer = _node(opened, settings[0]), _peer(opened, settings[1])
     place = msgspec.msgpack.decode(decode_descriptor(peer.descriptor()).details, type=Address)
@@ -233,7 +235,7 @@ def test_what_an_operator_must_mend_is_not_tried_again(
 
 def test_what_has_worked_is_tried_again(opened: ExitStack, tmp_path: Path) -> None:
     # Certificates that are being replaced while a transfer worker is started again.
-    options = Lab(tmp_path).options("a")
+    options = transport_options(Lab(tmp_path), "a")
     node = _node(opened, Settings(backend="tcp", name="a", options=options))
     key, aside = Path(options["key"]), tmp_path / "aside"
     key.rename(aside)

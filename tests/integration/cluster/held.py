@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from kvstore.client.index import IndexClient
-from kvstore.testing.process import IndexProcess, Lab, NodeProcess, stop_process
+from kvstore.testing.process import Lab, NodeProcess, stop_process
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply
@@ -42,6 +42,7 @@ from tests.integration.cluster.other_engine import OtherEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import open_now
 from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, transfer_worker_of
+from tests.kit.processes import IndexProcess
 
 BLOCKS: Final = 256
 """16 MiB: one fetch."""

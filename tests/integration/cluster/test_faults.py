@@ -18,7 +18,6 @@ import pytest
 from kvstore.client.certificates import load
 from kvstore.client.index import channel
 from kvstore.index.feed import Trust
-from kvstore.testing.process import IndexProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Hello
@@ -33,6 +32,7 @@ from tests.integration.cluster.kit import (
     trust,
 )
 from tests.integration.node.conftest import eventually
+from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
 

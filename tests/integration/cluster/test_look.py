@@ -25,13 +25,14 @@ from kvstore.cli.top import Sampler, of_index
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
-from kvstore.testing.process import IndexProcess, Lab
+from kvstore.testing.process import Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.peers import PeerPair, metric
+from tests.kit.processes import IndexProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

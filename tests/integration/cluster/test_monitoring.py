@@ -18,13 +18,14 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.index.chain import block_keys
-from kvstore.testing.process import IndexProcess, Lab, NodeProcess, RouterProcess
+from kvstore.testing.process import Lab, NodeProcess, RouterProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Story
 from scripts import alerts, dashboard
 from scripts.alerts import ALERTS, Alert
 from tests.integration.node.conftest import eventually
 from tests.kit.peers import attached
+from tests.kit.processes import IndexProcess
 from tests.kit.programs import need
 from tests.kit.prometheus_process import PrometheusProcess
 from tests.kit.router_thread import ASK, ask

@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.testing.process import IndexProcess, Lab, NodeFailed, NodeProcess
+from kvstore.testing.process import Lab, NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.bounds import U64
@@ -42,6 +42,7 @@ from kvstore.wire.identity import Identity
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, feed, member, trust
 from tests.integration.node.conftest import eventually
+from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.process import IndexProcess, NodeProcess
+from kvstore.testing.process import NodeProcess
 from tests.integration.cluster.kit import CONVERGES_S, Site
 from tests.integration.node.conftest import eventually
+from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
 

@@ -24,6 +24,7 @@ from tests.amounts import amount, covered
 from tests.faults.mutate import Mutator
 from tests.faults.words import answers, hellos, words
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
+from tests.kit.processes import event_endpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -128,7 +129,7 @@ def flood_replay(node: NodeProcess) -> int:
     mutator = Mutator(5, [b"", (5).to_bytes(8, "big"), b"\xff" * 8])
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(node.events[1])
+        dealer.connect(event_endpoints(node)[1])
         for _ in range(REPLAYS):
             frames = [mutator.next()[:200] for _ in range(mutator.random.randrange(1, 4))]
             dealer.send_multipart(frames)

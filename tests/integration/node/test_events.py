@@ -21,6 +21,7 @@ from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.event_indexer import Indexer
+from tests.kit.processes import event_endpoints
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def test_what_is_stored_evicted_and_cleared_is_told(tmp_path: Path) -> None:
     with (
         NodeProcess.start(tmp_path, dram="1MiB", flags=TCP) as node,  # 16 slots
         RawEngine(node.socket, tenant="team", model="llama") as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
     ):
         engine.open()
         engine.store(keys[:3])
@@ -79,7 +80,7 @@ def test_live_events_come_by_themselves_and_say_whose_they_are(tmp_path: Path) -
     with (
         NodeProcess.start(tmp_path, flags=flags) as node,
         RawEngine(node.socket, model="llama") as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
     ):
         engine.open()
         stored: list[bytes] = []
@@ -111,7 +112,7 @@ def test_blocks_on_disk_are_told_and_told_again_after_a_restart(tmp_path: Path) 
     with (
         NodeProcess.start(tmp_path, flags=flags) as node,
         RawEngine(node.socket) as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
     ):
         engine.open()
         engine.store(keys)
@@ -122,7 +123,10 @@ def test_blocks_on_disk_are_told_and_told_again_after_a_restart(tmp_path: Path) 
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
         assert node.stop() == 0
         assert not (tmp_path / "events").exists()
-        with NodeProcess.start(tmp_path, flags=flags) as again, Indexer(*again.events) as late:
+        with (
+            NodeProcess.start(tmp_path, flags=flags) as again,
+            Indexer(*event_endpoints(again)) as late,
+        ):
             assert knows(late, "STORAGE", keys)
             assert late.keys("CPU") == set()
             assert late.incarnation != first
@@ -137,7 +141,7 @@ def test_a_late_indexer_that_missed_too_much_gets_a_snapshot(tmp_path: Path) -> 
     with (
         NodeProcess.start(tmp_path, flags=TCP) as node,
         RawEngine(node.socket) as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
     ):
         engine.open()
         engine.store(keys)
@@ -154,11 +158,11 @@ def test_garbage_on_both_sockets_harms_nobody(tmp_path: Path) -> None:
     with (
         NodeProcess.start(tmp_path, flags=TCP) as node,
         RawEngine(node.socket) as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
     ):
         engine.open()
         try:
-            for endpoint in node.events:
+            for endpoint in event_endpoints(node):
                 for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH):
                     socket = context.socket(kind)
                     sockets.append(socket)
@@ -196,9 +200,9 @@ def test_a_subscriber_that_is_stopped_or_killed_slows_nobody(tmp_path: Path) -> 
     with (
         NodeProcess.start(tmp_path, flags=TCP) as node,
         RawEngine(node.socket) as engine,
-        Indexer(*node.events) as indexer,
+        Indexer(*event_endpoints(node)) as indexer,
         subprocess.Popen(
-            [sys.executable, "-c", DEAF, node.events[0]],
+            [sys.executable, "-c", DEAF, event_endpoints(node)[0]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -224,7 +228,10 @@ def test_a_killed_node_leaves_an_address_that_the_next_one_takes(tmp_path: Path)
     flags = ["--events", f"ipc://{tmp_path}/events"]
     with NodeProcess.start(tmp_path, flags=flags) as node:
         node.kill()
-    with NodeProcess.start(tmp_path, flags=flags) as node, Indexer(*node.events) as indexer:
+    with (
+        NodeProcess.start(tmp_path, flags=flags) as node,
+        Indexer(*event_endpoints(node)) as indexer,
+    ):
         assert knows(indexer, "CPU", [])
         assert indexer.incarnation
 
@@ -234,7 +241,7 @@ def test_a_taken_address_is_one_sentence(tmp_path: Path) -> None:
     other.mkdir()
     with NodeProcess.start(tmp_path, flags=TCP) as node:
         with pytest.raises(NodeFailed, match="choose another --events") as caught:
-            NodeProcess.start(other, flags=["--events", node.events[0]])
+            NodeProcess.start(other, flags=["--events", event_endpoints(node)[0]])
         assert caught.value.code == 2
         assert caught.value.stderr.count("\n") == 1
 

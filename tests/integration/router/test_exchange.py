@@ -21,9 +21,10 @@ from kvstore.router.exchange import PEERS_MAX
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
-from kvstore.testing.process import IndexProcess, Lab, RouterProcess
+from kvstore.testing.process import Lab, RouterProcess
 from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
 from tests.integration.router.test_proxy import WAIT_S, until
+from tests.kit.processes import IndexProcess, route_address
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
@@ -136,7 +137,7 @@ def two_routers(directory: Path, worker_flags: list[str]) -> Iterator[list[Route
     flags = [text for flag in worker_flags for text in ("--worker", flag)]
     flags += ["--route-listen", "127.0.0.1:0", "--insecure"]
     with RouterProcess.start(directory, flags, name="first") as first:
-        peers = ["--peer-router", first.route_address]
+        peers = ["--peer-router", route_address(first)]
         with RouterProcess.start(directory, [*flags, *peers], name="second") as second:
             yield [first, second]
 
@@ -232,7 +233,7 @@ def test_routers_that_share_a_port_share_its_connections(tmp_path: Path) -> None
 def test_loads_come_at_once_and_a_stop_ends_the_streams(tmp_path: Path) -> None:
     flags = ["--worker", f"a={ENGINE}", "--route-listen", "127.0.0.1:0"]
     with RouterProcess.start(tmp_path, flags) as router:
-        with grpc.insecure_channel(router.route_address) as channel:
+        with grpc.insecure_channel(route_address(router)) as channel:
             stream = ask_loads(channel, 30)
             assert list(next(stream).loads) == []
             next(stream)  # the beat

@@ -20,6 +20,7 @@ from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.testing.process import Lab, RouterProcess
 from tests.integration.router.test_proxy import until
+from tests.kit.processes import route_address
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker
 
@@ -152,7 +153,7 @@ def test_a_policy_is_read_again_and_a_wrong_one_refused(
 def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with (
         start(tmp_path, workers, "--route-listen", "127.0.0.1:0") as router,
-        grpc.insecure_channel(router.route_address) as channel,
+        grpc.insecure_channel(route_address(router)) as channel,
     ):
         stub = RouterStub(channel)
         words = Words()

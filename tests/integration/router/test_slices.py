@@ -17,6 +17,7 @@ from kvstore.router.engines.discovery import Discovery, KubernetesApi, Slices
 from kvstore.router.engines.workers import Workers
 from kvstore.testing.process import Lab
 from tests.kit.coroutines import on_loop
+from tests.kit.processes import transport_options
 
 WAIT_S = 10.0
 SERVICE = WorkerAddress(name="svc", url="http://ns/svc/http", kind="sglang")
@@ -80,7 +81,7 @@ class ApiServer:
 @asynccontextmanager
 async def served(api: ApiServer, directory: Path) -> AsyncIterator[KubernetesApi]:
     lab = Lab(directory)
-    options = lab.options("localhost")
+    options = transport_options(lab, "localhost")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(options["certificate"], options["key"])
     app = web.Application()
