@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.connector.checks import NotServed
-from kvstore.connector.mapping import layers_in_order
+from kvstore.connector.mapping import GroupLayers, layers_in_order
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import NOT_PINNED_IN_TIME, DeviceCopies
 from kvstore.kernels.host import BOUNDS, HostCopies, PagedCache
@@ -34,14 +34,6 @@ BUSY_CYCLES: Final = 50_000_000
 """Work put on the engine's stream before a write, some 30 ms of a GPU: a store that does not wait
 for the stream reads old bytes."""
 _HEADER: Final = b"proof"
-
-
-class GroupLayers(NamedTuple):
-    """The caches of a KV cache group, by layer."""
-
-    caches: Mapping[str, torch.Tensor]
-    uncompared: Collection[int]
-    """Layers, by their place in the order, that shadow checks leave out."""
 
 
 OpenCopies = Callable[[Sequence[GroupLayers], int], CopyEngine]

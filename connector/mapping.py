@@ -25,15 +25,15 @@ import hashlib
 import math
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.groups import is_state, kind_of, served_groups, specs_of
 from kvstore.types import Shard
-from kvstore.wire.space import Space, name_group
+from kvstore.wire.space import Group, Space, name_group, shard_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -89,13 +89,13 @@ class RankPart(msgspec.Struct, frozen=True):
     """KV heads of the whole model; their greatest common divisor where layers differ."""
 
 
-class RankModel(msgspec.Struct, frozen=True):
-    """A KV cache group of a rank in the terms of the attach protocol."""
+class GroupLayers(NamedTuple):
+    """The caches of a KV cache group, by layer."""
 
-    space: Space
-    shard: Shard
-    uncompared: frozenset[int] = frozenset()
-    """Layers, by their place in the order, whose bytes may differ for the same key."""
+    caches: Mapping[str, torch.Tensor]
+    uncompared: Collection[int]
+    """Layers, by their place in the order, that shadow checks leave out: their bytes may differ for
+    the same key."""
 
 
 def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
@@ -146,8 +146,9 @@ def describe(
     *,
     weights: Sequence[str],
     group: int = 0,
-) -> RankModel:
-    """Space and shard of a KV cache group whose caches have pages (`devices.cache_pages`).
+) -> tuple[Group, GroupLayers]:
+    """A KV cache group whose caches have pages (`devices.cache_pages`), in the terms of the attach
+    protocol, and its caches.
 
     Args:
         vllm_config, kv_cache_config: of this rank.
@@ -195,7 +196,8 @@ def describe(
     )
     volatile = drafts if lookahead_tokens(vllm_config) else ()
     uncompared = frozenset(at for at, name in enumerate(names) if name in volatile)
-    return RankModel(space=space, shard=part.shard, uncompared=uncompared)
+    group_of_rank = Group(space, part.shard, shard_bytes(space, part.shard))
+    return group_of_rank, GroupLayers(kv_caches, uncompared)
 
 
 def _settings(

@@ -72,18 +72,15 @@ class SchedulerSide:
         self,
         config: ConnectorConfig,
         core_config: SchedulerConfig,
-        groups: EngineGroups | None = None,
+        groups: EngineGroups,
         *,
         adapter_dtype: str = "",
         in_lockstep: bool = False,
     ) -> None:
-        """`groups` None: there is one KV cache group. `in_lockstep`: other data-parallel ranks wait
-        for each step of this engine."""
-        self._config = config
-        self._groups = groups if groups is not None and groups.are_several else None
-        self._tail_block_tokens = core_config.block_tokens if self._groups is None else 0
-        self._core = SchedulerCore(core_config, None if groups is None else groups.rules)
-        self._table_tokens = core_config.block_sizes if groups is None else groups.table_tokens
+        """`in_lockstep`: other data-parallel ranks wait for each step of this engine."""
+        self._config, self._groups = config, groups
+        self._tail_block_tokens = 0 if groups.are_several else core_config.block_tokens
+        self._core = SchedulerCore(core_config, groups.rules)
         self._link = Link()
         self._adapters = Adapters(dtype=adapter_dtype)
         self._requests: dict[str, Request] = {}
@@ -310,7 +307,7 @@ class SchedulerSide:
             self._computing.add(request.request_id)
         if request.request_id not in self._requests:
             return
-        tables = self._tables(blocks.get_block_ids()) if external_tokens else ()
+        tables = self._groups.tables(blocks.get_block_ids()) if external_tokens else ()
         if external_tokens:
             # Should an error of ours follow, this load still ends: as failed, and computed again.
             # The engine's own blocks before it are others' too, and valid.
@@ -326,10 +323,6 @@ class SchedulerSide:
             now_ns=time.monotonic_ns(),
         )
         self._promised = None
-
-    def _tables(self, block_ids: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Tables of the groups that are served."""
-        return block_ids if self._groups is None else self._groups.tables(block_ids)
 
     def file_tokens(self, request: Request) -> int:
         """Tokens of the request's load that came from disk for it."""
@@ -387,12 +380,12 @@ class SchedulerSide:
             computed = request.num_computed_tokens + scheduled
             entry = self._core.requests[request_id]
             if entry.left_tokens:
-                self._core.scheduled(entry, computed_tokens=computed)
+                self._core.lookups.queue(entry, entry.prompt_tokens - computed)
             # Most steps complete no block of a request.
             if computed >= entry.due_tokens and state is not None:
                 self._store(request, computed, state)
         self._unreturned = plan = self._core.plan(
-            _new_blocks(output, self._table_tokens),
+            _new_blocks(output, self._groups.table_tokens),
             time.monotonic_ns(),
             computed_tokens=sum(output.num_scheduled_tokens.values()),
         )
@@ -410,10 +403,8 @@ class SchedulerSide:
         )
         block_ids = state.get_block_ids(request_id) if settled else None
         if block_ids is not None:
-            tables: Sequence[list[int]] = block_ids
-            if self._groups is not None:
-                offers = state.boundary_state_offloads.get(request_id, ())
-                tables = self._groups.stored_tables(block_ids, offers)
+            offers = state.boundary_state_offloads.get(request_id, ())
+            tables = self._groups.stored_tables(block_ids, offers)
             self._core.fill(request_id, tables=tables, settled_tokens=settled)
 
     def rescue_plan(self) -> StepPlan:
@@ -434,7 +425,7 @@ class SchedulerSide:
 
     def has_pending_work(self) -> bool:
         """Whether an idle engine should keep stepping for running copies."""
-        return self._core.has_pending_work(time.monotonic_ns())
+        return self._core.stores.running(time.monotonic_ns())
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Keep the pool of the engine's own blocks, which shows whether a reset emptied it."""

@@ -29,6 +29,7 @@ from kvstore.connector.mapping import lookahead_tokens
 from kvstore.connector.scheduler_side import TURN, Attendant, SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connector.worker_side import WorkerSide
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -338,17 +339,11 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Requests whose loads ended, well or not, each exactly once."""
-        finished = self._finished_loads()
-        return base.KVConnectorTransferResults(
-            finished_recving=finished, failed_recving=self._failed_loads(finished)
-        )
+        finished, failed = self._ended_loads()
+        return base.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @_guarded(lambda self: set(), also_when_off=True)
-    def _failed_loads(self, finished: set[str]) -> set[str]:
-        return self._in_worker.failed_requests(finished)
-
-    @_guarded(lambda self: set(), also_when_off=True)
-    def _finished_loads(self) -> set[str]:
+    @_guarded(lambda self: (set(), set()), also_when_off=True)
+    def _ended_loads(self) -> tuple[set[str], set[str]]:
         return self._in_worker.get_finished(idle=self._idle_step)
 
     _idle_step = False
@@ -430,20 +425,26 @@ def _core_config(
     if groups.served[0]:
         # Readers take the events of the engine's first group for those of the prefix.
         events = events_replay = ""
-    return SchedulerConfig(
+    hello = HelloScheduler(
+        protocol=PROTOCOL_VERSION,
         engine_id=transfer.engine_id,
         nonce=vllm_config.instance_id or "0",
-        process=secrets.token_hex(8),
+        tenant=config.tenant,
         rank_count=vllm_config.parallel_config.world_size,
+        process=secrets.token_hex(8),
+        label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+        data_rank=data_rank,
+        events=events,
+        events_replay=events_replay,
+        address=config.address,
+        role=ROLES.get(transfer.kv_role or "", ""),
+    )
+    return SchedulerConfig(
+        hello=hello,
         block_tokens=groups.block_sizes[0],
         group_tokens=groups.block_sizes,
         group_names=groups.names,
         key_tokens=groups.key_tokens,
         lookahead_tokens=lookahead_tokens(vllm_config),
-        label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
-        data_rank=data_rank,
-        events=events,
-        events_replay=events_replay,
-        role=ROLES.get(transfer.kv_role or "", ""),
         **{name: getattr(config, name) for name in _FOR_THE_CORE},
     )

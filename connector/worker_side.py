@@ -23,11 +23,11 @@ from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier, Handoff
-from kvstore.connector.mapping import describe, grouped, models_of
+from kvstore.connector.mapping import GroupLayers, describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank
-from kvstore.wire.space import Group, shard_bytes
+from kvstore.wire.space import Group
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class WorkerSide:
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
         self._failed: set[str] = set()
-        """Requests of `get_finished` of which a load failed, and which are computed whole."""
+        """Requests of which a load failed, and which are computed whole once all have ended."""
         self._loading: Counter[str] = Counter()
         """Loads under way of each request: one for each KV cache group."""
         self._unsaved = StepPlan()
@@ -154,14 +154,11 @@ class WorkerSide:
 
     def _describe_group(
         self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
-    ) -> tuple[Group, devices.GroupLayers]:
+    ) -> tuple[Group, GroupLayers]:
         # Raises NotServed where they have no pages.
         devices.cache_pages(layers, block_count=self._kv_cache_config.num_blocks)
-        model = describe(
-            self._vllm_config, self._kv_cache_config, layers, weights=weights, group=number
-        )
-        size = shard_bytes(model.space, model.shard)
-        return Group(model.space, model.shard, size), devices.GroupLayers(layers, model.uncompared)
+        configs = self._vllm_config, self._kv_cache_config
+        return describe(*configs, layers, weights=weights, group=number)
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────
 
@@ -186,8 +183,7 @@ class WorkerSide:
             logger.warning("kvstore: stores were abandoned: their blocks are needed")
         waited_ns = time.perf_counter_ns() - begin_ns
         if waited_ns > STALL_NS_MIN:
-            waited_ns += self._report.fence_ns
-            self._report = msgspec.structs.replace(self._report, fence_ns=waited_ns)
+            self._report = self._report.plus(fence_ns=waited_ns)
 
     def start_load_kv(self, plan: StepPlan) -> None:
         """Submit the step's loads."""
@@ -208,8 +204,9 @@ class WorkerSide:
         if plan.stores:
             self._submit(StepPlan(stores=plan.stores))
 
-    def get_finished(self, *, idle: bool = False) -> set[str]:
-        """Requests whose load ended, well or not, each once.
+    def get_finished(self, *, idle: bool = False) -> tuple[set[str], set[str]]:
+        """Requests whose load ended, well or not, each once; and those of them of whose load
+        nothing is valid, with several KV cache groups.
 
         With `idle` the step had nothing to compute: wait a moment for a load to end, rather than
         let the engine sleep and ask again.
@@ -219,7 +216,10 @@ class WorkerSide:
         report = self._handoff.take_report()
         results = {name: getattr(report, name) for name in report.__struct_fields__[2:]}
         self._report = msgspec.structs.replace(self._report.plus(**results), session=report.session)
-        return {load.request for load in report.loads if self._load_ended(load)}
+        finished = {load.request for load in report.loads if self._load_ended(load)}
+        failed = self._failed & finished
+        self._failed -= failed
+        return finished, failed
 
     def _load_ended(self, load: LoadResult) -> bool:
         """Take the result of a load. Returns whether it was the last one of its request."""
@@ -238,13 +238,6 @@ class WorkerSide:
         With several KV cache groups none: the engine asks for whole requests then."""
         errors, self._load_errors = self._load_errors, set()
         return errors
-
-    def failed_requests(self, finished: set[str]) -> set[str]:
-        """Requests among `finished`, which `get_finished` just named, of whose load nothing is
-        valid."""
-        failed = self._failed & finished
-        self._failed -= failed
-        return failed
 
     def build_worker_meta(self) -> RankReport | None:
         """Results up to the last `get_finished`; None if there are none."""

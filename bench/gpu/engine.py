@@ -178,7 +178,7 @@ class Engine:
         self.side.handle_preemptions(plan)
         self.side.start_load_kv(plan)
         self.side.wait_for_save(plan)
-        return self.side.get_finished(idle=idle)
+        return self.side.get_finished(idle=idle)[0]
 
     def store(self, blocks: Sequence[int], keys: Sequence[bytes]) -> dict[str, float]:
         left, jobs = list(zip(blocks, keys, strict=True)), set[int]()

@@ -25,7 +25,8 @@ from bench.gpu import stubs
 from bench.gpu.engine import Engine, Loaded
 from bench.gpu.findings import Findings, NotHere, Options
 from bench.record import ROOT
-from kvstore.connector.devices import GroupLayers, cache_pages, open_copies, value_type
+from kvstore.connector.devices import cache_pages, open_copies, value_type
+from kvstore.connector.mapping import GroupLayers
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.port import DeviceCache

@@ -209,7 +209,7 @@ class Bench:
             kv_cache_block_copies=None,
             preempted_req_ids=None,
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=lambda request_id: (tables[request_id],)
+                get_block_ids=lambda request_id: (tables[request_id],), boundary_state_offloads={}
             ),
         )
         metadata = self.call("build_connector_meta", output)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.client.core.costs import Costs, SourcePace
-from kvstore.connector.devices import GroupLayers, host_caches
+from kvstore.connector.devices import host_caches
+from kvstore.connector.mapping import GroupLayers
 from kvstore.connector.vllm import KVStoreConnector
 from kvstore.ports import CopyEngine
 from tests.kit.simulated_device import simulated_copies

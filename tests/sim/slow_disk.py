@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankReport, SchedulerConfig
+from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankReport
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig
@@ -31,6 +31,7 @@ from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
 from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, Space, fingerprint
+from tests.kit.cores import core_config
 from tests.kit.hello import rank_hello
 from tests.sim.world.parts import sim_space
 
@@ -165,7 +166,7 @@ class SlowDiskWorld:
             )
         )
         self.core = SchedulerCore(
-            SchedulerConfig(
+            core_config(
                 engine_id="e",
                 nonce="n",
                 process="s",
@@ -327,7 +328,7 @@ class SlowDiskWorld:
         scheduled = min(room, request.left)
         request.left -= scheduled
         entry = self.core.requests[request.name]
-        self.core.scheduled(entry, computed_tokens=entry.prompt_tokens - request.left)
+        self.core.lookups.queue(entry, request.left)
         return scheduled
 
     def _load(self, job: LoadJob) -> None:

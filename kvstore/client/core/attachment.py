@@ -189,11 +189,7 @@ class Attachment:
 
     def hello(self) -> wire.HelloScheduler:
         """The first message on a new socket."""
-        own = msgspec.structs.asdict(self.config)
-        same = {name: own[name] for name in wire.HelloScheduler.__struct_fields__ if name in own}
-        return wire.HelloScheduler(
-            protocol=wire.PROTOCOL_VERSION, weights_epoch=self.weights_epoch, **same
-        )
+        return msgspec.structs.replace(self.config.hello, weights_epoch=self.weights_epoch)
 
     def disconnected(self, now_ns: int, reason: str) -> None:
         """The socket ended, or the caller closed it on request. Safe to call when down."""

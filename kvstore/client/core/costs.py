@@ -226,14 +226,38 @@ SOURCE_GAIN = 0.9
 """The other source takes over if it needs less than this share of the time of the one in use."""
 
 
-class Pace:
-    """Nanoseconds per computed token; `guess_ns` until a step was measured."""
+class MedianPace:
+    """Nanoseconds per token, the median of the last measurements; a guess until there are
+    `samples_min` of them."""
 
-    def __init__(self, guess_ns: int) -> None:
+    samples_min = 1
+
+    def __init__(self, guess_ns: int = 0) -> None:
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._guess_ns = guess_ns
         self.is_known = False
         """Whether this engine, or another of its space, has measured."""
+
+    def told(self, guess_ns: int) -> None:
+        """Take another engine's measurement: a better guess."""
+        self._guess_ns, self.is_known = guess_ns, True
+
+    @property
+    def measured_ns(self) -> int:
+        """Measured nanoseconds per token; 0: too few measurements yet."""
+        return round(median(self._samples)) if len(self._samples) >= self.samples_min else 0
+
+    @property
+    def ns_per_token(self) -> float:
+        """The measured value, or the guess before there is one."""
+        return median(self._samples) if self.measured_ns else float(self._guess_ns)
+
+
+class Pace(MedianPace):
+    """Pace of computing, by the times of steps."""
+
+    def __init__(self, guess_ns: int) -> None:
+        super().__init__(guess_ns)
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=STEPS_MAX)
         """(number, tokens, time of the plan) of each step that is not reported yet, in order."""
         self._last = 0
@@ -269,46 +293,16 @@ class Pace:
         tokens = sum(tokens for _, tokens, _ in self._steps)
         return max(0.0, tokens * self.ns_per_token - (now_ns - begin_ns))
 
-    def told(self, guess_ns: int) -> None:
-        """Take another engine's measurement: a better guess."""
-        self._guess_ns, self.is_known = guess_ns, True
 
-    @property
-    def measured_ns(self) -> int:
-        """Measured nanoseconds per token; 0: none yet."""
-        return round(median(self._samples)) if self._samples else 0
+class LoadPace(MedianPace):
+    """Pace of copies from dram; 0, as if they were free, until some were measured."""
 
-    @property
-    def ns_per_token(self) -> float:
-        """The measured value, or the guess before there is one."""
-        return median(self._samples) if self._samples else float(self._guess_ns)
-
-
-class LoadPace:
-    """Nanoseconds per token copied from dram; 0, as if it were free, until some were measured."""
-
-    def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=SAMPLES)
-        self._guess_ns = 0
+    samples_min = LOADS_MIN
 
     def loaded(self, tokens: int, duration_ns: int) -> None:
         """Count a rank's copy of `tokens` tokens, which took `duration_ns`."""
         if tokens > 0:
             self._samples.append(duration_ns / tokens)
-
-    def told(self, guess_ns: int) -> None:
-        """Take another engine's measurement: a better guess."""
-        self._guess_ns = guess_ns
-
-    @property
-    def measured_ns(self) -> int:
-        """Measured nanoseconds per token; 0: none before LOADS_MIN loads."""
-        return round(median(self._samples)) if len(self._samples) >= LOADS_MIN else 0
-
-    @property
-    def ns_per_token(self) -> float:
-        """The measured value, or the guess before there is one."""
-        return self.measured_ns or float(self._guess_ns)
 
 
 class SourcePace:

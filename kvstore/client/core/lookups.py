@@ -349,7 +349,7 @@ class EngineLookups:
         if result.failed_block_ids:
             request.present.mark(part.group, slice(part.first, None), present=False)
         request.load_reports += 1
-        if request.load_reports < self._config.rank_count * request.load_jobs:
+        if request.load_reports < self._config.hello.rank_count * request.load_jobs:
             return False
         if not request.failed:
             self._copies.succeeded()

@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.wire.messages import HelloScheduler
+
 Store = Literal["all", "prompt", "none"]
 """Which blocks an engine stores: all, also those that fill during decoding; those of prompts; or
 none, and it only loads."""
@@ -29,12 +31,8 @@ none, and it only loads."""
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and names of one engine's scheduler side."""
 
-    engine_id: str
-    nonce: str
-    """Differs between two starts of the same engine id."""
-    process: str
-    tenant: str
-    rank_count: int
+    hello: HelloScheduler
+    """First message of each connection, but for the epoch of the weights."""
     block_tokens: int
     """Tokens of a block of the first KV cache group, the one with full attention."""
     group_tokens: tuple[int, ...] = ()
@@ -46,16 +44,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_tokens: int = 0
     """Tokens past a block on which its last entries depend, with drafts that read the model's
     hidden states: a block is stored when they are known, and a hit leaves its last block out."""
-    label: str = ""
-    data_rank: int = 0
-    """Data-parallel rank of the engine."""
-    events: str = ""
-    """Endpoint at which the node reads the engine's KV events; empty: none."""
-    events_replay: str = ""
-    address: str = ""
-    """URL of the engine's HTTP server, for routers; empty: not listed."""
-    role: str = ""
-    """`prefill`, `decode` or `both`, for routers."""
     lookup_deadline_ms: int = 20
     """Time from the first question for a request until it is answered 0; longer where computing
     takes long (`kvstore.client.core.costs`)."""

@@ -81,7 +81,7 @@ class EnginePushes:
         return answer_of(
             part,
             node=self.node,
-            engine=self._config.engine_id,
+            engine=self._config.hello.engine_id,
             request_id=request,
             tokens=tokens,
         )

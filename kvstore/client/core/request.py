@@ -177,7 +177,7 @@ class LookupPart:
         self.peer_blocks += message.from_peer
         self.promoting = min(message.promoting, max(0, self.count - self.found_blocks))
 
-    def places(self, blocks: slice | list[int]) -> dict[str, bytes]:
+    def places(self, blocks: slice | Sequence[int]) -> dict[str, bytes]:
         """Arrays of a CopyJob for some of the leased blocks, by their index in the lease."""
         arrays = {}
         for name, size in (("slots", 4), ("generations", 8), ("checksums", CHECKSUM_BYTES)):

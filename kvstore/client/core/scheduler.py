@@ -52,9 +52,9 @@ class SchedulerCore:
         self.stats = self.attachment.stats
         self.costs = Costs(config)
         self.lookups = EngineLookups(self.attachment, self.costs, rules)
-        self._stores = EngineStores(self.attachment)
-        self.pushes = EnginePushes(self.attachment, self._stores, rules)
-        self._shadows = Shadows(self.attachment, self.lookups, self._stores)
+        self.stores = EngineStores(self.attachment)
+        self.pushes = EnginePushes(self.attachment, self.stores, rules)
+        self._shadows = Shadows(self.attachment, self.lookups, self.stores)
         self.requests: dict[str, Request] = {}
         """Requests under way, by the engine's names."""
         self._by_tag: dict[int, Request] = {}
@@ -92,7 +92,7 @@ class SchedulerCore:
                     self.pushes.session_opened()
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
-                    self._stores.recent.clear()
+                    self.stores.recent.clear()
                     for entry in self.requests.values():
                         entry.present.clear()
                 self._tell_what_was_kept()
@@ -121,7 +121,7 @@ class SchedulerCore:
                 stored, nor of later ones that begin with blocks of its own cache.
         """
         self.attachment.restart(epoch, now_ns)
-        self._stores.recent.clear()
+        self.stores.recent.clear()
         self._engine_holds_old = not emptied
         if not emptied:
             for entry in self.requests.values():
@@ -153,7 +153,7 @@ class SchedulerCore:
             prompt_tokens=prompt_tokens,
             block_tokens=self.config.block_tokens,
             next_blocks=[0] * len(self.config.block_sizes),
-            hint_sequence=self._stores.next_sequence(),
+            hint_sequence=self.stores.next_sequence(),
             transfer=transfer,
             traceparent=traceparent,
             tail=tail if transfer is not None and has_tails else b"",
@@ -240,11 +240,6 @@ class SchedulerCore:
         now."""
         self._now_ns = now_ns
 
-    def scheduled(self, request: Request, *, computed_tokens: int) -> None:
-        """After this step the engine will have computed `computed_tokens` of the request: update
-        its count of tokens left. To be called while it has `left_tokens`."""
-        self.lookups.queue(request, request.prompt_tokens - computed_tokens)
-
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Tokens of the request that will be computed and verified after this step, or 0 when
         nothing is left to store or compare: the cheap question asked for every running request.
@@ -263,14 +258,14 @@ class SchedulerCore:
         tokens = max(0, min(computed_tokens, known_tokens) - self.config.lookahead_tokens)
         if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
-        has_work = self._stores.has_work(entry, tokens) or self._shadows.has_work(entry, tokens)
+        has_work = self.stores.has_work(entry, tokens) or self._shadows.has_work(entry, tokens)
         return tokens if has_work else 0
 
     def fill(self, request: str, *, tables: Sequence[Sequence[int]], settled_tokens: int) -> None:
         """Store, or compare, the blocks that this step completes. Call only if `settled_tokens` is
         not 0. `tables`: of the request, by KV cache group."""
         entry = self.requests[request]
-        has_to_store = self._stores.has_work(entry, settled_tokens)
+        has_to_store = self.stores.has_work(entry, settled_tokens)
         for group, (size, table) in enumerate(zip(self.config.block_sizes, tables, strict=True)):
             names = self._keys(entry.stored, group)
             count = min(entry.full_blocks(settled_tokens, size), len(names), len(table))
@@ -280,7 +275,7 @@ class SchedulerCore:
             if has_to_store and first < count:
                 rules = self._rules
                 needed = rules.are_needed(group, first, count) if rules is not None else None
-                self._stores.bind(entry, filled, needed)
+                self.stores.bind(entry, filled, needed)
         self._set_due(entry)
 
     def _keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
@@ -355,15 +350,15 @@ class SchedulerCore:
         self.pushes.settle(now_ns)
         self.lookups.renew(now_ns)
         targets = (block for job in self._loads for block in job.block_ids)
-        fence = self._stores.fence([*new_blocks, *targets])
-        stores = self._stores.take_jobs(now_ns)
+        fence = self.stores.fence([*new_blocks, *targets])
+        stores = self.stores.take_jobs(now_ns)
         # Last: what fails above leaves the loads for `rescue_plan`.
         return StepPlan(self._take_loads(), stores, fence, step)
 
     def rescue_plan(self) -> StepPlan:
         """The last plan of a caller that cannot go on: the loads that the engine waits for, and a
         fence of all blocks whose copy may still run, since no later plan can fence them."""
-        return StepPlan(loads=self._take_loads(), fence_blocks=self._stores.source_blocks())
+        return StepPlan(loads=self._take_loads(), fence_blocks=self.stores.source_blocks())
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
         loads, self._loads = tuple(self._loads), []
@@ -377,7 +372,7 @@ class SchedulerCore:
         self._now_ns = now_ns
         for result in report.loads:
             self._load_reported(report.rank, result, now_ns)
-        for entry in self._stores.reported(report):
+        for entry in self.stores.reported(report):
             self._shadows.finished(entry)
         self.pushes.settle(now_ns)
         self.stats["store_blocks_sealed"] += report.blocks_sealed
@@ -405,10 +400,6 @@ class SchedulerCore:
         elif has_ended and entry is not None:
             for duration_ns in entry.load_ns.values():  # of all groups
                 self.costs.load.loaded(entry.loaded_tokens, duration_ns)
-
-    def has_pending_work(self, now_ns: int) -> bool:
-        """Whether an idle engine should keep stepping: copies run, and not for too long."""
-        return self._stores.running(now_ns)
 
 
 __all__ = ["PENDING", "Hit", "Miss", "Outcome", "SchedulerCore"]

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.request import LookupPart, LookupStage, Request
-from kvstore.client.core.stores import NULL_BLOCK, Comparison, EngineStores, FilledBlocks, OpenJob
+from kvstore.client.core.stores import NULL_BLOCK, EngineStores, FilledBlocks, OpenJob
 from kvstore.wire.messages import Compared
 
 BLOCKS_MAX: Final = 64
@@ -74,30 +74,29 @@ class Shadows:
         if not blocks:
             return
         self._stores.compare(
-            Comparison(part, blocks),
+            *(part, blocks),
             [block_ids[first + b] for b in blocks],
             [bytes(keys[first + b]) for b in blocks],
-            **part.places(blocks),
         )
         part.jobs_out += 1
 
     def finished(self, entry: OpenJob) -> None:
         """All ranks have ended this job: report its result to the node."""
-        check, session = entry.check, entry.job.session
-        if check is None:
+        part, blocks, session = entry.part, entry.blocks, entry.job.session
+        if part is None:
             return
-        check.part.jobs_out -= 1
-        compared = min([len(check.blocks), *(each.compared for each in entry.results)])
-        diverged = {check.blocks[index] for each in entry.results for index in each.diverged}
+        part.jobs_out -= 1
+        compared = min([len(blocks), *(each.compared for each in entry.results)])
+        diverged = {blocks[index] for each in entry.results for index in each.diverged}
         self._stats["shadow_blocks"] += compared
         self._stats["shadow_blocks_diverged"] += len(diverged)
         if (compared or diverged) and session == self._attachment.session:
-            blocks = np.array(sorted(diverged), "<u4").tobytes()
+            found = np.array(sorted(diverged), "<u4").tobytes()
             worst = max((each.worst for each in entry.results), default=0.0)
             error_ppm = int(min(worst, 1000.0) * PPM)
-            told = Compared(session, check.part.lease, compared, blocks, error_ppm)
+            told = Compared(session, part.lease, compared, found, error_ppm)
             self._attachment.outbox.append(told)
-        self._end_if_done(check.part.request)
+        self._end_if_done(part.request)
 
     def ended(self, request: Request) -> None:
         """The request is over: release its leases. Comparisons under way still end, protected by

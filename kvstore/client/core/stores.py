@@ -12,7 +12,7 @@ that no later hit can need, is left out.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from kvstore.client.core.attachment import Attachment, Credit
 from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
 from kvstore.client.core.request import LookupPart, Request
+from kvstore.types import Latest
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
@@ -45,21 +46,14 @@ class FilledBlocks(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Comparison:
-    """Some blocks of a hit, to be compared."""
-
-    part: LookupPart
-    blocks: list[int]
-    """Indices in the lease."""
-
-
-@dataclass(slots=True, eq=False)
 class OpenJob:
     """A job that not all ranks have ended."""
 
     job: StoreJob
-    check: Comparison | None = None
-    """None: it stores."""
+    part: LookupPart | None = None
+    """Lease of a hit of which it compares some blocks; None: it stores."""
+    blocks: Sequence[int] = ()
+    """Indices in the lease of the blocks compared."""
     reports: int = 0
     results: list[CompareResult] = field(default_factory=list)
 
@@ -73,7 +67,7 @@ class EngineStores:
         self._sequence = 0
         self.last_job = 0
         """Number of the last job so far."""
-        self.recent: OrderedDict[bytes, int] = OrderedDict()
+        self.recent = Latest[bytes, int](RECENT_KEYS_MAX)
         """Keys that count as stored; the owner clears it when the node may have lost everything."""
         self._outstanding: dict[int, OpenJob] = {}
         self._source_blocks: Counter[int] = Counter()
@@ -123,7 +117,7 @@ class EngineStores:
                     self._stats["store_blocks_without_credit"] += full_blocks - i
                     return
                 self._batches[group].append((block, key, credits.popleft()))
-                self._remember(name)
+                self.recent[name] = self._sequence
             request.next_blocks[group] = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
@@ -140,7 +134,8 @@ class EngineStores:
         self._batches.clear()
         self._comparing = []
         for entry in begun:
-            self._begin(entry)
+            self._outstanding[entry.job.job] = entry
+            self._source_blocks.update(entry.job.block_ids)
         return tuple(entry.job for entry in begun)
 
     def _made(
@@ -156,22 +151,19 @@ class EngineStores:
             **more,
         )
 
-    def _begin(self, entry: OpenJob) -> None:
-        self._outstanding[entry.job.job] = entry
-        self._source_blocks.update(entry.job.block_ids)
-
     def compare(
         self,
-        check: Comparison,
+        part: LookupPart,
+        blocks: Sequence[int],
         block_ids: Sequence[int],
         keys: Sequence[bytes],
-        **places: bytes,
     ) -> None:
-        """Plan a comparison of blocks of a group with slots, after this step, which completes them.
-        The job ends like a store, and its blocks are fenced like a store's. `places`: slots,
-        generations and checksums, as in a StoreJob."""
-        job = self._made(block_ids, check.part.group, keys, compare=True, **places)
-        self._comparing.append(OpenJob(job, check))
+        """Plan a comparison of blocks of a lease, by their index in it, with the engine's, after
+        this step, which completes them. The job ends like a store, and its blocks are fenced like a
+        store's."""
+        places = part.places(blocks)
+        job = self._made(block_ids, part.group, keys, compare=True, **places)
+        self._comparing.append(OpenJob(job, part, blocks))
 
     def fence(self, new_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of the newly handed out blocks whose copy may still run."""
@@ -195,7 +187,7 @@ class EngineStores:
             if entry is None:
                 continue
             entry.reports += 1
-            if entry.reports >= self._config.rank_count:
+            if entry.reports >= self._config.hello.rank_count:
                 ended.append(self._outstanding.pop(job_id))
                 self._source_blocks.subtract(entry.job.block_ids)
                 for block in entry.job.block_ids:
@@ -221,9 +213,3 @@ class EngineStores:
             return bool(present[index])
         local_tokens = request.local_tokens + request.loaded_tokens
         return stored_at is not None or index < local_tokens // self._config.block_sizes[group]
-
-    def _remember(self, name: bytes) -> None:
-        self.recent[name] = self._sequence
-        self.recent.move_to_end(name)
-        if len(self.recent) > RECENT_KEYS_MAX:
-            self.recent.popitem(last=False)

@@ -7,13 +7,14 @@ import urllib.request
 
 import pytest
 
-from kvstore.client.core.plan import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_inspect import inspected
+from tests.kit.cores import core_config
+from tests.kit.one_group import OneGroup
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +33,13 @@ def unserved(node: NodeProcess) -> int:
 
 
 def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -> None:
-    config = SchedulerConfig(
+    config = core_config(
         engine_id="gpu", nonce="n", process="p", tenant="t", rank_count=1, block_tokens=16
     )
     with RawEngine(node.socket, engine_id="cpu") as served:
         served.open()
         assert page(node, "/healthz") == "ok\n"
-        side = SchedulerSide(ConnectorConfig(socket=str(node.socket)), config)
+        side = SchedulerSide(ConnectorConfig(socket=str(node.socket)), config, OneGroup(16))
         side.cannot_be_served(REASON)
 
         def told() -> bool:

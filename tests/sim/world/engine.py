@@ -14,7 +14,7 @@ from kvstore.client.core.plan import SchedulerConfig, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
-from tests.kit.cores import has_work
+from tests.kit.cores import core_config, has_work
 from tests.sim.world.clocks import SimEngineClock
 from tests.sim.world.copies import Violation
 from tests.sim.world.groups import (
@@ -90,7 +90,7 @@ class SimEngine:
         self.loaded_blocks = 0
 
     def _core_config(self, knobs: Knobs, *, verify_every: int) -> SchedulerConfig:
-        return SchedulerConfig(
+        return core_config(
             engine_id=self.name,
             nonce="1",
             process=f"{self.name}-scheduler",
@@ -239,7 +239,7 @@ class SimEngine:
         self.core.begin_step(self.now_ns)
         for request, count in scheduled:
             if (entry := self.core.requests[request.name]).left_tokens:
-                self.core.scheduled(entry, computed_tokens=request.computed + count)
+                self.core.lookups.queue(entry, entry.prompt_tokens - (request.computed + count))
             settled = self.core.settled_tokens(
                 request.name,
                 computed_tokens=request.computed + count,

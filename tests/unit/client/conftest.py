@@ -14,11 +14,11 @@ from kvstore.client.core.plan import (
     LoadResult,
     Outcome,
     RankReport,
-    SchedulerConfig,
 )
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
+from tests.kit.cores import core_config
 
 BLOCK_TOKENS = 128
 M = TypeVar("M", bound=m.Message)
@@ -34,7 +34,7 @@ class AnsweredCore:
     groups as `named` writes them."""
 
     def __init__(self, *, rules: HitRules | None = None, **changes: Any) -> None:
-        config = SchedulerConfig(
+        config = core_config(
             engine_id="e",
             nonce="n",
             process="p",

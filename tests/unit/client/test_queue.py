@@ -50,9 +50,9 @@ def test_what_is_computed_is_left_no_more() -> None:
     computing(node, "a")
     assert left(node) == (PROMPT, 0)
     entry = node.core.requests["a"]
-    node.core.scheduled(entry, computed_tokens=1000)
+    node.core.lookups.queue(entry, entry.prompt_tokens - 1000)
     assert left(node) == (PROMPT - 1000, 0)
-    node.core.scheduled(entry, computed_tokens=PROMPT + 20)
+    node.core.lookups.queue(entry, entry.prompt_tokens - PROMPT - 20)
     assert left(node) == (0, 0), "its answer is not of its prompt"
 
 

@@ -134,7 +134,7 @@ def test_loads_outlast_a_plan_that_fails(
     node.look_up("r", node.holding(2))
     node.match("r")
     node.allocate("r", [8, 3, 4], 2)
-    monkeypatch.setattr(node.core._stores, "take_jobs", mock.Mock(side_effect=ValueError("bug")))
+    monkeypatch.setattr(node.core.stores, "take_jobs", mock.Mock(side_effect=ValueError("bug")))
     with pytest.raises(ValueError, match="bug"):
         node.core.plan((), node.now_ns)
     assert [load.request for load in node.core.rescue_plan().loads] == ["r"]
@@ -145,9 +145,9 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: AnsweredC
     keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     step(node, "r", computed=2 * BLOCK_TOKENS)
-    assert node.core.has_pending_work(node.now_ns)
+    assert node.core.stores.running(node.now_ns)
     node.wait(1001)
-    assert not node.core.has_pending_work(node.now_ns)
+    assert not node.core.stores.running(node.now_ns)
 
 
 def test_credits_of_another_session_are_not_taken(node: AnsweredCore) -> None:

@@ -14,12 +14,12 @@ import pytest
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.devices import (
-    GroupLayers,
     cache_pages,
     device_of,
     host_caches,
     prove,
 )
+from kvstore.connector.mapping import GroupLayers
 from kvstore.kernels import device
 from kvstore.kernels.host import HostCopies, PagedCache
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay

@@ -174,11 +174,8 @@ def test_a_failed_rank_still_ends_loads_that_come_later(released: bool) -> None:
             assert self.down
             self.ended |= {load.request for load in plan.loads}
 
-        def get_finished(self, *, idle: bool) -> set[str]:
-            return self.ended
-
-        def failed_requests(self, finished: set[str]) -> set[str]:
-            return finished
+        def get_finished(self, *, idle: bool) -> tuple[set[str], set[str]]:
+            return self.ended, self.ended
 
         def shutdown(self) -> None:
             self.down = True

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.plan import SchedulerConfig
 from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.config import ConnectorConfig
@@ -20,6 +19,8 @@ from kvstore.connector.prompts import AdapterKeys
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
+from tests.kit.cores import core_config
+from tests.kit.one_group import OneGroup
 
 BLOCK_TOKENS = 16
 
@@ -75,7 +76,8 @@ def make_side(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> MakeSi
         )
         its: dict[str, Any] = {"engine_id": "e", "nonce": "n", "process": "p", "tenant": "t"}
         its |= {"rank_count": 1, "block_tokens": BLOCK_TOKENS, **changes}
-        return SchedulerSide(ConnectorConfig(socket="/nowhere"), SchedulerConfig(**its), groups)
+        config = ConnectorConfig(socket="/nowhere")
+        return SchedulerSide(config, core_config(**its), groups or OneGroup(BLOCK_TOKENS))
 
     return make
 
@@ -217,7 +219,7 @@ def store(side: SchedulerSide, one: Any, blocks: list[int]) -> None:
     plan = side.build_plan(
         output(
             scheduled={one.request_id: len(blocks) * BLOCK_TOKENS},
-            state=SimpleNamespace(get_block_ids=lambda _: (blocks,)),
+            state=SimpleNamespace(get_block_ids=lambda _: (blocks,), boundary_state_offloads={}),
         )
     )
     assert [job.block_ids for job in plan.stores] == [tuple(blocks)]

@@ -47,7 +47,7 @@ def step(side: WorkerSide, plan: StepPlan) -> set[str]:
     side.handle_preemptions(plan)
     side.start_load_kv(plan)
     side.wait_for_save(plan)
-    return side.get_finished()
+    return side.get_finished()[0]
 
 
 def ended(side: WorkerSide) -> None:

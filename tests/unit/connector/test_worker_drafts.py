@@ -47,16 +47,16 @@ def test_an_unknown_draft_method_is_refused_and_none_of_its_files_is_read(tmp_pa
     ],
 )
 def test_layers_of_a_draft_model_are_part_of_the_blocks(method: str, name: str) -> None:
-    found = drafting(method, name)
+    found, layers = drafting(method, name)
     space = found.space
     # Two heads in each layer of the model, one in the draft's: one head, of two sizes.
     assert (space.layer_count, space.kv_head_count) == (LAYERS + 1, 1)
     small = TOKENS * CONTENT * 4
     assert sorted(space.head_bytes) == [small, *[2 * small] * LAYERS]
-    assert shard_bytes(space, found.shard) == BLOCK + small
+    assert shard_bytes(space, found.shard) == found.block_bytes == BLOCK + small
     its = space.head_bytes.index(small)
-    assert found.uncompared == (frozenset() if method == "draft_model" else frozenset({its}))
-    others = [described(), drafting(method, name, weights="e"), drafting("eagle3", name)]
+    assert layers.uncompared == (frozenset() if method == "draft_model" else frozenset({its}))
+    others = [described(), drafting(method, name, weights="e")[0], drafting("eagle3", name)[0]]
     spaces = {each.space for each in others}
     assert len(spaces | {space}) == len(others) + 1
 

@@ -103,13 +103,14 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_whole(
     ended: list[str] = []
     failed: set[str] = set()
     while len(ended) < 2:
-        finished, errors, _ = finish(side)
+        finished, its = side.get_finished(idle=True)
         ended += finished
-        failed |= side.failed_requests(finished)
-        assert errors == set()
+        failed |= its
+        assert its <= finished
+        assert side.block_ids_with_load_errors() == set()
     assert sorted(ended) == ["r", "s"]
     assert failed == ({"r"} if fails else set())
-    assert side.failed_requests({"r", "s"}) == set()
+    assert side.get_finished() == (set(), set())
     assert not side._loading
 
 
@@ -141,13 +142,13 @@ def test_a_state_is_one_head_of_each_rank(
         name: torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
         for name in NAMES[1:]
     }
-    found = describe(engine, config, states, weights=["w"], group=1)
+    found, _ = describe(engine, config, states, weights=["w"], group=1)
     shard, space = found.shard, found.space
     assert (shard.head_begin, shard.head_end, space.kv_head_count) == heads
     assert space.head_bytes == (16 + 12,)
     assert (shard.layer_end, space.layer_count) == (len(states), len(states))
     config.kv_cache_groups[1].kv_cache_spec = replace(spec, shapes=((2, 4), (3,)))
-    other = describe(engine, config, states, weights=["w"], group=1)
+    other, _ = describe(engine, config, states, weights=["w"], group=1)
     assert other.space != space, "the same bytes in another order"
 
 

@@ -18,13 +18,14 @@ from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.connector import devices, worker_side
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.mapping import RankModel, describe
+from kvstore.connector.mapping import GroupLayers, describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.host import HostCopies
 from kvstore.ports import BlockCopy
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import Seal
+from kvstore.wire.space import Group
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.scripted_node import WAIT_S, ScriptedNode
 from tests.kit.simulated_device import SimulatedDevice
@@ -128,13 +129,14 @@ def kv_cache_config(layout: str = "LBHNC", names: Sequence[str] = NAMES) -> Any:
     )
 
 
-def described(**changes: Any) -> RankModel:
-    return describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
+def described(**changes: Any) -> Group:
+    config = vllm_config("/a", **changes)
+    return describe(config, kv_cache_config(), kv_caches(), weights=["w"])[0]
 
 
 def drafting(
     method: str, *names: str, heads: int = 1, tp: int = 1, weights: str = "d"
-) -> RankModel:
+) -> tuple[Group, GroupLayers]:
     """An engine with a draft model of such layers, of one KV head in all."""
     import torch
 
@@ -271,10 +273,11 @@ def job(kind: type[Any], blocks: tuple[int, ...], **more: Any) -> Any:
 
 
 def step(side: WorkerSide, plan: StepPlan, *, idle: bool) -> tuple[set[str], set[int]]:
+    """Requests whose load ended, and blocks that hold nothing valid."""
     side.handle_preemptions(plan)
     side.start_load_kv(plan)
     side.wait_for_save(plan)
-    finished = side.get_finished(idle=idle)
+    finished, _ = side.get_finished(idle=idle)
     return finished, side.block_ids_with_load_errors()
 
 
