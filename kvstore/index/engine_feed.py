@@ -29,13 +29,13 @@ from __future__ import annotations
 import enum
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import chained_keys, root_key
-from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
+from kvstore.types import BlockKey, EngineSource, Tier
 from kvstore.wire import kv_events as wire
 from kvstore.wire.feed import Change, Left, Removed, Stored
 
@@ -45,8 +45,6 @@ REPLAY_MS: Final = 5000
 """A replay without a batch for this long counts as ended."""
 JOINED_MS: Final = 1000
 """Time after joining at which the batches since the replay are requested."""
-KEYS_MAX: Final = 4096
-"""Keys of one change."""
 PIECE_WORK_MAX: Final = 1024
 """Work done in one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded count as
 1."""
@@ -59,6 +57,7 @@ BLOCK_COUNT_MAX: Final = 1 << 20
 
 Name = int | bytes
 """Name of a block in the engine's events: its hash."""
+_Kind = TypeVar("_Kind", Stored, Removed)
 
 
 # ── names and keys ────────────────────────────────────────────────────────────────────────────────
@@ -312,8 +311,8 @@ class EngineFeed:
         return [] if self.phase is Phase.JOINING else self.blocks.keys()
 
     def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
-        """The result of `held_keys` as changes that store these blocks."""
-        return self._stored(keys)
+        """The change that stores these blocks; none without keys."""
+        return self._changed(Stored, keys)
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -341,7 +340,7 @@ class EngineFeed:
         was_joining = self.phase is Phase.JOINING
         self.phase = Phase.LIVE
         if was_joining:
-            changes += self._stored(self.blocks.keys())
+            changes += self._changed(Stored, self.blocks.keys())
         return changes + self.more(now_ms)
 
     def _is_behind(self, number: int) -> bool:
@@ -399,22 +398,15 @@ class EngineFeed:
             case _ if event.medium not in wire.OWN_MEDIA or event.group_idx not in OWN_GROUPS:
                 return []
             case wire.EngineRemoved():
-                return [
-                    Removed(*self._scope(), b"".join(keys), *self._whose())
-                    for keys in _pieces(self.blocks.removed(event.block_hashes))
-                ]
+                return [*self._changed(Removed, self.blocks.removed(event.block_hashes))]
             case wire.EngineStored():
                 self.lookahead_tokens = max(map(len, event.lookahead_token_ids or ()), default=0)
-                return [*self._stored(self.blocks.stored(event))]
+                return [*self._changed(Stored, self.blocks.stored(event))]
 
-    def _stored(self, keys: Sequence[BlockKey]) -> list[Stored]:
-        return [Stored(*self._scope(), b"".join(piece), *self._whose()) for piece in _pieces(keys)]
-
-    def _scope(self) -> tuple[str, SpaceId, Tier]:
-        return self.source.tenant, self.source.space, Tier.HBM
-
-    def _whose(self) -> tuple[str, int]:
-        return self.source.engine, self.source.rank
+    def _changed(self, kind: type[_Kind], keys: Sequence[BlockKey]) -> list[_Kind]:
+        its = self.source
+        scope = its.tenant, its.space, Tier.HBM
+        return [kind(*scope, b"".join(keys), its.engine, its.rank)] if keys else []
 
 
 def _salt_of(event: wire.EngineStored) -> str | None:
@@ -469,7 +461,3 @@ def _pieces_of(event: wire.EngineEvent) -> Iterator[wire.EngineEvent]:
             token_ids=tokens[max(0, at * size) : max(0, (at + count) * size)],
             extra_keys=extra_keys[at : at + count],
         )
-
-
-def _pieces(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
-    return [keys[begin : begin + KEYS_MAX] for begin in range(0, len(keys), KEYS_MAX)]

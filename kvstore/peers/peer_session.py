@@ -30,6 +30,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
@@ -70,6 +71,7 @@ _log = logging.getLogger(__name__)
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
+_T = TypeVar("_T")
 
 
 def _channel(
@@ -161,23 +163,14 @@ class PeerSession:
         """Ask the peer for the longest run of these keys that it has in dram, pinned until
         `give_back`. Raises SessionLost."""
         serve = wire.ServeAsk(next(self._numbers), tenant, space, keys)
-        answer = await self._ask(serve, wire.ServeAnswer, timeout_s)
-        try:
-            wire.check_served(answer, asked=len(keys) // KEY_BYTES)
-        except ProtocolError as error:
-            self._end(str(error))
-            raise SessionLost(self.lost) from None
-        return answer
+        check = partial(wire.check_served, asked=len(keys) // KEY_BYTES)
+        return await self._ask(serve, wire.ServeAnswer, check, timeout_s)
 
     async def give_back(self, serving: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
         """Release a serving. Returns flags of its `count` blocks: those that stayed unchanged until
         now. Raises SessionLost."""
-        answer = await self._ask(wire.GiveBack(serving), wire.GivenBack, timeout_s)
-        try:
-            return wire.intact_of(answer, count=count)
-        except ProtocolError as error:
-            self._end(str(error))
-            raise SessionLost(self.lost) from None
+        check = partial(wire.intact_of, count=count)
+        return await self._ask(wire.GiveBack(serving), wire.GivenBack, check, timeout_s)
 
     async def tell(self, ask: wire.Ask, *, timeout_s: float) -> None:
         """Send a message that has no direct answer. Raises SessionLost."""
@@ -203,30 +196,35 @@ class PeerSession:
         self._call = None
 
     async def _ask(
-        self, ask: wire.ServeAsk | wire.GiveBack, kind: type[_Served], timeout_s: float
-    ) -> _Served:
+        self,
+        ask: wire.ServeAsk | wire.GiveBack,
+        kind: type[_Served],
+        check: Callable[[_Served], _T],
+        timeout_s: float,
+    ) -> _T:
+        """What `check` makes of the answer, which is of this kind. Raises SessionLost."""
         if self.lost:
             raise SessionLost(self.lost)
         future = self._waiting[ask.serving] = asyncio.get_running_loop().create_future()
-        answer, trouble = None, "it answers what was not asked"
+        trouble = "it answers what was not asked"
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._writing:
                     if not self.lost:
                         await self._call.write(ask)
                 answer = await future
+            if isinstance(answer, kind):
+                return check(answer)
         except TimeoutError:
             trouble = "it does not answer"
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except (grpc.RpcError, asyncio.InvalidStateError, ProtocolError) as error:
             trouble = _sentence(self.node, error)
         finally:
             self._waiting.pop(ask.serving, None)
             if not future.cancel() and not future.cancelled():
                 future.exception()  # whatever went wrong has been told already
-        if not isinstance(answer, kind):
-            self._end(trouble)
-            raise SessionLost(self.lost)
-        return answer
+        self._end(trouble)
+        raise SessionLost(self.lost)
 
     async def _read(self) -> None:
         reason = "it has hung up"

@@ -21,27 +21,25 @@ import itertools
 import logging
 import signal
 import socket
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstore.errors import ProtocolError
 from kvstore.net.process import Child, spawn
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.pieces import joined, total_bytes
+from kvstore.transport.transfer_worker import Datagrams
 from kvstore.transport.watch import Recycle, Watch
 from kvstore.units import NS_PER_S
 from kvstore.wire import transfer_worker as wire
 from kvstore.wire.transfer_worker import Direction
 
-UNSENT_MAX: Final = 1024
-"""Most datagrams that wait for a transfer worker to read them; with more it is killed."""
 PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
 
 _log = logging.getLogger(__name__)
 
 
-class TransferWorkerChild(Child):
+class TransferWorkerChild(Child, Datagrams[wire.FromTransferWorker]):
     """One transfer worker process and the socket to it."""
 
     def __init__(
@@ -55,37 +53,10 @@ class TransferWorkerChild(Child):
     ) -> None:
         """Start the process. `environment`: added to ours. Raises OSError if the machine has no
         room for it."""
-        super().__init__(spawn(program, environment))
-        self._unsent: deque[bytes] = deque()
+        Child.__init__(self, spawn(program, environment))
+        Datagrams.__init__(self, self.socket, wire.decode_from_transfer_worker)
         with contextlib.suppress(OSError):  # its pidfd tells the rest
             socket.send_fds(self.socket, [wire.encode(begin)], [arena_fd, hold_fd])
-
-    def say(self, *messages: wire.FromNode) -> bool:
-        """Send messages without waiting. Returns False if more than UNSENT_MAX of them wait to be
-        read."""
-        self._unsent.extend(map(wire.encode, messages))
-        self.flush()
-        return len(self._unsent) <= UNSENT_MAX
-
-    def flush(self) -> None:
-        """Send the messages that the socket had no room for."""
-        while self._unsent:
-            try:
-                self.socket.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except OSError:
-                return
-            self._unsent.popleft()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def hear(self) -> Iterator[wire.FromTransferWorker]:
-        """Messages that the process has sent. Raises ProtocolError at a malformed one, after those
-        before it."""
-        with contextlib.suppress(OSError):
-            while data := self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT):
-                yield wire.decode_from_transfer_worker(data)
 
 
 class TransferWorker:
@@ -262,7 +233,7 @@ class TransferWorker:
         wait_ns = self._watch.next_ns() - self._clock.now_ns()
         if self._killed:  # its end is told by its pidfd
             wait_ns = NS_PER_S // 10
-        elif self._child.has_unsent:
+        elif self._child.unsent:
             wait_ns = min(wait_ns, NS_PER_S // 100)
         self._call_later(wait_ns, self._turn)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import array
 import ctypes
+import itertools
 import os
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,57 @@ def present_bytes(mapped: NDArray[np.uint8], begin: int, end: int) -> int:
     return int(missing[0]) * PAGE_BYTES if len(missing) else end - begin
 
 
+# ── datagrams ─────────────────────────────────────────────────────────────────────────────────────
+
+UNSENT_MAX: Final = 1024
+"""Most datagrams that should wait for the other end to read them."""
+_T = TypeVar("_T")
+
+
+class Datagrams(Generic[_T]):
+    """Either end of the socket between a node and its transfer worker. No call waits."""
+
+    def __init__(self, sock: socket.socket, decode: Callable[[bytes], _T]) -> None:
+        self.socket, self._decode = sock, decode
+        self.unsent: deque[bytes] = deque()
+        """Messages that the socket had no room for."""
+        self.is_cut = False
+        """Whether the other end has ended."""
+
+    def say(self, *messages: wire.TransferWorkerMessage) -> bool:
+        """Send messages. Returns False if more than UNSENT_MAX of them wait to be read."""
+        self.unsent.extend(map(wire.encode, messages))
+        self.flush()
+        return len(self.unsent) <= UNSENT_MAX
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self.unsent:
+            try:
+                self.socket.send(self.unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.is_cut = True
+                return
+            self.unsent.popleft()
+
+    def hear(self) -> Iterator[_T]:
+        """Messages that have come, each received when it is asked for. Raises ProtocolError at a
+        malformed one, after those before it."""
+        while True:
+            try:
+                data = self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.is_cut = True
+                return
+            yield self._decode(data)
+
+
 # ── transfer worker ───────────────────────────────────────────────────────────────────────────────
 
 BEAT_NS: Final = NS_PER_S // 4
@@ -171,20 +223,16 @@ class TransferWorkerLoop:
         returns whether there is more.
         """
         self._idle, self._has_more = idle, False
-        self._socket, self._transport, self._now_ns = sock, transport, now_ns
+        self._node = Datagrams(sock, wire.decode_from_node)
+        self._transport, self._now_ns = transport, now_ns
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
         self._parts: dict[int, list[wire.MovePieces]] = {}
         """Transfer → its messages so far, until the last one has come."""
-        self._outbox: deque[wire.TransferWorkerMessage] = deque()
-        """Messages that the node has not taken yet: at most an answer to each message,
-        and a beat.
-        """
         self._next_beat_ns = 0
         self._news_ns = 0
         """Time of the last post or end of a post, in ns."""
-        self._ended = False
-        self._tell(
+        self._node.say(
             wire.Registered(
                 descriptor=transport.describe(),
                 ends_forgotten=transport.capabilities.ends_forgotten,
@@ -193,19 +241,22 @@ class TransferWorkerLoop:
 
     def run(self) -> None:
         """Serve until the node has ended."""
-        while not self._ended:
+        while not self._node.is_cut:
             self._wait()
             self.turn()
 
     def turn(self) -> None:
         """Do all that can be done without waiting."""
-        self._hear()
+        for message in itertools.islice(self._node.hear(), DATAGRAMS_PER_TURN):
+            self._take(message)
         self._collect()
         self._post()
         self._has_more = not self._reads.under_way and self._idle()
         if self._now_ns() >= self._next_beat_ns:
-            self._beat()
-        self._flush()
+            self._next_beat_ns = self._now_ns() + BEAT_NS
+            if not self._node.unsent:  # otherwise it does not read, and beats say nothing to it
+                self._node.say(wire.Beat(self._transport.refused_count))
+        self._node.flush()
 
     def _wait(self) -> None:
         now_ns = self._now_ns()
@@ -213,29 +264,16 @@ class TransferWorkerLoop:
         timeout_s = max(0.0, (until_ns - now_ns) / NS_PER_S)
         if self._has_more:
             timeout_s = 0.0
-        readable: list[int] = [self._socket.fileno()]
+        readable: list[int] = [self._node.socket.fileno()]
         if (fd := self._transport.fileno()) >= 0:
             readable.append(fd)
         elif self._reads.under_way:
             quiet_s = (now_ns - self._news_ns) / NS_PER_S
             timeout_s = min(timeout_s, max(POLL_S, quiet_s / POLL_SHARE))
         # Not epoll, which counts in milliseconds; a transfer worker has few descriptors.
-        select.select(readable, readable[:1] if self._outbox else [], [], timeout_s)
+        select.select(readable, readable[:1] if self._node.unsent else [], [], timeout_s)
 
     # ── from the node ────────────────────────────────────────────────────────────────────────────
-
-    def _hear(self) -> None:
-        for _ in range(DATAGRAMS_PER_TURN):
-            try:
-                data = self._socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._ended = True
-                return
-            self._take(wire.decode_from_node(data))
 
     def _take(self, message: wire.FromNode) -> None:
         match message:
@@ -247,7 +285,7 @@ class TransferWorkerLoop:
                 if message.last:
                     self._begin_transfer(self._parts.pop(transfer))
             case wire.Forget(peer=peer):
-                self._tell(*self._reads.forget(peer))
+                self._node.say(*self._reads.forget(peer))
                 self._transport.forget(peer)
             case wire.Begin():
                 raise ProtocolError("a transfer worker begins once")
@@ -256,7 +294,7 @@ class TransferWorkerLoop:
         try:
             self._transport.connect(peer, descriptor)
         except TransportError as error:
-            self._tell(wire.Unreachable(peer, str(error)[: wire.REASON_CHARS_MAX]))
+            self._node.say(wire.Unreachable(peer, str(error)[: wire.REASON_CHARS_MAX]))
 
     def _begin_transfer(self, parts: list[wire.MovePieces]) -> None:
         first = parts[0]
@@ -266,10 +304,10 @@ class TransferWorkerLoop:
             # Of the whole, before its first part; what a peer has, the transport knows.
             check_within(pieces.local, pieces.length, 0, self._arena_bytes, "this node's arena")
         except TransportError as error:
-            self._tell(wire.Failed(first.transfer, str(error)))
+            self._node.say(wire.Failed(first.transfer, str(error)))
         else:
             its = first.transfer, first.peer, pieces, first.direction
-            self._tell(*self._reads.begin(*its))
+            self._node.say(*self._reads.begin(*its))
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────
 
@@ -280,32 +318,9 @@ class TransferWorkerLoop:
                 self._transport.post(post.number, post.peer, post.pieces, post.direction)
             except TransportError as error:
                 refused = Outcome(post.number, End.FAILED, str(error))
-                self._tell(*self._reads.ended(refused, self._now_ns()))
+                self._node.say(*self._reads.ended(refused, self._now_ns()))
 
     def _collect(self) -> None:
         for outcome in self._transport.poll():
             self._news_ns = self._now_ns()
-            self._tell(*self._reads.ended(outcome, self._now_ns()))
-
-    # ── to the node ──────────────────────────────────────────────────────────────────────────────
-
-    def _tell(self, *messages: wire.TransferWorkerMessage) -> None:
-        self._outbox.extend(messages)
-
-    def _beat(self) -> None:
-        self._next_beat_ns = self._now_ns() + BEAT_NS
-        if not self._outbox:  # otherwise it does not read, and beats say nothing to it
-            self._tell(wire.Beat(self._transport.refused_count))
-
-    def _flush(self) -> None:
-        while self._outbox:
-            try:
-                self._socket.send(
-                    wire.encode(self._outbox[0]), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-                )
-            except BlockingIOError:
-                return
-            except OSError:
-                self._ended = True
-                return
-            self._outbox.popleft()
+            self._node.say(*self._reads.ended(outcome, self._now_ns()))

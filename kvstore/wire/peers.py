@@ -278,11 +278,11 @@ def _count_keys(message: ServeAsk | PushGrant | PrepareRequest) -> int:
     return elements(message.keys, KEY_BYTES, "keys")
 
 
-def check_served(answer: ServeAnswer, *, asked: int) -> None:
-    """Check the arrays of an answer to a ServeAsk of `asked` keys. Raises ProtocolError: they do
-    not fit."""
+def check_served(answer: ServeAnswer, *, asked: int) -> ServeAnswer:
+    """The answer to a ServeAsk of `asked` keys. Raises ProtocolError: its arrays do not fit."""
     cells = _count_blocks(answer, count_max=asked) * len(answer.shards)
     same(cells, elements(answer.slots, 4, "slots"), "slots")
+    return answer
 
 
 def check_pushed(word: Pushed) -> None:

@@ -46,7 +46,7 @@ class ScriptedChild:
     def __init__(self, *_: object, **__: object) -> None:
         self.socket, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pidfd, self._life = os.pipe()
-        self.pid, self.has_unsent = 1, False
+        self.pid, self.unsent = 1, ()
         self.heard: list[tuple[str, str]] = []
         self.posted: list[int] = []
 
