@@ -84,18 +84,21 @@ class IndexCounters:
 
 
 class _Sight:
-    """Nodes as watchers see them, read from the store once per period for all watchers."""
+    """Nodes as callers see them, read from the store once per period for all of them."""
 
     def __init__(self, store: IndexStore, *, engines: bool) -> None:
         self._store, self._engines = store, engines
-        self._due_ms = 0
+        self.due_ms = 0
+        """Time until which nothing is read again."""
+        self.reply: pb.NodesReply | None = None
+        """Reply to `Nodes` with these members; None: not made yet."""
         self._news: dict[str, News] = {}
         self.members: dict[str, Member] = {}
 
     def look(self, now_ms: int) -> dict[str, News]:
         """Present `News` by node; the same object as before unless one has changed."""
-        if now_ms >= self._due_ms:
-            self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+        if now_ms >= self.due_ms:
+            self.due_ms, self.reply = now_ms + int(WATCH_PERIOD_S * 1000), None
             self.members = {member.node: member for member in self._store.members(now_ms)}
             news = {
                 name: (
@@ -132,10 +135,6 @@ class IndexService(IndexServicer):
         full = f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already"
         self._keying = Threads(self._hashing, count_max=TOKEN_QUESTIONS_MAX, full=full)
         self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
-        self._listed: dict[bool, pb.NodesReply] = {}
-        """Reply to `Nodes` without engines (False) and with them (True), until
-        `_listed_until_ms`."""
-        self._listed_until_ms = 0
 
     @property
     def feed_count(self) -> int:
@@ -163,18 +162,14 @@ class IndexService(IndexServicer):
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # Every node asks each second: a list for each of them would be the square of the nodes.
-        if loop_ms() >= self._listed_until_ms:
-            self._listed.clear()
-        if request.engines not in self._listed:
-            trust = await self.trust()
-            now_ms = loop_ms()
-            members = self.store.members(now_ms)
-            rows = [forms.node_row(member, engines=request.engines) for member in members]
-            if not self._listed:
-                self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
-            reply = pb.NodesReply(trust=forms.TRUSTS[trust], nodes=rows)
-            self._listed[request.engines] = reply
-        return self._listed[request.engines]
+        sight, engines = self._sights[request.engines], request.engines
+        sight.look(loop_ms())
+        if (reply := sight.reply) is None:
+            trust = forms.TRUSTS[await self.trust()]
+            sight.look(loop_ms())  # a node may have come meanwhile
+            rows = [forms.node_row(each, engines=engines) for each in sight.members.values()]
+            reply = sight.reply = pb.NodesReply(trust=trust, nodes=rows)
+        return reply
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         keys = b""
@@ -351,7 +346,8 @@ class IndexService(IndexServicer):
             ):
                 pass
             case _:
-                self._listed_until_ms = 0
+                for sight in self._sights.values():
+                    sight.due_ms = 0
         return verdict
 
     def _order(self) -> wire.FeedOrder:

@@ -122,7 +122,8 @@ def _memories(member: ClusterMember, asked: pb.Filter) -> Sequence[Row]:
     """Blocks in the engines' own memory: all, or those of a prompt."""
     prompt = asked.prompt
     space = SpaceId(prompt.space) if asked.HasField("prompt") else None
-    return member.memories(prompt.tenant, space, prompt.keys)
+    memory = member.memory
+    return memory.reports(tenant=prompt.tenant, space=space, keys=prompt.keys) if memory else []
 
 
 _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {

@@ -51,9 +51,9 @@ from kvstore.peers.preparer import Preparer, drain_node
 from kvstore.peers.pushes import KINDS as PUSH_KINDS, SLOW_S, SLOW_TCP_S, Lander, Pusher, Stages
 from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock
-from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
+from kvstore.proto.rows import MemberReport, TransferReport, member_report
 from kvstore.transport.backends import BACKENDS
-from kvstore.types import Incarnation, SpaceId
+from kvstore.types import Incarnation
 from kvstore.units import NS_PER_US
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
@@ -233,17 +233,11 @@ class Peering:
         occurred."""
         return [
             TransferReport(
-                kind=kind,
-                backend=self.transport,
-                count=timings.count,
-                size_bytes=timings.size_bytes,
-                bytes_per_s=timings.bytes_per_s,
-                p50_us=timings.percentile_ns(50) // NS_PER_US,
-                p95_us=timings.percentile_ns(95) // NS_PER_US,
-                p99_us=timings.percentile_ns(99) // NS_PER_US,
+                *(kind, self.transport, its.count, its.size_bytes, its.bytes_per_s),
+                *(its.percentile_ns(part) // NS_PER_US for part in (50, 95, 99)),
             )
-            for kind, timings in self._timings.items()
-            if timings.count
+            for kind, its in self._timings.items()
+            if its.count
         ]
 
     def with_fetches(self, load: Load) -> Load:
@@ -358,7 +352,13 @@ class ClusterMember:
             stack.callback(self._client.close)
             self.node = cluster.node
             """Name of the node in the cluster."""
+            self.index = self._replica.address if self._replica else ""
+            """Address of the replica inside this node; empty when there is none."""
+            self.index_port = self._replica.port if self._replica else 0
             address = self.peering.address if self.peering else ""
+            self.reached = f"{address}/{self.peering.transport}" if self.peering else ""
+            """Peer address and name of the transport, HOST:PORT/TRANSPORT; empty without peers."""
+            self.peer_port = int(address.rpartition(":")[2] or 0)
             hello = Hello(cluster.node, incarnation, 0, 0, address)
             credentials = tls.channel_credentials() if tls else None
             self.feeder = Feeder(loop, hello, replicas, credentials)
@@ -397,26 +397,6 @@ class ClusterMember:
         self._stack.close()
 
     @property
-    def index(self) -> str:
-        """Address of the replica; empty when there is none."""
-        return self._replica.address if self._replica is not None else ""
-
-    @property
-    def reached(self) -> str:
-        """Peer address and name of the transport, HOST:PORT/TRANSPORT; empty without peers."""
-        return f"{self.peering.address}/{self.peering.transport}" if self.peering else ""
-
-    @property
-    def index_port(self) -> int:
-        """Port of the replica inside this node; 0 when there is none."""
-        return self._replica.port if self._replica is not None else 0
-
-    @property
-    def peer_port(self) -> int:
-        """Port for peers; 0 when this node has none."""
-        return int(self.peering.address.rpartition(":")[2]) if self.peering is not None else 0
-
-    @property
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
         notes = (
@@ -446,13 +426,6 @@ class ClusterMember:
         """Durations of transfers between this node and others, a row per kind; empty without
         peers."""
         return self.peering.transfers() if self.peering is not None else []
-
-    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> list[MemoryReport]:
-        """Reports of blocks in engines' own memory: of all engines, or for the keys of one prompt
-        in a space."""
-        if self.memory is None:
-            return []
-        return self.memory.reports(tenant=tenant, space=space, keys=keys)
 
     def metrics(self) -> Values:
         """Metrics of feeds, peers and engines' memory; not those of the replica."""
