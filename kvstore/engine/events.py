@@ -306,10 +306,9 @@ class AskPush(msgspec.Struct, frozen=True):
 
 
 class RevokePush(msgspec.Struct, frozen=True):
-    """Revoke a grant at a prefill node; its PushOver follows."""
+    """Revoke a grant at its prefill node; its PushOver follows."""
 
     grant: int
-    node: str
 
 
 class Land(_Bring, frozen=True):

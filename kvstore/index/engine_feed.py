@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -166,8 +166,14 @@ class Phase(enum.Enum):
 class EngineFeed:
     """Feed of KV events of one data-parallel rank of one engine."""
 
-    def __init__(self, source: EngineSource, counters: EngineCounters | None = None) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: EngineSource,
+        say: Callable[[Change], object],
+        counters: EngineCounters | None = None,
+    ) -> None:
+        """`say`: called with each change of the index that follows from what happens."""
+        self.source, self._say = source, say
         self.blocks = EngineBlocks(source)
         self.counters = counters or EngineCounters()
         self.phase = Phase.UNREACHABLE
@@ -191,10 +197,10 @@ class EngineFeed:
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, now_ms: int) -> list[Change]:
+    def begin(self, now_ms: int) -> None:
         """The engine was connected; another process may have taken its place. All earlier blocks
         are void, and a replay is requested."""
-        changes = self.end()
+        self.end()
         self._last_live = -1
         if self._can_replay:
             self.phase = Phase.JOINING
@@ -202,15 +208,13 @@ class EngineFeed:
             self._ask(0, now_ms)
         else:
             self.phase = Phase.LIVE
-        return changes
 
-    def end(self) -> list[Change]:
+    def end(self) -> None:
         """The engine is disconnected: all its blocks are void."""
-        changes = self._void()
+        self._void()
         self.phase, self._next, self._asked, self._rest_due_ms = Phase.UNREACHABLE, None, None, None
         self.lookahead_tokens = 0
         self._drop_waiting()
-        return changes
 
     def take_ask(self) -> int | None:
         """Number from which on to request a replay now, in place of any replay under way; None:
@@ -218,53 +222,52 @@ class EngineFeed:
         asked, self._asked = self._asked, None
         return asked
 
-    def heard(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
-        """A live batch came. Returns the changes of the index that follow."""
+    def heard(self, number: int, payload: bytes, now_ms: int) -> None:
+        """A live batch came."""
         if self.phase is Phase.UNREACHABLE:
-            return []
+            return
         if number <= self._last_live:
-            changes = self.begin(now_ms)
-            return changes + self.heard(number, payload, now_ms)
+            self.begin(now_ms)
         self._last_live = number
         self._wait(number, payload)
-        return self.more(now_ms) if self.phase is Phase.LIVE else []
+        if self.phase is Phase.LIVE:
+            self.more(now_ms)
 
-    def replayed(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
-        """A batch of a replay came. Returns the changes of the index that follow."""
+    def replayed(self, number: int, payload: bytes, now_ms: int) -> None:
+        """A batch of a replay came."""
         if self.phase not in (Phase.JOINING, Phase.FILLING):
-            return []
+            return
         self._quiet_since_ms = now_ms
         if self._next is not None and number < self._next:
-            return []
-        changes: list[Change] = []
-        if self._next is not None and number > self._next:
+            return
+        if self._is_behind(number):
             if self._in_order:
                 self._has_hole = True
-                return []
+                return
             # The engine keeps no more what is missing. As when joining: told is what is held at
             # the end.
-            changes = self._void()
+            self._void()
             self.phase = Phase.JOINING
         self._in_order += 1
-        return changes + self._told(self._take(number, payload)) + self.more(now_ms)
+        self._take(number, payload)
+        self.more(now_ms)
 
-    def replay_ended(self, now_ms: int) -> list[Change]:
+    def replay_ended(self, now_ms: int) -> None:
         """The replay has ended: go live, or request the rest if a piece is missing."""
         if self.phase not in (Phase.JOINING, Phase.FILLING):
-            return []
+            return
         if self._has_hole:
             assert self._next is not None
             self._ask(self._next, now_ms)
-            return []
-        if self.phase is Phase.FILLING and not self._in_order:
-            return self._give_up(now_ms)
-        if self._next is None:
+        elif self.phase is Phase.FILLING and not self._in_order:
+            self._give_up(now_ms)
+        else:
             # It has published nothing so far: what comes first must be its first.
-            self._next = 0
-        return self._go_live(now_ms)
+            self._next = self._next or 0
+            self._go_live(now_ms)
 
-    def tick(self, now_ms: int) -> list[Change]:
-        """Time passed: replays may be due, or may have stopped. Returns the changes that follow."""
+    def tick(self, now_ms: int) -> None:
+        """Time passed: replays may be due, or may have stopped."""
         match self.phase:
             case Phase.LIVE if self._rest_due_ms is not None and now_ms >= self._rest_due_ms:
                 self._rest_due_ms = None
@@ -273,25 +276,23 @@ class EngineFeed:
                 if self._in_order:  # its end was lost
                     self._ask(self._next or 0, now_ms)
                 else:
-                    return self._give_up(now_ms)
+                    self._give_up(now_ms)
             case _:
                 pass
-        return []
 
     @property
     def has_more(self) -> bool:
         """Whether received batches are not fully applied: `more` is to be called."""
         return bool(self._events) or (self.phase is Phase.LIVE and bool(self._waiting))
 
-    def more(self, now_ms: int) -> list[Change]:
-        """Apply one piece of the received batches. Returns the changes of the index that follow."""
-        changes: list[Change] = []
+    def more(self, now_ms: int) -> None:
+        """Apply one piece of the received batches."""
         work = 0
         while work < PIECE_WORK_MAX:
             if self._events:
                 event = self._events.popleft()
                 work += _work_of(event)
-                changes += self._apply(event)
+                self._apply(event)
                 self._quiet_since_ms = now_ms
             elif self.phase is Phase.LIVE and self._waiting:
                 number, payload = self._waiting[0]
@@ -301,10 +302,9 @@ class EngineFeed:
                 self._waiting.popleft()
                 self._waiting_bytes -= len(payload)
                 work += 1 + len(payload) // _WORK_BYTES
-                changes += self._live(number, payload)
+                self._live(number, payload)
             else:
                 break
-        return self._told(changes)
 
     def held_keys(self) -> list[BlockKey]:
         """Keys of all published blocks that were not removed since: quickly made."""
@@ -325,33 +325,32 @@ class EngineFeed:
         self.phase = Phase.FILLING
         self._ask(self._next or 0, now_ms)
 
-    def _give_up(self, now_ms: int) -> list[Change]:
+    def _give_up(self, now_ms: int) -> None:
         """The replay was not answered. If a batch is missing, all blocks are void; go on with the
         live batches."""
         is_gap = any(self._is_behind(number) for number, _ in self._waiting)
-        changes: list[Change] = []
         if self.phase is Phase.JOINING or is_gap:
-            changes = self._void()
+            self._void()
             self._next = None
-        return changes + self._go_live(now_ms)
+        self._go_live(now_ms)
 
-    def _go_live(self, now_ms: int) -> list[Change]:
-        changes: list[Change] = []
+    def _go_live(self, now_ms: int) -> None:
         was_joining = self.phase is Phase.JOINING
         self.phase = Phase.LIVE
         if was_joining:
-            changes += self._changed(Stored, self.blocks.keys())
-        return changes + self.more(now_ms)
+            self._tell(*self.held_of(self.blocks.keys()))
+        self.more(now_ms)
 
     def _is_behind(self, number: int) -> bool:
         """Whether what comes before this batch is missing."""
         return self._next is not None and number > self._next
 
-    def _live(self, number: int, payload: bytes) -> list[Change]:
+    def _live(self, number: int, payload: bytes) -> None:
         if self._next is not None and number < self._next:
-            return []  # it was in a replay
-        changes = self._void() if self._is_behind(number) else []
-        return changes + self._take(number, payload)
+            return  # it was in a replay
+        if self._is_behind(number):
+            self._void()
+        self._take(number, payload)
 
     def _wait(self, number: int, payload: bytes) -> None:
         full = len(self._waiting) >= WAITING_BATCHES_MAX
@@ -364,18 +363,22 @@ class EngineFeed:
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _void(self) -> list[Change]:
-        was_told = len(self.blocks) > 0 and self.phase is not Phase.JOINING
-        if len(self.blocks):
-            self.counters.voids += 1
-        self.blocks.cleared()
+    def _void(self) -> None:
+        self.counters.voids += bool(len(self.blocks))
+        self._clear()
         self._events.clear()
-        return [Left(self.source.engine, self.source.rank)] if was_told else []
 
-    def _told(self, changes: list[Change]) -> list[Change]:
-        return [] if self.phase is Phase.JOINING else changes
+    def _clear(self) -> None:
+        if len(self.blocks):
+            self._tell(Left(self.source.engine, self.source.rank))
+        self.blocks.cleared()
 
-    def _take(self, number: int, payload: bytes) -> list[Change]:
+    def _tell(self, *changes: Change) -> None:
+        """Say changes, but not while the past is replayed."""
+        for change in changes if self.phase is not Phase.JOINING else ():
+            self._say(change)
+
+    def _take(self, number: int, payload: bytes) -> None:
         """Decode the batch that is next in order and queue its events for `more`. An unreadable
         batch voids all blocks."""
         self._next = number + 1
@@ -384,24 +387,22 @@ class EngineFeed:
             batch = wire.decode_batch(payload)
         except ProtocolError:
             self.counters.refused += 1
-            return self._void()
+            self._void()
+            return
         for event in batch.events:
             self._events.extend(_pieces_of(event))
-        return []
 
-    def _apply(self, event: wire.EngineEvent) -> list[Change]:
+    def _apply(self, event: wire.EngineEvent) -> None:
         match event:
             case wire.EngineCleared():
-                was_empty = not len(self.blocks)
-                self.blocks.cleared()
-                return [] if was_empty else [Left(self.source.engine, self.source.rank)]
+                self._clear()
             case _ if event.medium not in wire.OWN_MEDIA or event.group_idx not in OWN_GROUPS:
-                return []
+                pass
             case wire.EngineRemoved():
-                return [*self._changed(Removed, self.blocks.removed(event.block_hashes))]
+                self._tell(*self._changed(Removed, self.blocks.removed(event.block_hashes)))
             case wire.EngineStored():
                 self.lookahead_tokens = max(map(len, event.lookahead_token_ids or ()), default=0)
-                return [*self._changed(Stored, self.blocks.stored(event))]
+                self._tell(*self.held_of(self.blocks.stored(event)))
 
     def _changed(self, kind: type[_Kind], keys: Sequence[BlockKey]) -> list[_Kind]:
         its = self.source

@@ -26,7 +26,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -78,15 +78,16 @@ class _Follower:
         source: EngineSource,
         serial: int,
         context: zmq.Context[zmq.Socket[bytes]],
+        say: Callable[[Change], None],
         counters: EngineCounters,
         *,
         failed_until_ms: int = 0,
     ) -> None:
-        """`serial`: its place in snapshots. `failed_until_ms`: a bug ended the follower before this
-        one; connect again at that time."""
+        """`serial`: its place in snapshots. `say`: called with each change of the index.
+        `failed_until_ms`: a bug ended the follower before this one; connect again at that time."""
         self.source = source
         self.serial = serial
-        self.feed = EngineFeed(source, counters)
+        self.feed = EngineFeed(source, say, counters)
         self._context = context
         self._counters = counters
         self._live: zmq.Socket[bytes] | None = None
@@ -105,34 +106,32 @@ class _Follower:
         read = () if self.feed.has_more else (self._live, self._replay)
         return [each for each in (*read, self._monitor) if each is not None]
 
-    def turn(self, ready: set[object], now_ms: int) -> list[Change]:
+    def turn(self, ready: set[object], now_ms: int) -> None:
         """Read at most one message from each socket in `ready`, or apply one more piece of what was
-        read. Returns the changes of the index that follow."""
-        changes: list[Change] = []
+        read."""
         try:
             if self._live is None and now_ms >= self._reopen_ms:
                 self._open()
             if self._monitor in ready:
-                changes += self._watch(now_ms)
+                self._watch(now_ms)
             if self.feed.has_more:
-                changes += self.feed.more(now_ms)
+                self.feed.more(now_ms)
             if self._live is not None and self._live in ready:
-                changes += self._hear(_take(self._live), now_ms)
-            changes += self.feed.tick(now_ms)
+                self._hear(_take(self._live), now_ms)
+            self.feed.tick(now_ms)
             self._ask()
             if self._replay is not None and self._replay in ready:
-                changes += self._hear_replay(_take(self._replay), now_ms)
+                self._hear_replay(_take(self._replay), now_ms)
                 self._ask()
         except zmq.ZMQError as error:  # no descriptors are left, a message is too long, …
             self._counters.refused += error.errno == errno.EMSGSIZE
             _log.warning("engine %s: its KV events cannot be read: %s", self.source.engine, error)
-            changes += self._close_until(now_ms + REOPEN_MS_MAX)
-        return changes
+            self._close_until(now_ms + REOPEN_MS_MAX)
 
-    def close(self) -> list[Change]:
-        """Stop following; returns the changes that withdraw the engine's blocks."""
+    def close(self) -> None:
+        """Stop following, and withdraw the engine's blocks."""
         self.hang_up()
-        return self.feed.end()
+        self.feed.end()
 
     def hang_up(self) -> None:
         """Close all sockets of this engine."""
@@ -164,16 +163,17 @@ class _Follower:
         made.setsockopt(zmq.IPV6, 1)
         return made
 
-    def _watch(self, now_ms: int) -> list[Change]:
+    def _watch(self, now_ms: int) -> None:
         assert self._monitor is not None
         if recv_monitor_message(self._monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
             self.has_failed = False
-            return self.feed.begin(now_ms)
-        return self._close_until(now_ms + REOPEN_MS)
+            self.feed.begin(now_ms)
+        else:
+            self._close_until(now_ms + REOPEN_MS)
 
-    def _close_until(self, reopen_ms: int) -> list[Change]:
+    def _close_until(self, reopen_ms: int) -> None:
         self._reopen_ms = reopen_ms
-        return self.close()
+        self.close()
 
     def _ask(self) -> None:
         """Send the replay request that the feed wants, if any. Each request has a socket of its
@@ -191,29 +191,29 @@ class _Follower:
             self._replay.close(0)
             self._replay = None
 
-    def _hear(self, frames: list[bytes], now_ms: int) -> list[Change]:
+    def _hear(self, frames: list[bytes], now_ms: int) -> None:
         match frames:
             case []:
-                return []
+                pass
             case [_, number, payload] if len(number) == SEQUENCE_BYTES and number != END:
-                return self.feed.heard(int.from_bytes(number, "big"), payload, now_ms)
-        self._counters.refused += 1
-        return []
+                self.feed.heard(int.from_bytes(number, "big"), payload, now_ms)
+            case _:
+                self._counters.refused += 1
 
-    def _hear_replay(self, frames: list[bytes], now_ms: int) -> list[Change]:
+    def _hear_replay(self, frames: list[bytes], now_ms: int) -> None:
         # vLLM puts the topic before the number, kvstore's own publisher nothing.
         match frames:
             case []:
-                return []
+                pass
             case [b"", number, _] | [b"", _, number, _] if number == END:
                 self._close_replay()
-                return self.feed.replay_ended(now_ms)
+                self.feed.replay_ended(now_ms)
             case [b"", number, payload] | [b"", _, number, payload] if (
                 len(number) == SEQUENCE_BYTES
             ):
-                return self.feed.replayed(int.from_bytes(number, "big"), payload, now_ms)
-        self._counters.refused += 1
-        return []
+                self.feed.replayed(int.from_bytes(number, "big"), payload, now_ms)
+            case _:
+                self._counters.refused += 1
 
 
 class EngineMemory:
@@ -373,10 +373,7 @@ class EngineMemory:
         ones, may be wrong."""
         failed = self._followers[number]
         source, until_ms = failed.source, self._clock.now_ns() // NS_PER_MS + REOPEN_MS_MAX
-        self._serial += 1
-        self._followers[number] = _Follower(
-            source, self._serial, self._context, self.counters, failed_until_ms=until_ms
-        )
+        self._follow(number, source, failed_until_ms=until_ms)
         failed.hang_up()
         self._tell(Left(source.engine, source.rank))
 
@@ -394,7 +391,7 @@ class EngineMemory:
         now_ms = self._clock.now_ns() // NS_PER_MS
         for number, follower in list(self._followers.items()):
             with self._guarded(number), self._lock:
-                self._say(follower.turn(ready, now_ms))
+                follower.turn(ready, now_ms)
 
     def _take_orders(self) -> None:
         for number, source in self._orders.take():
@@ -421,18 +418,17 @@ class EngineMemory:
         if len(self._followers) >= ENGINE_COUNT_MAX:
             _log.warning("engine %s rank %d: %d are followed already", *name, ENGINE_COUNT_MAX)
             return
-        self._serial += 1
-        self._followers[number] = _Follower(source, self._serial, self._context, self.counters)
+        self._follow(number, source)
         _log.info("engine %s rank %d: KV events are read from %s", *name, source.endpoint)
 
-    def _end(self, number: int) -> None:
-        follower = self._followers.pop(number, None)
-        if follower is not None:
-            self._say(follower.close())
+    def _follow(self, number: int, source: EngineSource, *, failed_until_ms: int = 0) -> None:
+        self._serial += 1
+        its = source, self._serial, self._context, self._tell, self.counters
+        self._followers[number] = _Follower(*its, failed_until_ms=failed_until_ms)
 
-    def _say(self, changes: Iterable[Change]) -> None:
-        for change in changes:
-            self._tell(change)
+    def _end(self, number: int) -> None:
+        if (follower := self._followers.pop(number, None)) is not None:
+            follower.close()
 
 
 def _take(socket: zmq.Socket[bytes]) -> list[bytes]:

@@ -43,7 +43,7 @@ from kvstore.net.server import (
     listen,
     warn_of_its_end,
 )
-from kvstore.obs.metrics import TRANSFERS, Timings, Values
+from kvstore.obs.metrics import TRANSFERS, Values
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
@@ -224,10 +224,6 @@ class Peering:
             case _:
                 self.lander.carry_out(command)
 
-    @property
-    def _timings(self) -> dict[str, Timings]:
-        return self._context.stages.timings | self.pusher.stages.timings
-
     def transfers(self) -> list[TransferReport]:
         """Durations of fetches and pushes, and of their steps, a row for each kind that has
         occurred."""
@@ -236,7 +232,7 @@ class Peering:
                 *(kind, self.transport, its.count, its.size_bytes, its.bytes_per_s),
                 *(its.percentile_ns(part) // NS_PER_US for part in (50, 95, 99)),
             )
-            for kind, its in self._timings.items()
+            for kind, its in self._context.stages.timings.items()
             if its.count
         ]
 
@@ -262,15 +258,15 @@ class Peering:
             "transfer_worker_refused_total": self.transfer_worker.refused,
             "transfer_seconds": {
                 (kind, self.transport): its.buckets(TRANSFERS if kind in WHOLE else range(0))
-                for kind, its in self._timings.items()
+                for kind, its in self._context.stages.timings.items()
             },
         }
 
     @property
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
-        stages = self._context.stages.trouble, self.pusher.stages.trouble
-        return "; ".join(filter(None, (self._note, self.transfer_worker.trouble, *stages)))
+        troubles = self._note, self.transfer_worker.trouble, self._context.stages.trouble
+        return "; ".join(filter(None, troubles))
 
 
 def _server() -> grpc.aio.Server:

@@ -54,9 +54,9 @@ WRITE_TIMEOUT_S: Final = 10.0
 LAND_THREADS: Final = 2
 KINDS: Final = (
     *("push_grant", "push_first", "push", "land_copy", "land_verify"),
-    *("push_seal", "push_token"),
+    *("push_seal", "push_token", "write"),
 )
-"""Stages of pushes from other nodes."""
+"""Stages of pushes from other nodes, and of those to them: `write`."""
 SLOW_S: Final = 0.5
 SLOW_TCP_S: Final = 2.0
 FRESH_NS: Final = 60 * NS_PER_S
@@ -82,8 +82,8 @@ class Stages:
         """`kinds`: names of the stages. `slow_s`: a stage that takes longer is logged as slow."""
         self.timings = {kind: Timings() for kind in kinds}
         self._clock, self.slow_ns = clock, int(slow_s * NS_PER_S)
-        self._slow = ""
-        self._slow_ns = 0
+        self._slow: dict[bool, tuple[str, int]] = {}
+        """Text and time of the last slow `write` (True), and of the last slow one of the others."""
 
     def since(self, kind: str, begun_ns: int, size_bytes: int = 0, *, node: str = "") -> int:
         """Record a stage that began at `begun_ns` and ends now. `node`: the other node, for the
@@ -97,16 +97,19 @@ class Stages:
         self.timings[kind].add(took_ns, size_bytes)
         if took_ns > self.slow_ns and kind in _SLOW:
             its = {"node": node, "took": took_ns / NS_PER_S, "size": format_size(size_bytes)}
-            self._slow, self._slow_ns = _SLOW[kind].format(**its), self._clock.now_ns()
-            _log.warning("%s", self._slow)
+            text = _SLOW[kind].format(**its)
+            self._slow[kind == "write"] = text, self._clock.now_ns()
+            _log.warning("%s", text)
 
     @property
     def trouble(self) -> str:
-        """Text about the last slow stage, for FRESH_NS; empty: there was none."""
-        ago_ns = self._clock.now_ns() - self._slow_ns
-        if not self._slow or ago_ns > FRESH_NS:
-            return ""
-        return f"{self._slow} ({ago_ns // NS_PER_S} s ago)"
+        """Texts about the last slow stages, for FRESH_NS; empty: there was none."""
+        now_ns = self._clock.now_ns()
+        return "; ".join(
+            f"{text} ({(now_ns - at_ns) // NS_PER_S} s ago)"
+            for _, (text, at_ns) in sorted(self._slow.items())
+            if now_ns - at_ns <= FRESH_NS
+        )
 
 
 # ── to others ─────────────────────────────────────────────────────────────────────────────────────
@@ -117,7 +120,7 @@ class Pusher:
 
     def __init__(self, context: PeerContext, sessions: Mapping[int, object]) -> None:
         """`sessions`: those of connected peers (`BlockServer`), by number."""
-        self.stages = Stages(("write",), context.clock, slow_s=context.stages.slow_ns / NS_PER_S)
+        self.stages = context.stages
         self._context, self._post, self._clock = context, context.post, context.clock
         self._sessions = sessions
         self._tasks = Tasks("a bug in what pushes blocks")

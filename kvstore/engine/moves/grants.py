@@ -249,7 +249,7 @@ class Grants:
         """Revoke the grants of an expectation that has ended."""
         for granted in self._grants_of.of(expect):
             self._revoked.put(granted.number, self._state.now_ns + REVOKED_NS)
-            self._state.say(events.RevokePush(granted.number, granted.node))
+            self._state.say(events.RevokePush(granted.number))
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 

@@ -107,7 +107,7 @@ def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of()
     assert isinstance(event, EngineStored)
     assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
     assert event.block_hashes != LOW[:3], "its own names"
-    feed = EngineFeed(PLACE)
+    feed = EngineFeed(PLACE, lambda _: None)
     feed.begin(0)
     assert feed.lookahead_tokens == 0
     feed.heard(0, first, 0)

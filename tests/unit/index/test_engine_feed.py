@@ -86,12 +86,33 @@ class Told:
         return {block for block, key in enumerate(KEYS) if key in self.keys}
 
 
-def feed(*, can_replay: bool = False, **changes: Any) -> EngineFeed:
+class SayingFeed:
+    """A feed whose verbs return what they say."""
+
+    def __init__(self, source: EngineSource) -> None:
+        self._said: list[Change] = []
+        self._feed = EngineFeed(source, self._said.append)
+
+    def __getattr__(self, name: str) -> Any:
+        its = getattr(self._feed, name)
+        if name not in {"begin", "end", "heard", "replayed", "replay_ended", "tick", "more"}:
+            return its
+
+        def verb(*arguments: Any) -> list[Change]:
+            its(*arguments)
+            said = self._said.copy()
+            self._said.clear()
+            return said
+
+        return verb
+
+
+def feed(*, can_replay: bool = False, **changes: Any) -> SayingFeed:
     changes["replay_endpoint"] = "tcp://replays:1" if can_replay else ""
-    return EngineFeed(msgspec.structs.replace(PLACE, **changes))
+    return SayingFeed(msgspec.structs.replace(PLACE, **changes))
 
 
-def live() -> tuple[EngineFeed, Told]:
+def live() -> tuple[SayingFeed, Told]:
     """One that replays, and has nothing so far."""
     made = feed(can_replay=True)
     told = Told()
@@ -329,7 +350,7 @@ def test_nothing_is_heard_of_who_is_away() -> None:
     assert (made.phase, made.take_ask()) == (Phase.UNREACHABLE, None)
 
 
-def rest(made: EngineFeed) -> list[Change]:
+def rest(made: SayingFeed) -> list[Change]:
     """What comes of working on, to the end."""
     changes: list[Change] = []
     while made.has_more:
@@ -364,7 +385,7 @@ def test_whatever_is_lost_nothing_is_told_that_the_engine_does_not_hold(
 
 def _lose(
     said: list[list[dict[str, Any]]], kept: int, data: st.DataObject
-) -> tuple[EngineFeed, set[int], set[int]]:
+) -> tuple[SayingFeed, set[int], set[int]]:
     """The feed, what it told, and what the engine holds in the end."""
     made, index = feed(can_replay=True), Told()
 

@@ -327,10 +327,12 @@ def test_engines_take_turns_while_one_says_much(
     happened: list[str] = []
     turn = engine_memory._Follower.turn
 
-    def noted(self: Any, *args: Any) -> Any:
-        changes = turn(self, *args)
-        happened.append(f"{self.source.engine} {len(changes)}")
-        return changes
+    def noted(self: Any, *args: Any) -> None:
+        said, say = list[Any](), self.feed._say
+        with monkeypatch.context() as patch:
+            patch.setattr(self.feed, "_say", lambda change: (said.append(change), say(change)))
+            turn(self, *args)
+        happened.append(f"{self.source.engine} {len(said)}")
 
     monkeypatch.setattr(engine_memory._Follower, "turn", noted)
     with (
