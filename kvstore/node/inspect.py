@@ -129,7 +129,7 @@ def _memories(member: ClusterMember, asked: pb.Filter) -> Sequence[Row]:
 _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
     "blocks": _blocks,
     "requests": _requests,
-    "ranges": lambda engine, asked: engine.explain.ranges(asked.number),
+    "ranges": lambda engine, asked: engine.explain.request(asked.number)[1],
     "hashings": lambda engine, _: engine.explain.hashings(),
     "prefix": _prefix,
 }

@@ -253,8 +253,7 @@ def _some(engine: Engine, *, below: float) -> list[RequestReport]:
 def _story(driver: Driver, number: int) -> dict[str, Any] | None:
     """A request as `kvstore explain --json` prints it. Raises NodeBusy."""
     request, ranges = driver.query(
-        lambda engine: (engine.explain.request(number), engine.explain.ranges(number)),
-        timeout_s=METRICS_TIMEOUT_S,
+        lambda engine: engine.explain.request(number), timeout_s=METRICS_TIMEOUT_S
     )
     return reasons.story_as_dict(request, ranges) if request is not None else None
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -21,7 +20,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeReport, cut, examine
 from kvstore.engine.why.reasons import PushReport, Reason, reason_of
-from kvstore.types import SpaceId
+from kvstore.types import Latest, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_US
 from kvstore.wire.messages import Story, keys_array
 from kvstore.wire.space import is_prefix, whole_block_bytes
@@ -110,7 +109,8 @@ class Explain:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._told: deque[_Told] = deque(maxlen=STORIES_MAX)
+        self._told = Latest[int, _Told](STORIES_MAX)
+        """The latest requests by number."""
         self._numbers = itertools.count(1)
         self.ledger = state.ledger
 
@@ -137,15 +137,12 @@ class Explain:
             **{f"{name}_us": getattr(story, f"{name}_ns") // NS_PER_US for name in _TIMES},
             **{name: getattr(story, name) for name in _AS_TOLD},
         )
-        told = _Told(row, story, state.now_ns - story.age_ns, found)
-        self._told.append(told)
+        told = self._told[row.number] = _Told(row, story, state.now_ns - story.age_ns, found)
         gpu_count = owner.rank_count if owner.scheduler is not None else 1
-        pair = row.label, row.tenant
-        table = self._table(told)
-        self.ledger.count(pair, story, table, gpu_count=gpu_count)
+        row, table = self._joined(told)
+        self.ledger.count((row.label, row.tenant), story, table, gpu_count=gpu_count)
         if state.config.tell_stories:
             block_bytes = whole_block_bytes(known.space) if known is not None else 0
-            row = self._row(told, table)
             state.say(StoryTold(row, tuple(table), story, told.ended_ns, block_bytes))
         self._stage(row, story)
 
@@ -153,7 +150,7 @@ class Explain:
         """Report the time from the end of a push from another node to the first token of its
         request."""
         state = self._state
-        for each in state.trail.pushes(row.tenant, story.transfer):
+        for each in row.pushes:
             is_from_there = each.side == "decode" and each.node != state.config.node
             if is_from_there and each.pushed and story.first_token_ns:
                 # It asks nothing before its push has ended.
@@ -166,39 +163,33 @@ class Explain:
     def requests(self, request: str, *, limit: int, below: float = math.inf) -> list[RequestReport]:
         """The newest requests whose id fits `request` (empty: all) and whose number is less than
         `below`, newest first, at most `limit`. Each may take a millisecond."""
-        older = (told for told in reversed(self._told) if told.row.number < below)
+        older = (told for told in reversed(self._told.values()) if told.row.number < below)
         fitting = (told for told in older if fits(told.story.request, request))
-        found = itertools.islice(fitting, limit)
-        return [self._row(told, self._table(told)) for told in found]
+        return [self._joined(told)[0] for told in itertools.islice(fitting, limit)]
 
-    def _row(self, told: _Told, table: list[RangeReport]) -> RequestReport:
-        outcome = told.row.outcome
-        missed = next((row for row in table if row.reason), None) if outcome else None
-        return msgspec.structs.replace(
+    def request(self, number: int) -> tuple[RequestReport | None, list[RangeReport]]:
+        """The request with this number, and the result for each block of its prompt; None and empty
+        if it is no longer kept."""
+        told = self._told.get(number)
+        return self._joined(told) if told is not None else (None, [])
+
+    def _joined(self, told: _Told) -> tuple[RequestReport, list[RangeReport]]:
+        """The request's story with what is known of its lookups and pushes by now."""
+        state, outcome = self._state, told.row.outcome
+        for finding in told.findings:
+            if finding is not None:
+                state.trail.examine(finding, state)
+        pushes = state.trail.pushes(told.row.tenant, told.story.transfer)
+        ranges = _with_pushes(self._ranges(told), pushes)
+        missed = next((row for row in ranges if row.reason), None) if outcome else None
+        row = msgspec.structs.replace(
             told.row,
-            ended_ms_ago=max(0, self._state.now_ns - told.ended_ns) // NS_PER_MS,
-            pushes=self._pushes(told),
+            ended_ms_ago=max(0, state.now_ns - told.ended_ns) // NS_PER_MS,
+            pushes=pushes,
             outcome=missed.reason if missed is not None else outcome,
             missed=missed,
         )
-
-    def request(self, number: int) -> RequestReport | None:
-        """The request with this number; None: no longer kept."""
-        found = (told for told in self._told if told.row.number == number)
-        return next((self._row(told, self._table(told)) for told in found), None)
-
-    def ranges(self, number: int) -> list[RangeReport]:
-        """Result for each block of a request's prompt; empty if the request is no longer kept."""
-        return next((self._table(told) for told in self._told if told.row.number == number), [])
-
-    def _table(self, told: _Told) -> list[RangeReport]:
-        for finding in told.findings:
-            if finding is not None:
-                self._state.trail.examine(finding, self._state)
-        return _with_pushes(self._ranges(told), self._pushes(told))
-
-    def _pushes(self, told: _Told) -> tuple[PushReport, ...]:
-        return self._state.trail.pushes(told.row.tenant, told.story.transfer)
+        return row, ranges
 
     def hashings(self) -> list[HashingReport]:
         """Parameters for computing the keys of each known space that holds prefixes."""

@@ -81,7 +81,7 @@ class Accounts:
 
     def check(self, engine: Engine) -> None:
         """Raises Violation."""
-        stories = engine.explain._told
+        stories = list(engine.explain._told.values())
         for told in reversed(stories):
             row = told.row
             if row.number <= self._last:

@@ -57,7 +57,7 @@ def rows(node: Node) -> list[Row]:
 def ranges(node: Node) -> list[RangeReport]:
     """Of the latest request. The first line of explain says what its table says."""
     (latest,) = node.engine.explain.requests("", limit=1)
-    found = node.engine.explain.ranges(latest.number)
+    found = node.engine.explain.request(latest.number)[1]
     missed = next((row for row in found if row.reason), None)
     if latest.outcome and missed is not None:
         assert (latest.outcome, latest.missed) == (missed.reason, missed)
@@ -68,7 +68,7 @@ def ranges(node: Node) -> list[RangeReport]:
 def texts(node: Node) -> list[str]:
     """As an operator reads them."""
     (latest,) = node.engine.explain.requests("", limit=1)
-    return [of_range(row, latest) for row in node.engine.explain.ranges(latest.number)]
+    return [of_range(row, latest) for row in node.engine.explain.request(latest.number)[1]]
 
 
 def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
@@ -289,7 +289,7 @@ def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
         told(node, peer, blocks=1, request=f"r{i}", leases=[])
     found = node.engine.explain.requests("", limit=10)
     assert [row.request for row in found] == ["r4", "r3", "r2"]
-    assert node.engine.explain.ranges(1) == []
+    assert node.engine.explain.request(1)[1] == []
     assert len(node.engine.explain.requests("", limit=2)) == 2
 
 

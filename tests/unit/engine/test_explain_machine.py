@@ -102,7 +102,7 @@ class Machine(CountedMachine):
         ledger = self.node.engine.explain.ledger
         assert (sum(ledger.misses.values()), sum(ledger.hits.values())) == (self.missed, 0)
         (row,) = self.node.engine.explain.requests(f"r{lease}", limit=1)
-        ranges = self.node.engine.explain.ranges(row.number)
+        ranges = self.node.engine.explain.request(row.number)[1]
         (for_traces,) = (command for command in commands if isinstance(command, StoryTold))
         assert (for_traces.row, [*for_traces.ranges], for_traces.story) == (row, ranges, story)
         assert sum(r.blocks for r in ranges) == len(some)

@@ -163,7 +163,7 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
     nothing, part = node.engine.explain.requests("", limit=2)
     assert nothing.outcome is Reason.PINNED_SHARE_USED_UP
     for row in (part, nothing):
-        reasons = [its.reason for its in node.engine.explain.ranges(row.number)]
+        reasons = [its.reason for its in node.engine.explain.request(row.number)[1]]
         assert Reason.PINNED_SHARE_USED_UP in reasons
 
 

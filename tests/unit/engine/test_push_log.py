@@ -61,7 +61,7 @@ def test_a_request_says_what_was_pushed_what_was_computed_and_why(pair: PushPair
     assert (push.granted_us, push.first_us) == (1, 1)
     assert (push.last_us, push.sealed_us, push.ended_us) == (5000, 5000, 7000)
     assert row.first_token_us == 50_000
-    ranges = pair.d.engine.explain.ranges(row.number)
+    ranges = pair.d.engine.explain.request(row.number)[1]
     assert [(r.first_block, r.blocks, r.tier, r.reason) for r in ranges] == [
         (0, 1, "dram", Reason.NONE),
         (1, 2, "peer", Reason.NONE),
@@ -93,7 +93,7 @@ def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
     pair.decode.lease(1, 1, 2)
     row = told(pair.d, pair.decode, blocks=2)
     assert [push.reason for push in row.pushes] == ["its deadline has passed"]
-    (rest,) = pair.d.engine.explain.ranges(row.number)
+    (rest,) = pair.d.engine.explain.request(row.number)[1]
     assert (rest.blocks, rest.reason, rest.node) == (2, Reason.NOT_PUSHED, "p")
     pair.close()
 
@@ -103,7 +103,7 @@ def test_what_came_another_way_has_its_own_reason(pair: PushPair) -> None:
     cut_short(pair)
     pair.decode.lease(1, 1, 2, 3, 4, 5, 6)
     row = told(pair.d, pair.decode, blocks=6, loaded=3)
-    reasons = [(r.first_block, r.reason) for r in pair.d.engine.explain.ranges(row.number)]
+    reasons = [(r.first_block, r.reason) for r in pair.d.engine.explain.request(row.number)[1]]
     assert reasons[1:] == [(1, Reason.NONE), (3, Reason.NOT_PUSHED), (4, Reason.NEVER_STORED)]
     pair.d.hear(pair.decode.scheduler, LeaseRelease([1]))
 

@@ -237,7 +237,7 @@ def test_explain_says_that_the_space_is_off() -> None:
         ),
     )
     (row,) = node.engine.explain.requests("r", limit=1)
-    (part,) = node.engine.explain.ranges(row.number)
+    (part,) = node.engine.explain.request(row.number)[1]
     assert (part.blocks, part.reason) == (2, Reason.SWITCHED_OFF)
     (part,) = node.engine.explain.prefix("t", SPACE, key(1))
     assert part.reason is Reason.DIVERGED

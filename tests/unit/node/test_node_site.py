@@ -59,10 +59,10 @@ def test_requests_are_those_of_explain_and_one_is_its_json(page: Page) -> None:
     two, one = page.state()["requests"]
     assert (one["number"], one["tenant"], one["loaded_tokens"]) == (1, "<b>t</b>", 3 * TOKENS)
     assert (one["lookup_us"], one["load_us"], one["outcome"]) == (5, 7, "")
-    shown = story_as_dict(newest, explain.ranges(newest.number))
+    shown = story_as_dict(newest, explain.request(newest.number)[1])
     assert (two["outcome"], two["text"]) == (shown["outcome"], shown["text"])
     assert page.request(2) == json.loads(json.dumps(shown))
-    assert page.request(1)["ranges"] == story_as_dict(oldest, explain.ranges(1))["ranges"]
+    assert page.request(1)["ranges"] == story_as_dict(oldest, explain.request(1)[1])["ranges"]
     assert page._pages["/request.json?"]("id=3").status == 404
 
 
