@@ -22,7 +22,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.types import Incarnation, Latest, SpaceId, Tier
 from kvstore.wire import feed as wire
 from kvstore.wire.load import EngineEntry, Load
 
@@ -46,21 +46,16 @@ class Rivals:
     """Nodes of one replica whose name two live processes use; at most NAMES_MAX, the latest."""
 
     def __init__(self) -> None:
-        self._refused: dict[str, tuple[Incarnation, int, str]] = {}
-        """By node: the refused incarnation, the time of its last Hello, and the host that sent
-        it."""
-        self._rivals: dict[str, tuple[int, str]] = {}
+        self._refused = Latest[str, tuple[Incarnation, int]](NAMES_MAX)
+        """By node: the refused incarnation, and the time of its last Hello."""
+        self._rivals = Latest[str, tuple[int, str]](NAMES_MAX)
         """Nodes with a second live process: time of its last Hello, and its host."""
 
     def refused(self, node: str, incarnation: Incarnation, host: str, now_ms: int) -> bool:
         """A Hello was refused because another incarnation of this node is connected. Returns
         whether both processes are alive."""
-        last = self._refused.pop(node, None)
-        self._refused[node] = (incarnation, now_ms, host)
-        if len(self._refused) > NAMES_MAX:
-            oldest = next(iter(self._refused))
-            del self._refused[oldest]
-            self._rivals.pop(oldest, None)
+        last = self._refused.get(node)
+        self._refused[node] = (incarnation, now_ms)
         if last is None or last[0] != incarnation or now_ms - last[1] > RIVAL_MS:
             return False
         self._rivals[node] = (now_ms, host)

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -121,50 +122,43 @@ class Shares(Guard):
     def _guarded(self, handler: Any) -> Any:
         forms = (handler.request_deserializer, handler.response_serializer)
         if handler.request_streaming:
-            its_stream = self._stream(handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(its_stream, *forms)
+            stream = partial(self._stream, handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(stream, *forms)
         if handler.response_streaming:
-            its_watch = self._watch(handler.unary_stream)
-            return grpc.stream_stream_rpc_method_handler(its_watch, *forms)
-        forms = (forms[0], _Written(forms[1]))
-        return grpc.stream_unary_rpc_method_handler(self._question(handler.unary_unary), *forms)
+            watch = partial(self._watch, handler.unary_stream)
+            return grpc.stream_stream_rpc_method_handler(watch, *forms)
+        question = partial(self._question, handler.unary_unary)
+        return grpc.stream_unary_rpc_method_handler(question, forms[0], _Written(forms[1]))
 
-    def _question(self, behavior: Behavior) -> Behavior:
-        async def guarded(_: AsyncIterator[Any], context: Context) -> Any:
-            async with self._place(context) as share:
-                async with share.turn:
-                    await share.rest()
-                    request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
-                    keys = _keys_of(request)
-                    await share.take(keys)
-                begin_s = asyncio.get_running_loop().time()
-                try:
-                    return await behavior(request, context)
-                finally:
-                    took_s = asyncio.get_running_loop().time() - begin_s
-                    share.give_back(keys, took_s if keys > SMALL_KEYS else 0.0)
+    async def _question(self, behavior: Behavior, _: AsyncIterator[Any], context: Context) -> Any:
+        async with self._place(context) as share:
+            async with share.turn:
+                await share.rest()
+                request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
+                keys = _keys_of(request)
+                await share.take(keys)
+            begin_s = asyncio.get_running_loop().time()
+            try:
+                return await behavior(request, context)
+            finally:
+                took_s = asyncio.get_running_loop().time() - begin_s
+                share.give_back(keys, took_s if keys > SMALL_KEYS else 0.0)
 
-        return guarded
+    async def _watch(self, behavior: Behavior, _: AsyncIterator[Any], context: Context) -> None:
+        async with self._place(context, watches=1) as share:
+            async with share.turn:
+                request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
+            await behavior(request, context)
 
-    def _watch(self, behavior: Behavior) -> Behavior:
-        async def guarded(_: AsyncIterator[Any], context: Context) -> None:
-            async with self._place(context, watches=1) as share:
-                async with share.turn:
-                    request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
-                await behavior(request, context)
-
-        return guarded
-
-    def _stream(self, behavior: Behavior) -> Behavior:
-        async def guarded(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with (
-                self._place(context),
-                contextlib.aclosing(behavior(messages, context)) as replies,
-            ):
-                async for reply in replies:
-                    yield reply
-
-        return guarded
+    async def _stream(
+        self, behavior: Behavior, messages: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        async with (
+            self._place(context),
+            contextlib.aclosing(behavior(messages, context)) as replies,
+        ):
+            async for reply in replies:
+                yield reply
 
     @contextlib.asynccontextmanager
     async def _place(self, context: Context, *, watches: int = 0) -> AsyncIterator[_Share]:

@@ -325,20 +325,18 @@ class EngineMemory:
         """Trouble to report on /healthz; empty while all is well."""
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
-        away: dict[bool, list[str]] = {False: [], True: []}
-        found = []
+        found, away, failed = list[str](), list[str](), list[str]()
         for each in list(self._followers.values()):
             if each.feed.phase is Phase.UNREACHABLE:
-                name = f"{each.source.engine} at {each.source.endpoint}"
-                away[each.has_failed].append(name)
+                names = failed if each.has_failed else away
+                names.append(f"{each.source.engine} at {each.source.endpoint}")
             elif note := _note(each.feed.lookahead_tokens):
                 found.append(f"engine {each.source.engine}: {note}")
-        notes = {False: "are not reached", True: "are not read after a bug, which the log has"}
-        found += [
-            f"KV events of {', '.join(names)} {notes[has_failed]}"
-            for has_failed, names in away.items()
-            if names
-        ]
+        if away:
+            found.append(f"KV events of {', '.join(away)} are not reached")
+        if failed:
+            why = "are not read after a bug, which the log has"
+            found.append(f"KV events of {', '.join(failed)} {why}")
         return "; ".join(found)
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────

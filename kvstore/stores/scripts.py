@@ -91,9 +91,6 @@ local base, keys = P .. 'b:' .. ARGV[3], ARGV[4]
 local total = #keys / 32
 local lost = redis.call('HEXISTS', P .. 'lost', ARGV[3])
 local alive, count, last = {}, 0, nil
-local function fastest(mask)
-  return mask % 2 == 1 and 1 or mask % 4 >= 2 and 2 or 3
-end
 -- Up to here it was in tiers [from, to], or faster ones.
 local function stop(one, from, to, at)
   for tier = from, to do one[tier] = at end
@@ -103,8 +100,7 @@ local function begin(value)
     local id = string.sub(value, at, at + 3)
     local record = redis.call('HGET', P .. 'slots', id)
     if record and string.sub(record, 1, 1) == 'S' then
-      alive[id] = {worst = fastest(string.byte(value, at + 4)), record = record}
-      stop(alive[id], 1, alive[id].worst - 1, 0)
+      alive[id] = {worst = 1, record = record}
       count = count + 1
     end
   end
@@ -123,10 +119,11 @@ local function narrow(value, at)
     masks[string.sub(value, place, place + 3)] = string.byte(value, place + 4)
   end
   for id, one in pairs(alive) do
-    if not masks[id] then
+    local mask = masks[id]
+    if not mask then
       out(id, at)
     else
-      local tier = fastest(masks[id])
+      local tier = mask % 2 == 1 and 1 or mask % 4 >= 2 and 2 or 3  -- the fastest one
       if tier > one.worst then
         stop(one, one.worst, tier - 1, at)
         one.worst = tier
@@ -142,7 +139,8 @@ for first = 0, total - 1, 128 do
   for j, value in ipairs(redis.call('MGET', unpack(names))) do
     value = value or ''
     if value ~= last then
-      if last then narrow(value, first + j - 1) else begin(value) end
+      if not last then begin(value) end
+      narrow(value, first + j - 1)
       last = value
       if count == 0 then return lost .. table.concat(answer) end
     end

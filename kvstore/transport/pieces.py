@@ -32,10 +32,9 @@ def total_bytes(pieces: Pieces) -> int:
 
 def joined(pieces: Pieces) -> Pieces:
     """Pieces without empty ones, where those that follow each other in both arenas are one."""
-    keep = pieces.length > 0
-    local, remote, length = (part[keep] for part in pieces)
+    local, remote, length = found = _filled(pieces)
     if len(length) < 2:
-        return Pieces(local, remote, length)
+        return found
     begins = np.empty(len(length), np.bool_)
     begins[0] = True
     begins[1:] = (local[:-1] + length[:-1] != local[1:]) | (remote[:-1] + length[:-1] != remote[1:])
@@ -76,22 +75,16 @@ def check_within(
 
 def cut(pieces: Pieces, limit_bytes: int) -> tuple[Pieces, Pieces]:
     """(the first `limit_bytes` of the pieces, the last of them cut if need be; the rest)."""
-    ends = np.cumsum(pieces.length, dtype=np.uint64)
-    whole = int(np.searchsorted(ends, np.uint64(limit_bytes), side="right"))
-    if whole == len(pieces.length):
-        return pieces, Pieces(*(part[whole:] for part in pieces))
-    first = np.uint64(limit_bytes) - (ends[whole - 1] if whole else np.uint64(0))
-    if not first:
-        return Pieces(*(part[:whole] for part in pieces)), Pieces(
-            *(part[whole:] for part in pieces)
-        )
-    head = Pieces(*(part[: whole + 1].copy() for part in pieces))
-    head.length[-1] = first
-    tail = Pieces(*(part[whole:].copy() for part in pieces))
-    tail.local[0] += first
-    tail.remote[0] += first
-    tail.length[0] -= first
-    return head, tail
+    before = np.cumsum(pieces.length, dtype=np.uint64) - pieces.length
+    taken = np.minimum(pieces.length, np.maximum(before, np.uint64(limit_bytes)) - before)
+    rest = Pieces(pieces.local + taken, pieces.remote + taken, pieces.length - taken)
+    return _filled(pieces._replace(length=taken)), _filled(rest)
+
+
+def _filled(pieces: Pieces) -> Pieces:
+    """Pieces without empty ones."""
+    keep = pieces.length > 0
+    return Pieces(*(part[keep] for part in pieces))
 
 
 class ConnectedPeer(Protocol):

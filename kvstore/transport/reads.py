@@ -113,20 +113,20 @@ class Window:
         self._learn(queued_bytes, took_ns, now_ns)
         expected_ns = self._expected_ns(queued_bytes)
         if took_ns > CUT_ABOVE * expected_ns + SLACK_NS:
-            self._cut(posted_ns, now_ns)
+            self.failed(posted_ns=posted_ns, now_ns=now_ns)
         elif took_ns < GROW_BELOW * expected_ns + SLACK_NS:
             step = size_bytes if self._slow_start else STEP_BYTES * size_bytes / self.size_bytes
             self.size_bytes += min(step, size_bytes)
-        self.size_bytes = max(self.size_bytes, self._due_bytes(took_ns))
-        self.size_bytes = min(self.size_bytes, self._enough_bytes(), CEILING_BYTES)
+        # At least what reads the share 1 / SHARE of the link, where posts take so long; at most
+        # what fills the link, with some to spare.
+        due = took_ns / self._ns_per_byte / SHARE
+        enough = max(2 * STEP_BYTES, (self._expected_ns(0) + QUEUE_NS) / self._ns_per_byte)
+        self.size_bytes = min(max(self.size_bytes, due), enough, CEILING_BYTES)
         if self.size_bytes < STEP_BYTES:
             self._pause_until_ns = now_ns + int(took_ns * (STEP_BYTES / self.size_bytes - 1))
 
     def failed(self, *, posted_ns: int, now_ns: int) -> None:
-        """A post failed: cut the window."""
-        self._cut(posted_ns, now_ns)
-
-    def _cut(self, posted_ns: int, now_ns: int) -> None:
+        """A post failed, or took too long: cut the window."""
         if posted_ns >= self._cut_ns:
             self._cut_ns, self._slow_start = now_ns, False
             self.size_bytes = max(LEAST_BYTES, self.size_bytes / 2)
@@ -140,23 +140,14 @@ class Window:
         if took_ns < least.took_ns:
             least.took_ns, least.queued_bytes = took_ns, queued_bytes
 
+    @property
+    def _ns_per_byte(self) -> float:
+        return min(epoch.ns_per_byte for epoch in self._epochs)
+
     def _expected_ns(self, queued_bytes: int) -> float:
-        ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
         quickest = min(self._epochs, key=lambda epoch: epoch.took_ns)
-        base_ns = max(0.0, quickest.took_ns - quickest.queued_bytes * ns_per_byte)
-        return base_ns + queued_bytes * ns_per_byte
-
-    def _due_bytes(self, took_ns: int) -> float:
-        """Window that reads at least the share 1 / SHARE of the link, where posts take
-        `took_ns`.
-        """
-        ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
-        return took_ns / ns_per_byte / SHARE
-
-    def _enough_bytes(self) -> float:
-        """Window that fills the link, with some to spare, in bytes."""
-        ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
-        return max(2 * STEP_BYTES, (self._expected_ns(0) + QUEUE_NS) / ns_per_byte)
+        base_ns = max(0.0, quickest.took_ns - quickest.queued_bytes * self._ns_per_byte)
+        return base_ns + queued_bytes * self._ns_per_byte
 
 
 # ── transfers ─────────────────────────────────────────────────────────────────────────────────────
