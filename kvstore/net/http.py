@@ -15,17 +15,16 @@ name resolves to 127.0.0.1, would read it with the operator's browser (DNS rebin
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import enum
 import ipaddress
 import logging
 import re
-import select
 import socket
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NamedTuple
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -33,7 +32,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.config.values import HostPort, joined
 from kvstore.errors import ConfigError, NodeBusy
-from kvstore.mailbox import Mailbox
+from kvstore.net.aio import LoopThread
 from kvstore.obs.metrics import Family, Values, families
 from kvstore.wording import cannot_listen
 
@@ -41,9 +40,9 @@ HEAD_BYTES_MAX: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 5.0
 CLIENT_COUNT_MAX: Final = 64
-ACCEPTS_PER_TURN: Final = 16
 PAUSE_S: Final = 0.2
-"""Pause until the next `accept`, when the process is out of descriptors."""
+"""Pause until the next `accept`, when the process is out of descriptors, or all clients wait for
+pages."""
 _REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -101,46 +100,11 @@ def metrics_page(read: Callable[[], Values], *, busy: str = "") -> PageMaker:
     return page
 
 
-class _Client:
-    """A connection: its head arrives, it waits for a page, its answer goes."""
+class _Phase(enum.IntEnum):
+    """What a client does: of two silent ones the lesser gives way."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self.head = bytearray()
-        self.answer: memoryview | None = None
-        self.deadline_s: float | None = time.monotonic() + HEAD_TIMEOUT_S
-        """Limit for the client to send its head, or to take the answer; None: it waits for its
-        page.
-        """
-
-    def hears(self) -> bool:
-        """Read from the client. Returns whether the head is complete, too long, or the connection
-        has ended. Raises OSError.
-        """
-        while b"\r\n\r\n" not in self.head and len(self.head) <= HEAD_BYTES_MAX:
-            try:
-                piece = self.socket.recv(HEAD_BYTES_MAX)
-            except BlockingIOError:
-                return False
-            if not piece:
-                break
-            self.head += piece
-        return True
-
-    def begin(self, answer: bytes) -> None:
-        """Begin to send an answer, with a new deadline."""
-        self.answer = memoryview(answer)
-        self.deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-
-    def says(self) -> bool:
-        """Send what the client takes. Returns whether all of the answer has been sent. Raises
-        OSError.
-        """
-        assert self.answer is not None
-        with contextlib.suppress(BlockingIOError):
-            while self.answer:
-                self.answer = self.answer[self.socket.send(self.answer) :]
-        return not self.answer
+    HEAD, ANSWER, PAGE = range(3)
+    """Its head arrives; its answer goes; it waits for its page, and is not silent."""
 
 
 class HttpServer:
@@ -167,158 +131,112 @@ class HttpServer:
         host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{joined(host, self.port)}"
         self._is_loopback = ipaddress.ip_address(host).is_loopback
-        self._clients: dict[int, _Client] = {}
-        """Descriptor → client; heads that arrive and answers that go, oldest first."""
-        self._waiting = defaultdict[_Target, list[_Client]](list)
-        """Page → clients that wait for it; begun when the page of its path that is being made is
-        ready.
-        """
-        self._making: set[str] = set()
-        self._made = Mailbox[tuple[str, list[_Client], bytes]]()
-        self._accept_again_s = 0.0
+        self._clients: dict[asyncio.Task[None], _Phase] = {}
+        """Those of one phase by the time for which they are in it, the longest first."""
+        self._answers: dict[_Target, asyncio.Task[bytes]] = {}
+        """Page → the answer with it, until that is begun."""
+        self._making = {path: asyncio.Lock() for path in pages}
+        """Locks of pages, by path: one thread at a time makes it."""
         self._pool = ThreadPoolExecutor(max(1, len(pages)), thread_name_prefix="http-page")
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread = LoopThread("http")
 
     def start(self) -> None:
         """Begin to answer. Once."""
-        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._accept(), self._thread.loop)
 
     def close(self) -> None:
         """Take no more and cut off the requests in flight: a slow reader delays no exit.
 
         Later connections wait for the next process that holds the socket, if there is one.
+        Idempotent.
         """
-        self._made.end()
-        if self._thread.is_alive():
-            self._thread.join()
-        for client in self._clients.values():
-            client.socket.close()
-        self._clients.clear()
-        self._socket.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._made.close()
+        if self._socket.fileno() >= 0:
+            self._thread.close()
+            self._socket.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def fileno(self) -> int:
         """Descriptor of the listening socket."""
         return self._socket.fileno()
 
-    def _run(self) -> None:
-        while not self._made.has_ended:
-            ready = self._ready()
-            for made in self._made.take():
-                self._answer(*made)
-            for client in [self._clients[fd] for fd in ready if fd in self._clients]:
-                self._turn(client)
-            if self._socket.fileno() in ready:
-                self._accept()
-            self._expire(time.monotonic())
+    # ── on the loop ──────────────────────────────────────────────────────────────────────────────
 
-    def _ready(self) -> list[int]:
-        """Wait. Returns descriptors with input or room for output, the listening one included."""
-        poll, now_s = select.poll(), time.monotonic()
-        poll.register(self._made, select.POLLIN)
-        times = [client.deadline_s for client in self._clients.values() if client.deadline_s]
-        for fd, client in self._clients.items():
-            if client.deadline_s is not None:
-                poll.register(fd, select.POLLIN if client.answer is None else select.POLLOUT)
-        if now_s < self._accept_again_s:
-            times.append(self._accept_again_s)
-        elif len(self._clients) < CLIENT_COUNT_MAX or self._silent() is not None:
-            poll.register(self._socket, select.POLLIN)
-        wait_ms = max(0.0, min(times) - now_s) * 1000 + 1 if times else None
-        return [fd for fd, _ in poll.poll(wait_ms)]
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            silent = self._silent()
-            if len(self._clients) >= CLIENT_COUNT_MAX and silent is None:
-                return  # all of them wait for pages, which others come to when those are made
+    async def _accept(self) -> None:
+        while True:
+            if len(self._clients) >= CLIENT_COUNT_MAX and self._silent() is None:
+                await asyncio.sleep(PAUSE_S)
+                continue
             try:
-                sock, _ = self._socket.accept()
-            except (BlockingIOError, ConnectionError):
-                return
+                sock, _ = await asyncio.get_running_loop().sock_accept(self._socket)
             except OSError:  # out of descriptors
-                self._accept_again_s = time.monotonic() + PAUSE_S
-                return
-            if len(self._clients) >= CLIENT_COUNT_MAX and silent is not None:
-                self._hang_up(silent)
-            sock.setblocking(False)
-            client = self._clients[sock.fileno()] = _Client(sock)
-            self._turn(client)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if len(self._clients) >= CLIENT_COUNT_MAX and (silent := self._silent()) is not None:
+                silent.cancel()
+                del self._clients[silent]
+            client = asyncio.create_task(self._serve(sock))
+            self._clients[client] = _Phase.HEAD
+            client.add_done_callback(partial(self._hang_up, sock))
 
-    def _silent(self) -> _Client | None:
+    def _silent(self) -> asyncio.Task[None] | None:
         """The oldest client without a complete head, or else with an unsent answer."""
-        late = [client for client in self._clients.values() if client.deadline_s is not None]
-        return next((each for each in late if each.answer is None), next(iter(late), None))
+        silent = (client for client, its in self._clients.items() if its is not _Phase.PAGE)
+        return min(silent, key=self._clients.__getitem__, default=None)
 
-    def _turn(self, client: _Client) -> None:
-        try:
-            if client.answer is None and client.hears():
-                self._heard(client)
-            if client.answer is not None and client.says():
-                self._hang_up(client)
-        except OSError:
-            self._hang_up(client)
+    def _hang_up(self, sock: socket.socket, client: asyncio.Task[None]) -> None:
+        self._clients.pop(client, None)
+        sock.close()
 
-    def _heard(self, client: _Client) -> None:
-        parts = bytes(client.head).split(b"\r\n", 1)[0].split(b" ")
+    async def _serve(self, sock: socket.socket) -> None:
+        loop, head = asyncio.get_running_loop(), bytearray()
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEAD_TIMEOUT_S):
+                    while b"\r\n\r\n" not in head and len(head) <= HEAD_BYTES_MAX:
+                        if not (piece := await loop.sock_recv(sock, HEAD_BYTES_MAX)):
+                            break
+                        head += piece
+            self._enter(_Phase.PAGE)
+            answer = await self._answer_to(bytes(head))
+            self._enter(_Phase.ANSWER)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await loop.sock_sendall(sock, answer)
+
+    def _enter(self, phase: _Phase) -> None:
+        """The client of the running task is the newest in this phase."""
+        client = asyncio.current_task()
+        assert client is not None
+        del self._clients[client]
+        self._clients[client] = phase
+
+    async def _answer_to(self, head: bytes) -> bytes:
+        parts = head.split(b"\r\n", 1)[0].split(b" ")
         path, _, query = (parts[1].decode("latin-1") if len(parts) == 3 else "").partition("?")
         target: _Target = (f"{path}?", query) if f"{path}?" in self._pages else (path,)
-        if b"\r\n\r\n" not in client.head or not parts[-1].startswith(b"HTTP/1.") or not path:
-            client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
-        elif parts[0] != b"GET":
-            client.begin(_response(text_page(405, "only GET")))
-        elif self._is_loopback and _FOREIGN.search(client.head):
+        if b"\r\n\r\n" not in head or not parts[-1].startswith(b"HTTP/1.") or not path:
+            return _response(text_page(400, "not an HTTP/1.1 request"))
+        if parts[0] != b"GET":
+            return _response(text_page(405, "only GET"))
+        if self._is_loopback and _FOREIGN.search(head):
             text = f"on loopback only localhost and IP addresses are answered: use {self.url}"
-            client.begin(_response(text_page(400, text)))
-        elif target[0] not in self._pages:
-            client.begin(_response(text_page(404, f"only {', '.join(self._pages)}")))
-        else:
-            client.deadline_s = None
-            self._waiting[target].append(client)
-            self._make(target[0])
+            return _response(text_page(400, text))
+        if target[0] not in self._pages:
+            return _response(text_page(404, f"only {', '.join(self._pages)}"))
+        if target not in self._answers:
+            self._answers[target] = asyncio.create_task(self._answer_with(*target))
+        return await asyncio.shield(self._answers[target])
 
-    def _make(self, path: str) -> None:
-        """Begin to make the next page of a path, for all clients that wait for it by now."""
-        target = next((each for each in self._waiting if each[0] == path), None)
-        if path in self._making or target is None:
-            return
-        clients = self._waiting.pop(target)
-        self._making.add(path)
-        making = self._pool.submit(self._pages[path], *target[1:])
-        making.add_done_callback(lambda made: self._is_made(path, clients, made))
-
-    def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
-        """Pass a page to the thread of the server; called on the thread that made it."""
-        error = None if made.cancelled() else made.exception()
-        if error is not None:
-            _log.error("a page could not be made", exc_info=error)
-        self._made.put(
-            (path, clients, b"" if error or made.cancelled() else _response(made.result()))
-        )
-
-    def _answer(self, path: str, clients: Iterable[_Client], answer: bytes) -> None:
-        self._making.discard(path)
-        for client in clients:
-            # Now the newest of the clients with an answer.
-            self._clients[client.socket.fileno()] = self._clients.pop(client.socket.fileno())
-            client.begin(answer)
-            self._turn(client)
-        self._make(path)
-
-    def _expire(self, now_s: float) -> None:
-        for client in list(self._clients.values()):
-            if client.deadline_s is None or now_s < client.deadline_s:
-                continue
-            if client.answer is None:
-                client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
-                self._turn(client)
-            else:
-                self._hang_up(client)
-
-    def _hang_up(self, client: _Client) -> None:
-        del self._clients[client.socket.fileno()]
-        client.socket.close()
+    async def _answer_with(self, path: str, *query: str) -> bytes:
+        """The answer with a page, for all that ask for it until it is begun."""
+        async with self._making[path]:
+            del self._answers[path, *query]
+            loop = asyncio.get_running_loop()
+            making = loop.run_in_executor(self._pool, self._pages[path], *query)
+            await asyncio.wait([making])
+            if (error := making.exception()) is not None:
+                _log.error("a page could not be made", exc_info=error)
+                return b""
+            return _response(making.result())
 
 
 def _response(page: Page) -> bytes:
