@@ -100,7 +100,7 @@ def metrics_page(read: Callable[[], Values], *, busy: str = "") -> PageMaker:
     return page
 
 
-class _Phase(enum.IntEnum):
+class ClientPhase(enum.IntEnum):
     """What a client does: of two silent ones the lesser gives way."""
 
     HEAD, ANSWER, PAGE = range(3)
@@ -131,7 +131,7 @@ class HttpServer:
         host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{joined(host, self.port)}"
         self._is_loopback = ipaddress.ip_address(host).is_loopback
-        self._clients: dict[asyncio.Task[None], _Phase] = {}
+        self._clients: dict[asyncio.Task[None], ClientPhase] = {}
         """Those of one phase by the time for which they are in it, the longest first."""
         self._answers: dict[_Target, asyncio.Task[bytes]] = {}
         """Page → the answer with it, until that is begun."""
@@ -175,12 +175,12 @@ class HttpServer:
                 silent.cancel()
                 del self._clients[silent]
             client = asyncio.create_task(self._serve(sock))
-            self._clients[client] = _Phase.HEAD
+            self._clients[client] = ClientPhase.HEAD
             client.add_done_callback(partial(self._hang_up, sock))
 
     def _silent(self) -> asyncio.Task[None] | None:
         """The oldest client without a complete head, or else with an unsent answer."""
-        silent = (client for client, its in self._clients.items() if its is not _Phase.PAGE)
+        silent = (client for client, its in self._clients.items() if its is not ClientPhase.PAGE)
         return min(silent, key=self._clients.__getitem__, default=None)
 
     def _hang_up(self, sock: socket.socket, client: asyncio.Task[None]) -> None:
@@ -196,13 +196,13 @@ class HttpServer:
                         if not (piece := await loop.sock_recv(sock, HEAD_BYTES_MAX)):
                             break
                         head += piece
-            self._enter(_Phase.PAGE)
+            self._enter(ClientPhase.PAGE)
             answer = await self._answer_to(bytes(head))
-            self._enter(_Phase.ANSWER)
+            self._enter(ClientPhase.ANSWER)
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await loop.sock_sendall(sock, answer)
 
-    def _enter(self, phase: _Phase) -> None:
+    def _enter(self, phase: ClientPhase) -> None:
         """The client of the running task is the newest in this phase."""
         client = asyncio.current_task()
         assert client is not None
