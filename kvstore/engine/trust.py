@@ -7,7 +7,7 @@ compute.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,16 +38,20 @@ NO_PASS: Final = -1
 """Age of the last complete pass when none has ended yet."""
 
 
-class Sealed(msgspec.Struct, frozen=True):
-    """Some blocks in dram. `slots` u32, `generations` u64, `keys` u8 [n, 32], `checksums` u8
-    [n, 16], `scope_of` indexes `scopes`; [n] each."""
+class SealedBlock(NamedTuple):
+    """A block in dram."""
 
-    scopes: tuple[Scope, ...]
-    scope_of: Any
-    slots: Any
-    generations: Any
-    keys: Any
-    checksums: Any
+    scope: Scope
+    slot: int
+    generation: int
+    key: bytes
+    checksum: bytes
+
+
+class Sealed(NamedTuple):
+    """Some blocks in dram."""
+
+    blocks: list[SealedBlock]
     next_word: int
     """Word to pass to the next call; 0: the end of the arena was reached."""
 
@@ -82,21 +86,18 @@ class Scrubs:
         if len(words) > BLOCKS_PER_LOOK:
             end = int(words[BLOCKS_PER_LOOK])
             words = words[:BLOCKS_PER_LOOK]
-        rows = residency.row_of_word[words].astype(np.int64)
-        numbers, scope_of = np.unique(residency.table.scopes[rows], return_inverse=True)
-        scopes = [self._scope(number) for number in numbers.tolist()]
-        known = np.array([scope is not None for scope in scopes], dtype=bool)[scope_of]
-        place = np.cumsum([scope is not None for scope in scopes]) - 1
-        words, rows, scope_of = words[known], rows[known], place[scope_of[known]]
-        return Sealed(
-            scopes=tuple(scope for scope in scopes if scope is not None),
-            scope_of=scope_of,
-            slots=slots.slots_of(words),
-            generations=slots.generation[words],
-            keys=residency.table.keys[rows].view(np.uint8),
-            checksums=residency.checksum[rows].view(np.uint8),
-            next_word=end if end < len(slots.state) else 0,
-        )
+        rows, table = residency.row_of_word[words].astype(np.int64), residency.table
+        numbers = table.scopes[rows].tolist()
+        scopes = {number: self._scope(number) for number in set(numbers)}
+        places = slots.slots_of(words).tolist(), slots.generation[words].tolist()
+        names = table.keys[rows].view("V32").ravel(), residency.checksum[rows].view("V16").ravel()
+        columns = zip(numbers, *places, *(each.tolist() for each in names), strict=True)
+        blocks = [
+            SealedBlock(scope, *its)
+            for number, *its in columns
+            if (scope := scopes[number]) is not None
+        ]
+        return Sealed(blocks, end if end < len(slots.state) else 0)
 
     def _scope(self, number: int) -> Scope | None:
         tenant, space, shard = self._state.residency.address(number)

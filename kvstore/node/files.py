@@ -225,8 +225,8 @@ class FileEnd:
         match event:
             case FileKnown(keys=keys):
                 self._found_blocks += 0 if self._is_recovered else len(keys) // KEY_BYTES
-            case Scrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
-                self._scrub_log.add(blocks, size, bad=bool(key), bad_key=key, ended=ended)
+            case Scrubbed(bad_key=key):
+                self._scrub_log.add(event, bool(key), key)
             case FileWritten(job=job) | FileRead(job=job):
                 self._are_late(self._late_jobs - {job})
             case FileLate(job=job):
@@ -259,11 +259,10 @@ class PassLog:
         self._blocks = self._bytes = self._bad = 0
         self._first_bad = b""
 
-    def add(self, blocks: int, size_bytes: int, *, bad: int, bad_key: bytes, ended: bool) -> None:
-        """Count verified blocks, of which `bad` were damaged, the first one `bad_key`; `ended`: the
-        pass is over."""
-        self._blocks += blocks
-        self._bytes += size_bytes
+    def add(self, scrubbed: Scrubbed, bad: int, bad_key: bytes) -> None:
+        """Count verified blocks, of which `bad` were damaged, the first one `bad_key`."""
+        self._blocks += scrubbed.blocks
+        self._bytes += scrubbed.size_bytes
         if bad and not self._bad:
             self._first_bad = bad_key
             _log.warning(
@@ -272,7 +271,7 @@ class PassLog:
                 short(bad_key),
             )
         self._bad += bad
-        if ended:
+        if scrubbed.pass_ended:
             self._end()
 
     def _end(self) -> None:

@@ -17,7 +17,9 @@ import logging
 import threading
 from typing import Final
 
-from kvstore.engine.trust import Sealed
+import numpy as np
+
+from kvstore.engine.trust import SealedBlock
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, StepFailed
 from kvstore.node.files import PassLog
@@ -87,45 +89,36 @@ class DramScrub:
         batch = self._driver.query(
             lambda engine: engine.scrubs.sealed(first_word), timeout_s=ASK_TIMEOUT_S
         )
-        bad = []
-        prefixes = [scope.prefix() for scope in batch.scopes]
-        done = size_bytes = 0
-        for row in range(len(batch.slots)):
-            scope = batch.scopes[int(batch.scope_of[row])]
-            pause_s = self._rate.seconds(scope.block_bytes, held_bytes=self._tier.capacity_bytes)
+        bad: list[SealedBlock] = []
+        for block in batch.blocks:
+            size = block.scope.block_bytes
+            pause_s = self._rate.seconds(size, held_bytes=self._tier.capacity_bytes)
             if self._leaving.wait(pause_s):
                 return first_word
-            if not self._is_good(batch, row, scope.block_bytes, prefixes):
-                bad.append(row)
-            done += 1
-            size_bytes += scope.block_bytes
-        ended = batch.next_word == 0
+            bad += [] if self._is_good(block) else [block]
         event = Scrubbed(
             TierName.DRAM,
-            done,
-            size_bytes,
-            slots=batch.slots[bad].astype("<u4").tobytes(),
-            generations=batch.generations[bad].astype("<u8").tobytes(),
-            pass_ended=ended,
+            len(batch.blocks),
+            sum(block.scope.block_bytes for block in batch.blocks),
+            slots=np.array([block.slot for block in bad], "<u4").tobytes(),
+            generations=np.array([block.generation for block in bad], "<u8").tobytes(),
+            pass_ended=batch.next_word == 0,
         )
-        if done or ended:
+        if event.blocks or event.pass_ended:
             self._driver.tell(event, timeout_s=ASK_TIMEOUT_S)
-        if not done:
+        if not event.blocks:
             self._leaving.wait(IDLE_PAUSE_S)
-        bad_key = batch.keys[bad[0]].tobytes() if bad else b""
-        self._log.add(done, size_bytes, bad=len(bad), bad_key=bad_key, ended=ended)
+        self._log.add(event, len(bad), bad[0].key if bad else b"")
         return batch.next_word
 
-    def _is_good(self, batch: Sealed, row: int, block_bytes: int, prefixes: list[bytes]) -> bool:
+    def _is_good(self, block: SealedBlock) -> bool:
         """Whether a block matches its checksum. True, too, if its slot was given to another block
         meanwhile: then nothing can be said."""
-        slot = SlotId(int(batch.slots[row]))
-        key = batch.keys[row].tobytes()
-        if len(self._buffer) < block_bytes:
-            self._buffer = memoryview(bytearray(block_bytes))
-        payload = self._buffer[:block_bytes]
+        slot, size = SlotId(block.slot), block.scope.block_bytes
+        if len(self._buffer) < size:
+            self._buffer = memoryview(bytearray(size))
+        payload = self._buffer[:size]
         self._tier.read(slot, payload)
-        found = checksum_of(prefixes[int(batch.scope_of[row])] + key, [payload])
-        if found == batch.checksums[row].tobytes():
+        if checksum_of(block.scope.prefix() + block.key, [payload]) == block.checksum:
             return True
-        return self._tier.generation(slot) != int(batch.generations[row])
+        return self._tier.generation(slot) != block.generation

@@ -48,7 +48,7 @@ def test_it_is_scrubbed_and_explained_too() -> None:
     node, peer = attached(MortalNode())
     peer.store(1)
     reborn(node)
-    assert len(node.engine.scrubs.sealed(0).slots) == 1
+    assert len(node.engine.scrubs.sealed(0).blocks) == 1
     (hashing,) = node.engine.explain.hashings()
     assert (hashing.space, hashing.block_tokens) == (SPACE.hex(), SMALL.hash_block_tokens)
     (found,) = node.engine.explain.prefix(peer.tenant, SPACE, keys(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from kvstore.engine import trust
@@ -14,6 +13,7 @@ from kvstore.engine.why.reasons import Reason
 from kvstore.tier_events import Scrubbed
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
+from kvstore.wire.record import Scope
 from tests.unit.engine.disk import SPACE, DiskNode
 from tests.unit.engine.harness import (
     HALVES,
@@ -47,14 +47,10 @@ def test_every_sealed_block_is_listed_with_its_address_and_checksum() -> None:
     node, peer = attached(Node())
     places = dict(zip((1, 2, 3), peer.seal(1, 2, 3), strict=True))
     (look,) = listed(node)
-    assert [scope.space for scope in look.scopes] == [SPACE]
-    assert [(s.tenant, s.shard, s.block_bytes) for s in look.scopes] == [
-        ("t", WHOLE, SMALL.layer_count * SMALL.kv_head_count * SMALL.head_bytes[0])
-    ]
-    found = {
-        k.tobytes(): ((int(s), int(g)), c.tobytes())
-        for k, s, g, c in zip(look.keys, look.slots, look.generations, look.checksums, strict=True)
+    assert {block.scope for block in look.blocks} == {
+        Scope("t", SPACE, WHOLE, SMALL.layer_count * SMALL.kv_head_count * SMALL.head_bytes[0])
     }
+    found = {b.key: ((b.slot, b.generation), b.checksum) for b in look.blocks}
     assert found == {key(n): (place, checksum(n)) for n, place in places.items()}
 
 
@@ -66,12 +62,8 @@ def test_looks_are_short_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) 
     one.store(1, 2, 3, 4, 5)
     other.store(1, 2)
     looks = listed(node)
-    assert all(len(look.slots) <= 2 for look in looks)
-    found = [
-        (look.scopes[int(which)].tenant, name.tobytes())
-        for look in looks
-        for which, name in zip(look.scope_of, look.keys, strict=True)
-    ]
+    assert all(len(look.blocks) <= 2 for look in looks)
+    found = [(block.scope.tenant, block.key) for look in looks for block in look.blocks]
     expected = [("t", key(n)) for n in (1, 2, 3, 4, 5)] + [("u", key(n)) for n in (1, 1, 2, 2)]
     assert sorted(found) == sorted(expected)
 
@@ -118,5 +110,4 @@ def test_blocks_of_a_space_that_nobody_has_named_are_left_out() -> None:
     peer.seal(1)
     node.state.known.clear()
     (look,) = listed(node)
-    assert (len(look.slots), look.scopes) == (0, ())
-    assert np.asarray(look.slots).dtype == np.uint32
+    assert look.blocks == []

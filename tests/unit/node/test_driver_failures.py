@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from kvstore.engine.engine import Engine
@@ -212,8 +211,6 @@ def test_a_clear_or_a_word_that_cannot_be_published_stops_the_node(
 def test_a_scrub_whose_word_fails_tries_again(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    none = np.arange(0)
-    nothing = Sealed((), none, none, none, none, none, next_word=0)
     step, words, taken = loop.engine.step, iter(range(3)), threading.Event()
 
     def fail_twice(events: list[Event], now_ns: int) -> list[Command]:
@@ -224,7 +221,7 @@ def test_a_scrub_whose_word_fails_tries_again(
         return step(events, now_ns)
 
     monkeypatch.setattr(loop.engine, "step", fail_twice)
-    monkeypatch.setattr(loop.engine, "sealed", lambda _: nothing, raising=False)
+    monkeypatch.setattr(loop.engine, "sealed", lambda _: Sealed([], 0), raising=False)
     for pause in ("BUSY_PAUSE_S", "IDLE_PAUSE_S"):
         monkeypatch.setattr(scrub_module, pause, 0.001)
     scrub = DramScrub(loop.driver, loop.tier, ScrubRate(1, daily=False))

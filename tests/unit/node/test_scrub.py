@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event
-from kvstore.engine.trust import Sealed
+from kvstore.engine.trust import Sealed, SealedBlock
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
@@ -19,7 +19,7 @@ from kvstore.node.files import PassLog
 from kvstore.node.scrub import DramScrub
 from kvstore.tier_events import Scrubbed
 from kvstore.tiers.file.config import ScrubRate
-from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId, Tier
 from kvstore.wire.record import Scope
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.reference import checksum
@@ -55,18 +55,11 @@ class ScrubbedNode:
         return checksum(SCOPE.prefix() + self.key(number), bytes(self.payload(number)))
 
     def sealed(self, first_word: int) -> Sealed:
-        numbers = list(range(first_word, first_word + 2))
-        joined = b"".join(map(self.key, numbers))
-        sums = b"".join(self.checksums[n] for n in numbers)
-        return Sealed(
-            scopes=(SCOPE,),
-            scope_of=np.zeros(2, np.int64),
-            slots=np.array([self.slot(n) for n in numbers], np.uint32),
-            generations=np.ones(2, np.uint64),
-            keys=np.frombuffer(joined, np.uint8).reshape(2, 32),
-            checksums=np.frombuffer(sums, np.uint8).reshape(2, 16),
-            next_word=(first_word + 2) % COUNT,
-        )
+        blocks = [
+            SealedBlock(SCOPE, self.slot(n), 1, self.key(n), self.checksums[n])
+            for n in range(first_word, first_word + 2)
+        ]
+        return Sealed(blocks, next_word=(first_word + 2) % COUNT)
 
     def query(self, ask: Callable[[Engine], Any], *, timeout_s: float) -> Any:
         if self.is_busy:
@@ -148,20 +141,7 @@ def test_where_there_is_nothing_to_read_it_rests_and_says_nothing(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(scrub._leaving, "wait", waited.append)
-    nothing = np.arange(0)
-    monkeypatch.setattr(
-        node,
-        "sealed",
-        lambda first_word: Sealed(
-            scopes=(),
-            scope_of=nothing,
-            slots=nothing.astype(np.uint32),
-            generations=nothing.astype(np.uint64),
-            keys=nothing.astype(np.uint8).reshape(0, 32),
-            checksums=nothing.astype(np.uint8).reshape(0, 16),
-            next_word=(first_word + 1) % 3,
-        ),
-    )
+    monkeypatch.setattr(node, "sealed", lambda first_word: Sealed([], (first_word + 1) % 3))
     run_pass(scrub)
     assert waited == [scrub_module.IDLE_PAUSE_S] * 3
     assert [event.pass_ended for event in node.told] == [True]
@@ -188,13 +168,15 @@ def test_passes_that_find_nothing_are_told_once_an_hour(
 ) -> None:
     caplog.set_level(logging.INFO)
     log = PassLog("dram")
+    scrubbed = Scrubbed(Tier.DRAM, 5, 500)
+    ended = Scrubbed(Tier.DRAM, 5, 500, pass_ended=True)
     for _ in range(3):
-        log.add(5, 500, bad=0, bad_key=b"", ended=True)
+        log.add(ended, 0, b"")
     assert [m for m in caplog.messages if "no damage" in m] == caplog.messages
     assert len(caplog.messages) == 1
     caplog.clear()
-    log.add(5, 500, bad=2, bad_key=b"\xab" * 32, ended=False)
-    log.add(5, 500, bad=1, bad_key=b"\xcd" * 32, ended=True)
+    log.add(scrubbed, 2, b"\xab" * 32)
+    log.add(ended, 1, b"\xcd" * 32)
     first, last = caplog.messages
     assert "abababab" in first
     assert "over 10 blocks" in last
