@@ -33,8 +33,8 @@ def check_queue(queue: ReadQueue) -> None:
     for read in queue._reads.values():
         queued[read.rows] += 1
         assert len(read.keys) == read.rows.shape[1] > 0, "a read without blocks"
-        assert any(place.number == read.number for place in queue._order), "without a place"
     assert bool((queue._queued == queued).all()), "a block in a read that is over"
+    assert queue._order == sorted(read.place for read in queue._reads.values()), "out of order"
 
 
 def published(journal: Journal) -> Words:

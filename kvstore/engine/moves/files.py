@@ -54,15 +54,19 @@ from kvstore.wire.record import Scope
 
 READS_COUNTED: Final = 1024
 """Most reads that an estimate adds up: nobody waits for so many."""
-STALE_MAX: Final = 64
-"""Most places of reads that are over, beyond one for each read."""
+
+
+class _QueuePlace(NamedTuple):
+    size_bytes: int
+    """When it was entered: what a read has less by now was at the front."""
+    number: int
+    name: Name
 
 
 class QueuedRead(msgspec.Struct):
     """Blocks on disk that one watch waits for and that are not being read yet, in chain order."""
 
-    name: Name
-    number: int
+    place: _QueuePlace
     asker: Asker
     keys: Keys
     rows: Rows
@@ -81,20 +85,13 @@ class QueuedRead(msgspec.Struct):
         return len(self.keys) * self.slots_bytes
 
 
-class _QueuePlace(NamedTuple):
-    size_bytes: int
-    """When it was entered: what a read has less by now was at the front."""
-    number: int
-    name: Name
-
-
 class ReadQueue:
     """Queued reads by name, one for each, and their order."""
 
     def __init__(self, row_count_max: int) -> None:
         self._reads: dict[Name, QueuedRead] = {}
         self._order: list[_QueuePlace] = []
-        """Sorted; with places of reads that are over."""
+        """Sorted."""
         self._numbers = itertools.count(1)
         self._queued = np.zeros(row_count_max + 1, dtype=np.int32)
         """Number of the reads that each row is in; none for row -1."""
@@ -110,17 +107,17 @@ class ReadQueue:
         if old is not None and np.array_equal(old.rows, rows):
             return
         self.leave(name)
-        new_bytes = int(np.count_nonzero(self._queued[rows[0]] == 0)) * sum(asker.slot_sizes)
-        read = QueuedRead(name, next(self._numbers), asker, keys, rows, new_bytes)
-        self._reads[name] = read
+        slots_bytes = sum(asker.slot_sizes)
+        new_bytes = int(np.count_nonzero(self._queued[rows[0]] == 0)) * slots_bytes
+        place = _QueuePlace(len(keys) * slots_bytes, next(self._numbers), name)
+        self._reads[name] = QueuedRead(place, asker, keys, rows, new_bytes)
         self._queued[rows] += 1
-        if len(self._order) > 2 * len(self._reads) + STALE_MAX:
-            self._order = [place for place in self._order if self._at(place)]
-        bisect.insort(self._order, _QueuePlace(read.size_bytes, read.number, name))
+        bisect.insort(self._order, place)
 
     def leave(self, name: Name) -> None:
         """End the read of this name, if there is one."""
         if (read := self._reads.pop(name, None)) is not None:
+            del self._order[bisect.bisect_left(self._order, read.place)]
             self._queued[read.rows] -= 1
 
     def drop(self, read: QueuedRead, count: int) -> None:
@@ -128,19 +125,12 @@ class ReadQueue:
         self._queued[read.rows[:, :count]] -= 1
         read.keys, read.rows = read.keys[count:], read.rows[:, count:]
         if not len(read.keys):
-            del self._reads[read.name]
+            self.leave(read.place.name)
 
     @property
     def first(self) -> QueuedRead | None:
         """The next read; None: nobody waits."""
-        over = itertools.takewhile(lambda place: self._at(place) is None, self._order)
-        del self._order[: sum(1 for _ in over)]
-        return self._at(self._order[0]) if self._order else None
-
-    def _at(self, place: _QueuePlace) -> QueuedRead | None:
-        """The read of a place; None: it is over."""
-        read = self._reads.get(place.name)
-        return read if read is not None and read.number == place.number else None
+        return self._reads[self._order[0].name] if self._order else None
 
     def has(self, name: Name, rows: Rows) -> Flags:
         """Flags of the rows that this watch has queued itself: other watches may end before theirs
@@ -157,9 +147,8 @@ class ReadQueue:
         own = self._reads.get(name)
         if own is None:
             return 0
-        places = self._order[:READS_COUNTED]
-        before = itertools.takewhile(lambda place: place.number != own.number, places)
-        reads = [own, *filter(None, map(self._at, before))]
+        before = self._order[: min(READS_COUNTED, bisect.bisect_left(self._order, own.place))]
+        reads = [own, *(self._reads[place.name] for place in before)]
         return max(sum(min(each.new_bytes, each.size_bytes) for each in reads), own.size_bytes)
 
 
@@ -303,7 +292,7 @@ class Files:
         late and never end have all the room."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
-        if queued.name == NOBODY:
+        if queued.place.name == NOBODY:
             ahead_bytes //= 2
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
         room = (ahead_bytes - begun_bytes) // queued.slots_bytes

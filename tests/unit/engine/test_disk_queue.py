@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.engine.events import AnswerPeer, Clear, Received
 from kvstore.engine.moves import files as files_module
-from kvstore.engine.moves.files import READS_COUNTED, STALE_MAX, ReadQueue
+from kvstore.engine.moves.files import READS_COUNTED, ReadQueue
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.tier_events import FileGone, FileRead
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
@@ -122,19 +122,18 @@ def test_what_dram_has_no_room_for_is_not_waited_for() -> None:
 
 def test_what_is_given_up_takes_no_room_in_the_queue(crowded: tuple[DiskNode, Peer]) -> None:
     node, peer = crowded
-    for lease in range(2, 3 * STALE_MAX):
+    for lease in range(2, 200):
         peer.lease(lease, *range(2, 20))
         node.hear(peer.scheduler, LeaseRelease([lease]))
     queue = node.engine.files._queue
-    assert len(queue) == 0
-    assert len(queue._order) <= STALE_MAX + 1
+    assert len(queue) == len(queue._order) == 0
     assert peer.hint(30) == [True]
     node.answer(node.reads[0])
     peer.hint(30)
     assert node.reads[0].keys == keys(30), "what nobody waits for has its turn again"
 
 
-def test_reads_that_change_again_and_again_leave_few_stale_places() -> None:
+def test_reads_that_change_again_and_again_leave_no_places_behind() -> None:
     """As when leases grow."""
     node, _ = attached(DiskNode())
     (owner,) = node.state.owners.values()
@@ -143,8 +142,7 @@ def test_reads_that_change_again_and_again_leave_few_stale_places() -> None:
         rows = [number % 64, (number + 1) % 64]
         names = np.array([row.to_bytes(32, "little") for row in rows], dtype="V32")
         queue.enter((1, number % 50), owner.groups[0].asker, names, np.array([rows]))
-    assert len(queue._order) <= 2 * len(queue) + STALE_MAX + 1
-    assert len(queue) == 50
+    assert len(queue._order) == len(queue) == 50
 
 
 def test_blocks_that_are_gone_are_passed_over_in_more_than_one_step(
