@@ -149,14 +149,15 @@ class Engine(Snapshots):
                 state.credits_due = True
             case events.Tick():
                 state.tick = event
-                state.counters.leases_expired += state.leases.expire(state.now_ns)
+                expired = state.leases.expire(state.now_ns)
+                state.counters.leases_expired += len(expired)
                 state.slots.retry_starved()
                 state.credits_due = True
                 state.trail.tick(state)
                 state.ages[Tier.DRAM].mark(state.slots.next_stamp, state.now_ns)
                 state.ages[Tier.FILE].mark(self.files.next_location, state.now_ns)
                 state.curve.tick(state.now_ns)
-                self._servings.tick()
+                self._servings.tick(expired)
                 self._pushes.tick()
                 self._awaited.tick()
                 self.grants.tick()

@@ -101,10 +101,9 @@ class Fetcher:
         self._transfer_worker, self._clock = context.transfer_worker, context.clock
         self._since = context.stages.since
         self._jitter = jitter
-        self._members = {self._who.node}
-        """Names of all nodes that the index listed last, and of this one."""
-        self._addresses: dict[str, str] = {}
-        """Peer address of each node that serves fetches."""
+        self._addresses = {self._who.node: ""}
+        """Peer address of each node that the index listed last; empty for those that serve no
+        fetches, and for this one."""
         self._looking: asyncio.Task[None] | None = None
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
@@ -149,12 +148,14 @@ class Fetcher:
                 for match in answer.matches
                 if match.file_blocks and not match.holder.engine
             }
-            if not found.keys() <= self._members:  # it has just joined
+            if not found.keys() <= self._addresses.keys():  # it has just joined
                 with contextlib.suppress(TimeoutError):  # who waits has no time for more
                     async with asyncio.timeout(LOCATE_TIMEOUT_S):
                         await self._look()
             candidates = tuple(
-                Candidate(node, blocks) for node, blocks in found.items() if node in self._addresses
+                Candidate(node, blocks)
+                for node, blocks in found.items()
+                if self._addresses.get(node)
             )
             located = Located(command.locate, candidates)
         except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
@@ -191,12 +192,8 @@ class Fetcher:
             self._note("the index", str(error))
             return
         self._note("the index", "")
-        self._members = {self._who.node, *(member.node for member in members.nodes)}
-        self._addresses = {
-            member.node: member.address
-            for member in members.nodes
-            if member.address and member.node != self._who.node
-        }
+        self._addresses = {member.node: member.address for member in members.nodes}
+        self._addresses[self._who.node] = ""
         self._forget_departed()
 
     def _forget_departed(self) -> None:
@@ -205,7 +202,7 @@ class Fetcher:
         for name in self._told.keys() - {"the index", *map(_title, self._addresses)}:
             del self._told[name]
         for node, opening in list(self._sessions.items()):
-            if opening.done() and (node not in self._addresses or _is_lost(opening)):
+            if opening.done() and (not self._addresses.get(node) or _is_lost(opening)):
                 self._forget(node, _session_of(opening))
 
     def _note(self, name: str, trouble: str) -> None:
@@ -323,7 +320,7 @@ class Fetcher:
         # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
         its = self._context.memory, command.keys, answer.checksums
         begins = (slots * PAGE_BYTES).tolist()
-        return [assembly.verify_at(number, row, *its) for number, row in enumerate(begins)]
+        return [assembly.verify(number, row, *its) for number, row in enumerate(begins)]
 
     def _judge(
         self,
@@ -350,12 +347,12 @@ class Fetcher:
         """Peer address of each other member that serves fetches, by name; read anew if the index
         answers."""
         await self._look()
-        return dict(self._addresses)
+        return {node: address for node, address in self._addresses.items() if address}
 
     async def address_of(self, node: str) -> str:
         """Peer address of a member; empty if it is none or has none. If it is unknown, members are
         read anew."""
-        if node not in self._addresses and self.index is not None:
+        if not self._addresses.get(node) and self.index is not None:
             if self._looking is None or self._looking.done():  # one for all that wait
                 self._looking = self._tasks.run(self._look())
             with contextlib.suppress(TimeoutError):

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
+from kvstore.types import KEY_BYTES, BlockKey, Shard
 from kvstore.wire.peers import checksums_of
 from kvstore.wire.record import Scope, checksum_of, header
 
@@ -92,35 +92,6 @@ class Assembly:
         return begins.ravel(), ends.ravel(), np.repeat(runs.lengths, len(source_offsets))
 
     def verify(
-        self, key: BlockKey, slots: Sequence[memoryview], checksums: Sequence[bytes]
-    ) -> list[bytes] | None:
-        """The checksums of our shards of a block that has come; None if it is not what was stored.
-
-        Args:
-            key: of the block.
-            slots: bytes of our shards, by target.
-            checksums: as the peer sent them, by source.
-        """
-        assert len(key) == KEY_BYTES
-        parts: list[list[memoryview]] = [[] for _ in self.sources]
-        for source, target, begin, length in self._ranges:
-            parts[source].append(slots[target][begin : begin + length])
-        if any(
-            checksum_of(header(prefix, key), its) != told
-            for prefix, its, told in zip(self._prefixes, parts, checksums, strict=True)
-        ):
-            return None
-        made = []
-        for number, (scope, same) in enumerate(zip(self.targets, self._same, strict=True)):
-            if same is not None:
-                made.append(checksums[same])
-                continue
-            payload = slots[number][: scope.block_bytes]
-            made.append(checksum_of(header(scope.prefix(), key), [payload]))
-        assert all(len(checksum) == CHECKSUM_BYTES for checksum in made)
-        return made
-
-    def verify_at(
         self,
         number: int,
         begins: Sequence[int],
@@ -128,7 +99,8 @@ class Assembly:
         keys: bytes,
         checksums: bytes,
     ) -> list[bytes] | None:
-        """As `verify`, for one of several blocks in an arena.
+        """The checksums of our shards of one of several blocks that have come; None if it is not
+        what was stored.
 
         Args:
             number: of the block among these.
@@ -137,13 +109,22 @@ class Assembly:
             keys: of all the blocks.
             checksums: as the peer sent them for all, [n][S].
         """
-        views = [
+        payloads = [
             memory[begin : begin + scope.block_bytes].data
             for begin, scope in zip(begins, self.targets, strict=True)
         ]
         key = BlockKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        sums = checksums_of(checksums, block=number, shards=len(self.sources))
-        return self.verify(key, views, sums)
+        told = checksums_of(checksums, block=number, shards=len(self.sources))
+        parts: list[list[memoryview]] = [[] for _ in self.sources]
+        for source, target, begin, length in self._ranges:
+            parts[source].append(payloads[target][begin : begin + length])
+        its = [header(prefix, key) for prefix in self._prefixes]
+        if list(map(checksum_of, its, parts)) != told:
+            return None
+        return [
+            told[same] if same is not None else checksum_of(header(scope.prefix(), key), [payload])
+            for scope, same, payload in zip(self.targets, self._same, payloads, strict=True)
+        ]
 
 
 def _size(side: Sequence[Scope]) -> int:

@@ -53,7 +53,7 @@ def check_engine(engine: Engine) -> None:
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
-    _check_leases(state, files, peer_sessions(engine._servings, pushes))
+    _check_leases(state, files, peer_sessions(state, pushes))
     _check_pins(state)
     _check_files(state, files)
     check_pushes(pushes)

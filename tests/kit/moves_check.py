@@ -22,7 +22,6 @@ from kvstore.engine.moves.grants import Extents, Grants, LandingSlab
 from kvstore.engine.moves.hbm import MOVING_BYTES_MAX, HbmCopies
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pushes import JOBS_MAX, Pushes
-from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import (
     Awaited,
@@ -31,6 +30,7 @@ from kvstore.engine.sessions.awaited import (
     ExpectedKeys,
     ProcessName,
 )
+from kvstore.engine.state import State
 
 
 def words_of(jobs: Jobs[Any]) -> Words:
@@ -47,10 +47,10 @@ def pinned_words(writes: Writes) -> Words:
     return np.concatenate(held) if held else NONE
 
 
-def peer_sessions(servings: Servings, pushes: Pushes) -> set[int]:
-    """Sessions that hold leases for peers."""
-    served = {-peer for peer, _ in servings._servings}
-    return served | {-write.ask.peer for write in pushes._writes.values()}
+def peer_sessions(state: State, pushes: Pushes) -> set[int]:
+    """Sessions that may hold leases for peers."""
+    there = {session for session in state.slots.pins._of if session < 0}
+    return there | {-write.ask.peer for write in pushes._writes.values()}
 
 
 def check_jobs(jobs: Jobs[Any]) -> None:

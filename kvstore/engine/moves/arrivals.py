@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.agenda import Groups
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.residency import Run, leading, leading_run
 from kvstore.engine.memory.table import Keys, Rows, each
@@ -80,7 +81,7 @@ class Arrivals:
         self.sources: Sequence[Source] = ()
         """All ways by which blocks come."""
         self._watches: dict[Name, _Watch] = {}
-        self._next: dict[bytes, dict[Name, None]] = {}
+        self._next = Groups[bytes, Name]()
         """Watches by the key that they need next."""
         self._to_look_at: dict[Name, None] = {}
         """Watches that `advance` looks at next, in order."""
@@ -124,7 +125,7 @@ class Arrivals:
         self._take(name)
         next_key = keys[0].tobytes()
         self._watches[name] = _Watch(next_key, look)
-        self._next.setdefault(next_key, {})[name] = None
+        self._next.add(next_key, name)
 
     def unwatch(self, name: Name) -> None:
         """End the watch of this name, if there is one."""
@@ -134,20 +135,17 @@ class Arrivals:
     def _take(self, name: Name) -> _Watch | None:
         watch = self._watches.pop(name, None)
         if watch is not None:
-            names = self._next[watch.next_key]
-            del names[name]
-            if not names:
-                del self._next[watch.next_key]
+            self._next.remove(watch.next_key, name)
         return watch
 
     def awaits(self, keys: Keys) -> bool:
         """Whether a watch needs one of these keys next."""
-        return bool(self._next) and any(key in self._next for key in each(keys))
+        return self._next.names > 0 and any(map(self._next.count, each(keys)))
 
     def settle_keys(self, keys: Keys) -> None:
         """These keys arrived, or will not: queue the watches that need one of them next."""
-        for key in each(keys) if self._next else ():
-            self._to_look_at |= self._next.get(key, {})
+        for key in each(keys) if self._next.names else ():
+            self._to_look_at |= dict.fromkeys(self._next.of(key))
 
     @property
     def has_news(self) -> bool:

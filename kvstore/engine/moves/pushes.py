@@ -25,7 +25,7 @@ from kvstore.engine.memory.residency import Run, run_of
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import Files
-from kvstore.engine.moves.servings import Servings
+from kvstore.engine.moves.servings import WRITE_LEASE, Servings
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
@@ -172,8 +172,6 @@ NEWS_NS: Final = 2 * NS_PER_S
 stored no block of the grant yet."""
 LOOK_NS: Final = NEWS_NS // 4
 """Time between two checks whether the engine computes."""
-LEASE: Final = 1 << 63
-"""Leases of writes are numbered from here on; a serving's number is below it."""
 
 
 class _Ask(msgspec.Struct, eq=False):
@@ -216,7 +214,7 @@ class _Ask(msgspec.Struct, eq=False):
     @property
     def name(self) -> Name:
         """Name of its watch in `arrivals`, different from those of servings."""
-        return -self.peer, LEASE + self.its.grant
+        return -self.peer, WRITE_LEASE + self.its.grant
 
     @property
     def groups(self) -> tuple[int, tuple[str, str]]:
@@ -328,13 +326,13 @@ class Pushes:
             piece = words[at * shards : min(at + per_write, run.count) * shards]
             count = state.leases.fitting(-ask.peer, account, piece, shards)
             job = next(state.numbers)
-            if not count or not state.leases.may_add(-ask.peer, LEASE + job):
+            if not count or not state.leases.may_add(-ask.peer, WRITE_LEASE + job):
                 state.counters.pins_refused += 1
                 ask.is_called = True
                 return
             assert sums is not None
             piece = piece[: count * shards]
-            name = -ask.peer, LEASE + job
+            name = -ask.peer, WRITE_LEASE + job
             lease = state.leases.add(*name, piece, state.now_ns, account, shards)
             checksums = sums[at * shards : (at + count) * shards].astype("<u8").tobytes()
             self._writes[job] = _PushWrite(ask, ask.next, asker, lease, checksums)
@@ -350,7 +348,7 @@ class Pushes:
         ask = write.ask
         ask.jobs -= 1
         whole = write.lease.intact(state.slots)
-        state.leases.release(-ask.peer, [LEASE + event.job])
+        state.leases.release(-ask.peer, [WRITE_LEASE + event.job])
         state.credits_due |= state.slots.any_starved
         count = len(whole) if whole.all() else int(whole.argmin())
         if event.trouble:

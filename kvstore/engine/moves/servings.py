@@ -13,6 +13,9 @@ Does not cover: access control (`kvstore.peers`), blocks fetched from others (`f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 import msgspec
 import numpy as np
 
@@ -21,7 +24,6 @@ from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Asker, asker, covers
 from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
@@ -35,6 +37,8 @@ WAIT_NS = NS_PER_S
 """Longest wait of a serving for blocks from disk; the peer waits twice as long for the answer."""
 WAITING_MAX = 64
 """Most servings of one peer that wait for the disk."""
+WRITE_LEASE: Final = 1 << 63
+"""Leases of writes to peers are numbered from here on; a serving's number is below it."""
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -48,13 +52,12 @@ class _Waiting(msgspec.Struct, frozen=True):
 
 
 class Servings:
-    """All servings of a node, by (peer, serving)."""
+    """All servings of a node. Those that were answered are leases of (-peer, serving)."""
 
     def __init__(self, state: State, files: Files, arrivals: Arrivals) -> None:
         self._state = state
         self._files = files
         self._arrivals = arrivals
-        self._servings: dict[tuple[int, int], Lease] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
     def serve(self, event: PeerAsked[ServeAsk]) -> None:
@@ -62,9 +65,8 @@ class Servings:
         here, and answer; wait for the disk first, if needed."""
         state, ask, name = self._state, event.its, (event.peer, event.its.serving)
         keys = keys_array(ask.keys)[:KEYS_PER_DATAGRAM_MAX]
-        is_new = name not in self._servings and name not in self._waiting
-        found = self.best((ask.tenant, ask.space), keys) if is_new else None
-        if found is None or not self._may_serve(*name):
+        found = self.best((ask.tenant, ask.space), keys) if self._may_serve(*name) else None
+        if found is None:
             self._say_nothing(*name)
             return
         asker, rows = found
@@ -91,8 +93,9 @@ class Servings:
                 self._arrivals.over(_watch(name))
 
     def _may_serve(self, peer: int, serving: int) -> bool:
-        waiting = sum(name[0] == peer for name in self._waiting)
-        return waiting < WAITING_MAX and self._state.leases.may_add(-peer, serving)
+        waiting = [number for its, number in self._waiting if its == peer]
+        is_new = len(waiting) < WAITING_MAX and serving not in waiting
+        return is_new and self._state.leases.may_add(*_watch((peer, serving)))
 
     def best(self, address: tuple[str, SpaceId], keys: Keys) -> tuple[Asker, Rows] | None:
         """The shards that have the longest run of a (tenant, space) as an asker, and rows [S][n] of
@@ -135,8 +138,7 @@ class Servings:
         if not run.count:
             self._say_nothing(peer, serving)
             return
-        lease = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
-        self._servings[peer, serving] = lease
+        state.leases.add(-peer, serving, words, state.now_ns, account, shards)
         self._touch(run)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
@@ -170,11 +172,9 @@ class Servings:
         """The peer has read a serving: answer which of its blocks stayed unchanged, and release its
         lease."""
         state, name = self._state, (event.peer, event.its.serving)
-        lease = self._servings.pop(name, None)
-        intact = np.zeros(lease.block_count if lease else 0, dtype=bool)
-        if lease is not None and state.leases.get(*_watch(name)) is lease:
-            intact = lease.intact(state.slots)
-            state.leases.release(-event.peer, [event.its.serving])
+        lease = state.leases.get(*_watch(name))
+        intact = np.zeros(0, dtype=bool) if lease is None else lease.intact(state.slots)
+        state.leases.release(-event.peer, [event.its.serving])
         state.credits_due |= state.slots.any_starved
         state.counters.served_blocks_changed += int((~intact).sum())
         state.say(AnswerPeer(event.peer, GivenBack(event.its.serving, intact.tobytes())))
@@ -184,27 +184,20 @@ class Servings:
         read: end its servings."""
         self._state.leases.end_session(-event.peer)
         self._state.slots.pins.leave(-event.peer)
-        self._servings = {at: each for at, each in self._servings.items() if at[0] != event.peer}
         for name in [name for name in self._waiting if name[0] == event.peer]:
             self._arrivals.unwatch(_watch(name))
             del self._waiting[name]
         self._state.credits_due = True
 
-    def tick(self) -> None:
-        """Answer servings that waited too long for the disk, and forget those whose lease has
-        expired: `returned` then answers that no block stayed."""
+    def tick(self, expired: Iterable[Name]) -> None:
+        """Answer servings that waited too long for the disk, and count those among the leases that
+        have expired: `returned` then answers that no block stayed."""
         now_ns = self._state.now_ns
         for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
             self._arrivals.unwatch(_watch(name))
             self._look(self._waiting[name])
-        late = [
-            (peer, serving)
-            for (peer, serving), lease in self._servings.items()
-            if self._state.leases.get(-peer, serving) is not lease
-        ]
-        for name in late:
-            del self._servings[name]
-        self._state.counters.servings_expired += len(late)
+        late = sum(session < 0 and lease < WRITE_LEASE for session, lease in expired)
+        self._state.counters.servings_expired += late
 
 
 def _watch(name: tuple[int, int]) -> Name:

@@ -166,18 +166,18 @@ class Leases:
         for number, lease in self._by_session.pop(session, {}).items():
             self._end(session, number, lease)
 
-    def expire(self, now_ns: int) -> int:
-        """Release the leases whose time is up; returns how many."""
-        count = 0
+    def expire(self, now_ns: int) -> list[tuple[int, int]]:
+        """Release the leases whose time is up; returns (session, lease id) of each."""
+        expired = []
         while (name := self._agenda.take(now_ns)) is not None:
             session, number = name
             lease = self._by_session[session][number]
             if lease.expires_ns <= now_ns:
                 self.release(session, [number])
-                count += 1
+                expired.append(name)
             else:
                 self._agenda.put(name, lease.expires_ns)
-        return count
+        return expired
 
     def items(self) -> list[tuple[int, int, Lease]]:
         """(session, lease id, lease) of every lease."""

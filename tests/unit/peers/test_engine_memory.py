@@ -329,8 +329,13 @@ def test_engines_take_turns_while_one_says_much(
 
     def noted(self: Any, *args: Any) -> None:
         said, say = list[Any](), self.feed._say
+
+        def count(change: Any) -> None:
+            said.append(change)
+            say(change)
+
         with monkeypatch.context() as patch:
-            patch.setattr(self.feed, "_say", lambda change: (said.append(change), say(change)))
+            patch.setattr(self.feed, "_say", count)
             turn(self, *args)
         happened.append(f"{self.source.engine} {len(said)}")
 
