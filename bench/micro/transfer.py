@@ -28,6 +28,7 @@ from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.process import Lab
 from kvstore.transport.pieces import make_pieces
+from tests.kit.processes import transport_options
 from tests.kit.transport_parties import TransferWorkerParty
 
 SIZE_BYTES = 256 << 20
@@ -48,7 +49,7 @@ class Pair:
             party = TransferWorkerParty(
                 name,
                 backend,
-                options=tls.options(name) if tls else insecure,
+                options=transport_options(tls, name) if tls else insecure,
                 environment=UCX,
                 arena_bytes=SIZE_BYTES,
                 paced=paced,

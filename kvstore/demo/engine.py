@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import KVStoreError
 from kvstore.supervisor.child import told
-from kvstore.testing.process import open_local, popen_tied
+from kvstore.testing.process import on_lasting_thread, open_local, tie
 
 SERVED_NAME: Final = "model"
 REQUEST_TIMEOUT_S: Final = 120.0
@@ -260,17 +260,16 @@ def launch(config: ServerConfig, log: Path) -> psutil.Process:
     """Start a server that ends with this process; returns its guard (`kvstore.testing.tied`), which
     at SIGTERM ends the server and itself."""
     with log.open("wb") as output:
-        started: psutil.Process = popen_tied(
-            config.command(),
-            guarded=True,
-            kind=psutil.Popen,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=config.full_environment(),
-            start_new_session=True,
+        return on_lasting_thread(
+            lambda: psutil.Popen(
+                tie(config.command(), guarded=True),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=config.full_environment(),
+                start_new_session=True,
+            )
         )
-    return started
 
 
 class VllmServer(CompletionClient):

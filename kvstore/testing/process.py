@@ -48,21 +48,21 @@ open_local: Final[Callable[..., HTTPResponse]] = _opener.open
 # thread that lasts.
 
 
-def popen_tied(
-    command: Sequence[str],
-    *,
-    guarded: bool = False,
-    kind: Callable[..., Any] = subprocess.Popen,
-    **options: Any,
-) -> Any:
-    """`subprocess.Popen`, or another `kind`, of a child that ends with this process.
+def tie(command: Sequence[str], *, guarded: bool = False) -> list[str]:
+    """Command line of a child that ends with this process, if `on_lasting_thread` makes it.
 
     `guarded`: the child is a guard of the command, which ends with all its descendants: when the
     command ends, and at SIGTERM.
     """
     flags = ["--all"] if guarded else []
-    tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *flags]
-    return on_lasting_thread(lambda: kind([*tie, *command], **options))
+    return [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *flags, *command]
+
+
+def popen_tied(
+    command: Sequence[str], *, guarded: bool = False, **options: Any
+) -> subprocess.Popen[Any]:
+    """`subprocess.Popen` of a child that ends with this process; see `tie`."""
+    return on_lasting_thread(lambda: subprocess.Popen(tie(command, guarded=guarded), **options))
 
 
 def on_lasting_thread(call: Callable[[], _T]) -> _T:

@@ -12,6 +12,7 @@ import pytest
 from kvstore.testing.raw_engine import make_keys
 from tests.kit.gauges import look
 from tests.kit.peers import PeerPair, at_rest, attached
+from tests.kit.processes import event_endpoints
 
 TRANSPORTS = ("tcp", "nixl")
 
@@ -68,7 +69,7 @@ def test_a_cluster_on_ipv6(tmp_path: Path) -> None:
         attached(pair.a.socket, engine_id="a") as asker,
     ):
         assert pair.a.index.startswith("[::1]:")
-        assert pair.a.events[0].startswith("tcp://[::1]:")
+        assert event_endpoints(pair.a)[0].startswith("tcp://[::1]:")
         assert pair.a.metrics_url.startswith("http://[::1]:")
         holder.store(keys)
         reply = pair.fetch(asker, keys)
