@@ -33,53 +33,48 @@ from kvstore.routing.rows import Floats, WorkerState
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Dropped(enum.StrEnum):
-    """Reason of a filter, in receipts."""
+class Dropped(enum.IntEnum):
+    """Reason of a filter, as column UNFIT has it. From QUEUE on they are about load: waiting can
+    help.
+    """
 
-    NONE = ""
-    DRAINING = "draining"
-    SUBSET = "subset"
-    MODEL = "model"
-    ADAPTER = "adapter"
-    FAILED = "failed-before"
+    NONE = 0
+    DRAINING = 1
+    SUBSET = 2
+    MODEL = 3
+    ADAPTER = 4
+    FAILED_BEFORE = 5
     """An earlier attempt of this request failed there."""
-    MEDIA = "media"
+    MEDIA = 6
     """The engine has said that the model takes no images, audio or video."""
-    CONTEXT = "context"
+    CONTEXT = 7
     """Prompt and output are longer than its context."""
-    BREAKER = "breaker"
+    BREAKER = 8
     """Requests failed there: its circuit breaker is open."""
-    TERMINATING = "terminating"
-    DOWN = "down"
-    RESTS = "rests"
+    TERMINATING = 9
+    DOWN = 10
+    RESTS = 11
     """The engine said a moment ago that it is full."""
-    QUEUE = "queue"
-    RUNNING = "running"
-    MEMORY = "memory"
-    LANE = "lane"
+    QUEUE = 12
+    RUNNING = 13
+    MEMORY = 14
+    LANE = 15
     """A prefiller that is full, or kept for shorter prompts."""
 
+    @property
+    def word(self) -> str:
+        """Its word in receipts."""
+        return self.name.lower().replace("_", "-")
 
-DROPS: Final = tuple(Dropped)
-_CODE: Final = {drop: code for code, drop in enumerate(DROPS)}
-_OF_THE_MOMENT: Final = _CODE[Dropped.QUEUE]
-"""Codes from this one on are about load: waiting can help."""
-LANE: Final = _CODE[Dropped.LANE]
-LAST_RESORTS: Final = tuple(
-    _CODE[drop]
-    for drop in (
-        *(Dropped.RESTS, Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
-        *(Dropped.MEDIA, Dropped.CONTEXT),
-    )
+
+LAST_RESORTS: Final = (
+    *(Dropped.RESTS, Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
+    *(Dropped.MEDIA, Dropped.CONTEXT),
 )
 
 
-def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> int:
-    """Code of the reason why a worker does not fit a request, 0: none. Column UNFIT."""
-    return _CODE[_unfit(state, opened, now_ns)]
-
-
-def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
+def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
+    """Reason why a worker does not fit a request."""
     spec, health, request = state.spec, state.health, opened.request
     model, adapter, subset = opened.side.model, opened.side.adapter, request.subset
     if health.is_draining:
@@ -92,7 +87,7 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
     if adapter and adapter not in state.adapters and adapter not in spec.adapters:
         return Dropped.ADAPTER  # neither runs, nor is listed
     if spec.worker in opened.failed:
-        return Dropped.FAILED
+        return Dropped.FAILED_BEFORE
     if health.is_down:
         return Dropped.DOWN
     if health.is_terminating:
@@ -108,7 +103,7 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
 
 
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:
-    """Code of the filter that drops each worker (place in DROPS), 0: it can take the request."""
+    """Filter that drops each worker (Dropped), 0: it can take the request."""
     codes: npt.NDArray[np.intp] = columns[FeatureColumn.UNFIT].astype(np.intp)
     waiting, queued = columns[FeatureColumn.WAITING], columns[FeatureColumn.QUEUED]
     masks = []
@@ -125,7 +120,7 @@ def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.N
         masks.append((Dropped.MEMORY, is_full))
     for drop, mask in masks:
         if np.count_nonzero(mask):
-            codes[(codes == 0) & mask] = _CODE[drop]
+            codes[(codes == 0) & mask] = drop
     return codes
 
 
@@ -133,12 +128,12 @@ def dropped_names(workers: list[str], codes: npt.NDArray[np.intp]) -> dict[str, 
     """Worker → word of the filter that drops it; workers that can take the request are left out."""
     if not np.count_nonzero(codes):
         return {}
-    return {workers[place]: DROPS[codes[place]].value for place in np.flatnonzero(codes).tolist()}
+    return {workers[place]: Dropped(codes[place]).word for place in np.flatnonzero(codes).tolist()}
 
 
 def is_of_the_moment(codes: npt.NDArray[np.intp]) -> bool:
     """Whether waiting can help: some worker is dropped for its load only."""
-    return bool((codes >= _OF_THE_MOMENT).any())
+    return bool((codes >= Dropped.QUEUE).any())
 
 
 # ── scores ────────────────────────────────────────────────────────────────────────────────────────

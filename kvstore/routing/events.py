@@ -12,7 +12,7 @@ to 20 ms while requests are held.
 from __future__ import annotations
 
 import enum
-from typing import Final, NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -338,29 +338,33 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class RejectReason(enum.StrEnum):
-    """Why a request was not routed. `x-llm-d-request-dropped-reason` has the same spellings."""
+    """Why a request was not routed, and the HTTP status of its answer.
+    `x-llm-d-request-dropped-reason` has the same spellings.
+    """
 
-    MODEL_UNKNOWN = "rejected-model-unknown"
-    MODEL_MISSING = "rejected-model-missing"
-    """400: the request names none, and there are several."""
-    NO_ENDPOINTS = "rejected-no-endpoints"
-    """503: nothing is healthy, or the subset is empty."""
-    SATURATED = "rejected-saturated"
-    """429: the queue of the class is full."""
-    OBJECTIVE = "rejected-objective"
-    """429: the predicted TTFT breaks the objective."""
-    EXPIRED = "rejected-ttl-expired"
-    DISPLACED = "evicted-priority"
-    """429: made room for a higher class."""
-    ATTEMPTS = "rejected-attempts"
-    """502: no attempt is left, or the answer broke after it began."""
-    FAULT = "rejected-fault"
-    """500: an error of the router at this request alone."""
+    status: int
 
-    @property
-    def status(self) -> int:
-        """HTTP status of the answer."""
-        return _STATUS.get(self, 429)
+    def __new__(cls, word: str, status: int) -> Self:
+        made = str.__new__(cls, word)
+        made._value_, made.status = word, status
+        return made
+
+    MODEL_UNKNOWN = "rejected-model-unknown", 404
+    MODEL_MISSING = "rejected-model-missing", 400
+    """The request names none, and there are several."""
+    NO_ENDPOINTS = "rejected-no-endpoints", 503
+    """Nothing is healthy, or the subset is empty."""
+    SATURATED = "rejected-saturated", 429
+    """The queue of the class is full."""
+    OBJECTIVE = "rejected-objective", 429
+    """The predicted TTFT breaks the objective."""
+    EXPIRED = "rejected-ttl-expired", 503
+    DISPLACED = "evicted-priority", 429
+    """Made room for a higher class."""
+    ATTEMPTS = "rejected-attempts", 502
+    """No attempt is left, or the answer broke after it began."""
+    FAULT = "rejected-fault", 500
+    """An error of the router at this request alone."""
 
 
 class Blocked(enum.Enum):
@@ -379,16 +383,6 @@ class Unplaced(NamedTuple):
     reason: RejectReason
     predicted_s: float = 0.0
     """Predicted TTFT; with OBJECTIVE."""
-
-
-_STATUS: Final = {
-    RejectReason.MODEL_UNKNOWN: 404,
-    RejectReason.MODEL_MISSING: 400,
-    RejectReason.ATTEMPTS: 502,
-    RejectReason.FAULT: 500,
-    RejectReason.NO_ENDPOINTS: 503,
-    RejectReason.EXPIRED: 503,
-}
 
 
 RouteCommand = Routed | Raced | Rejected | Prepare | AbandonWorker | StateChange

@@ -53,9 +53,7 @@ class FeatureColumn(enum.IntEnum):
     """Trust in the four lengths above, as a place in `TRUSTS`."""
     HIT_RATIO = 10
     UNFIT = 11
-    """0, or the place in `filters.Dropped` of the reason why the worker does not fit, under any
-    policy.
-    """
+    """0, or the reason (`decide.Dropped`) why the worker does not fit, under any policy."""
     IDLE_S = 12
     """Seconds since a request was sent there."""
     POSITION = 13
@@ -170,8 +168,6 @@ class PrefixColumns:
         self._version = -1
         self._row_of_engine: dict[tuple[str, str, int], int] = {}
         self._rows_of_node: dict[str, list[int]] = {}
-        self._is_followed: list[bool] = []
-        """By row: whether the index follows the worker's engine or node."""
         self._has_strangers = False
 
     def _places(self) -> None:
@@ -186,9 +182,7 @@ class PrefixColumns:
                 self._row_of_engine[spec.node, spec.engine, spec.rank] = row
             if spec.node:
                 self._rows_of_node.setdefault(spec.node, []).append(row)
-        specs = [state.spec for state in self._fleet.workers]
-        self._is_followed = [bool(spec.engine or spec.node) for spec in specs]
-        self._has_strangers = not all(self._is_followed)
+        self._has_strangers = not all(s.spec.is_followed for s in self._fleet.workers)
 
     def fill(self, columns: Floats, crew: Crew, request: RouteRequest, now_ns: int) -> None:
         """Write columns HBM to TRUST of the workers of a crew."""
@@ -228,7 +222,8 @@ class PrefixColumns:
         """Raise `hbm` (leading blocks by row) to all that was sent, at workers that the index does
         not follow; at others, to blocks sent so lately that the index cannot know them.
         """
-        row_of, has_index = self._fleet.row_of, request.answer is not None
+        row_of, workers = self._fleet.row_of, self._fleet.workers
+        has_index = request.answer is not None
         if has_index:
             young = self._sent(request, now_ns, young_only=True)
             for worker, blocks in young.items():
@@ -239,7 +234,7 @@ class PrefixColumns:
             sent = self._sent(request, now_ns, young_only=False)
             for worker, blocks in sent.items():
                 row = row_of.get(worker)
-                if row is not None and not (has_index and self._is_followed[row]):
+                if row is not None and not (has_index and workers[row].spec.is_followed):
                     hbm[row], trust[row] = blocks, _APPROXIMATE
 
     def _sent(self, request: RouteRequest, now_ns: int, *, young_only: bool) -> dict[str, int]:

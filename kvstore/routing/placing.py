@@ -17,8 +17,8 @@ import xxhash
 
 from kvstore.routing.costs import TRUST_FACTORS, others_per_s
 from kvstore.routing.decide import (
-    LANE,
     LAST_RESORTS,
+    Dropped,
     RouteVerdict,
     decide,
     dropped_names,
@@ -350,7 +350,7 @@ class Placer:
             return trust
         if request.prompt_tokens <= request.block_tokens:  # no engine caches less than a block
             return PrefixTrust.EXACT
-        if prefix is None or not (state.spec.engine or state.spec.node):
+        if prefix is None or not state.spec.is_followed:
             return PrefixTrust.APPROXIMATE if request.keys else trust
         return prefix.trust
 
@@ -436,7 +436,7 @@ class Placer:
             return reason, Blocked.LANES
         for place, name in enumerate(prefillers.workers):
             if name not in free and not unfit_codes[place]:
-                unfit_codes[place] = LANE
+                unfit_codes[place] = Dropped.LANE
         return reason, prefillers
 
     def _busy(self, prefiller: str) -> tuple[int, float]:

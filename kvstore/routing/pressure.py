@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import math
-from itertools import compress
 from typing import Final
 
 import msgspec
@@ -63,8 +62,6 @@ _OF_TRUST: Final = {
     PrefixTrust.APPROXIMATE: (Rung.PREFIX_APPROXIMATE,),
     PrefixTrust.NONE: (Rung.LOAD_ONLY,),
 }
-_RUNGS: Final = (Rung.NO_RACE, Rung.HELD, Rung.RETRIED)
-"""Rungs that `rungs` finds besides those of the trust, the mildest first."""
 
 
 class Saturation(msgspec.Struct, frozen=True):
@@ -99,25 +96,8 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
 
 def rungs(trust: PrefixTrust, *, value: float, is_held: bool, attempt: int) -> list[Rung]:
     """Rungs in effect for a request, from the mildest on. `value`: saturation of its pool."""
-    are_in_effect = (value >= _NO_RACE, is_held, attempt > 1)
-    return [*_OF_TRUST.get(trust, ()), *compress(_RUNGS, are_in_effect)]
-
-
-class WorkRate:
-    """Seconds of prefill per second that arrive at a pool: workers that are busy, in the mean."""
-
-    def __init__(self) -> None:
-        self._rate = 0.0
-        self._at_ns = 0
-
-    def add(self, work_s: float, now_ns: int) -> None:
-        """Add the seconds of prefill that a request brought."""
-        self._rate = self.value(now_ns) + work_s / _WINDOW_S
-        self._at_ns = now_ns
-
-    def value(self, now_ns: int) -> float:
-        """Rate at `now_ns`, smoothed over half a minute."""
-        return self._rate * math.exp(-max(0, now_ns - self._at_ns) / NS_PER_S / _WINDOW_S)
+    are_in_effect = {Rung.NO_RACE: value >= _NO_RACE, Rung.HELD: is_held, Rung.RETRIED: attempt > 1}
+    return [*_OF_TRUST.get(trust, ()), *(rung for rung, its in are_in_effect.items() if its)]
 
 
 class Gauges:
@@ -125,11 +105,18 @@ class Gauges:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._rates: dict[tuple[str, WorkerRole], WorkRate] = {}
+        self._rates: dict[tuple[str, WorkerRole], tuple[float, int]] = {}
+        """(pool, role) → (seconds of prefill per second that arrive, when that was, in ns)."""
 
     def add(self, pool: str, role: WorkerRole, work_s: float, now_ns: int) -> None:
         """A request brought work to workers of this role."""
-        self._rates.setdefault((pool, role), WorkRate()).add(work_s, now_ns)
+        rate = self._rate(pool, role, now_ns) + work_s / _WINDOW_S
+        self._rates[pool, role] = rate, now_ns
+
+    def _rate(self, pool: str, role: WorkerRole, now_ns: int) -> float:
+        """Workers that are busy in the mean, smoothed over half a minute."""
+        rate, at_ns = self._rates.get((pool, role), (0.0, 0))
+        return rate * math.exp(-max(0, now_ns - at_ns) / NS_PER_S / _WINDOW_S)
 
     def saturation(self, pool: str, now_ns: int) -> Saturation:
         """Saturation of the workers that decode."""
@@ -146,7 +133,7 @@ class Gauges:
             return 1 if held else 0
         columns = load_columns(self._fleet, crew, now_ns)
         memory = float(columns[FeatureColumn.MEMORY].sum())
-        rate = self._rates.get((pool, role), WorkRate()).value(now_ns)
+        rate = self._rate(pool, role, now_ns)
         need = max(rate / _TARGET, memory / (_TARGET * limits.memory_ceiling))
         if held or saturation(columns, limits).value >= 1:
             need = max(need, count + 1)

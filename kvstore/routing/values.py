@@ -212,6 +212,11 @@ class WorkerSpec(WorkerFacts, frozen=True, kw_only=True):
     context_tokens: dict[str, int] = {}
     """Model → longest prompt with its output; not named: not known."""
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the index follows its engine or node."""
+        return bool(self.engine or self.node)
+
     def context_of(self, model: str) -> float:
         """Longest prompt with its output of a model, in tokens; infinite if it is not known."""
         return self.context_tokens.get(model, math.inf)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
-import itertools
 import logging
 import math
 import re
@@ -272,15 +270,10 @@ class Probes:
     def __init__(self, engines: EngineHttp, dispatcher: Dispatcher) -> None:
         self._engines, self._workers, self._dispatcher = engines, dispatcher.workers, dispatcher
         self._note, self._clock = dispatcher.note, dispatcher.clock
-        self._due: list[tuple[float, int, Worker]] = []
-        """Heap of (time of the next probe, number, worker)."""
         self._budget: float = PROBES_PER_S
         """Probes that may begin now. Bounds also those that callers cause by reporting failures."""
-        self._known: dict[Worker, None] = {}
-        self._version = -1
         self._open: dict[Worker, tuple[float, asyncio.Task[None]]] = {}
         """Probes without an answer: worker → (when it began, its task)."""
-        self._numbers = itertools.count()
         self._readings: dict[Worker, asyncio.Task[None]] = {}
         """Reads of models under way."""
         self._looked_s = self._awake_s = asyncio.get_running_loop().time()
@@ -298,17 +291,19 @@ class Probes:
         if now_s - self._looked_s > STALL_S:  # what came meanwhile is not read yet
             self._awake_s = now_s
         self._looked_s = now_s
-        if self._version != self._workers.version:
-            self._version = self._workers.version
-            self._follow(now_s)
+        present = list(self._workers)
+        for gone in {*self._open, *self._readings}.difference(present):
+            self._left(gone)
         for worker in list(self._open):
             self._look(worker, now_s)
-        period_s = max(settings.period_s, len(self._known) / PROBES_PER_S)
+        period_s = max(settings.period_s, len(present) / PROBES_PER_S)
         self._budget = min(PROBES_PER_S, self._budget + PROBES_PER_S * TICK_S)
-        while self._due and self._due[0][0] <= now_s and self._budget >= 1:
-            due_s, _, worker = heapq.heappop(self._due)
-            if worker not in self._known or due_s != worker.probe_due_s:
-                continue  # it has left, or was put before others
+        for worker in present:
+            worker.probe_due_s = worker.probe_due_s or now_s  # it is new
+        due = (worker for worker in present if worker.probe_due_s <= now_s)
+        for worker in sorted(due, key=lambda worker: worker.probe_due_s):
+            if self._budget < 1:
+                break
             if worker not in self._open:
                 self._budget -= 1
                 task = loop.create_task(self._probe(worker))
@@ -317,25 +312,15 @@ class Probes:
             share = 1.0
             if not worker.probe_count:  # the second one at a moment of its own: not all at once
                 share = xxhash.xxh32_intdigest(worker.name.encode()) / 2**32
-            self._put(worker, now_s + period_s * share)
+            worker.probe_due_s = now_s + period_s * share
             worker.probe_count += 1
 
-    def _follow(self, now_s: float) -> None:
-        """Begin to probe workers that joined, and end probes of those that left."""
-        present = dict.fromkeys(self._workers)
-        for gone in self._known.keys() - present.keys():
-            if gone in self._open:
-                self._open[gone][1].cancel()
-            if (reading := self._readings.pop(gone, None)) is not None:
-                reading.cancel()
-        for worker in present:
-            if worker not in self._known:
-                self._put(worker, now_s)
-        self._known = present
-
-    def _put(self, worker: Worker, due_s: float) -> None:
-        worker.probe_due_s = due_s
-        heapq.heappush(self._due, (due_s, next(self._numbers), worker))
+    def _left(self, gone: Worker) -> None:
+        """End what is asked of a worker that left."""
+        if gone in self._open:
+            self._open[gone][1].cancel()
+        if (reading := self._readings.pop(gone, None)) is not None:
+            reading.cancel()
 
     def _over(self, worker: Worker, task: asyncio.Task[None]) -> None:
         del self._open[worker]
@@ -344,9 +329,7 @@ class Probes:
 
     def look_now(self, worker: Worker) -> None:
         """A request failed at this worker: it is probed next, behind those that are due."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < worker.probe_due_s:
-            self._put(worker, now_s)
+        worker.probe_due_s = min(worker.probe_due_s, asyncio.get_running_loop().time())
 
     def _look(self, worker: Worker, now_s: float) -> None:
         """Look at a probe that has no answer yet: report it as late, or end it as silent."""

@@ -69,7 +69,9 @@ class Worker:
         self.heard_s = 0.0
         """When a byte of a response last came from it, on the clock of the loop."""
         self.probe_due_s = self.models_due_s = 0.0
-        """When it is probed next, and when its models are read next, on the clock of the loop."""
+        """When it is probed next, and when its models are read next, on the clock of the loop; 0:
+        now.
+        """
         self.probe_count = 0
         self.parity = ""
         """Why its keys are not used; empty: they are equal, or it has no node."""

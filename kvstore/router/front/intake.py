@@ -387,13 +387,6 @@ class Peek(msgspec.Struct):
         kept = {name: value for name, value in fields.items() if name not in names}
         return kept if len(kept) < len(fields) else None
 
-    def token_ids(self) -> list[int] | None:
-        """Token ids of the prompt, if it is one list of them; None: anything else."""
-        try:
-            return _ids.decode(self.prompt)
-        except msgspec.DecodeError:
-            return None
-
 
 _whole = msgspec.defstruct(
     "_whole",
@@ -403,7 +396,6 @@ _whole = msgspec.defstruct(
 _peek: Final = msgspec.json.Decoder(cast("type[Peek]", _whole))
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()
-_ids: Final = msgspec.json.Decoder(list[int])
 
 
 def peek(body: bytes) -> Peek:

@@ -49,14 +49,14 @@ def test_every_request_is_decided_once_and_no_worker_is_over_its_bound() -> None
 @instead_of(decide, "dropped")
 def no_queue_bound(real: Any, columns: Any, limits: Any, *, need_tokens: int) -> Any:
     codes = real(columns, limits, need_tokens=need_tokens)
-    codes[codes == decide.DROPS.index(decide.Dropped.QUEUE)] = 0
+    codes[codes == decide.Dropped.QUEUE] = 0
     return codes
 
 
 @instead_of(placing, "unfit")
 def draining_is_up(unfit: Any, *args: Any, **more: Any) -> int:
     code: int = unfit(*args, **more)
-    return 0 if code == decide.DROPS.index(decide.Dropped.DRAINING) else code
+    return 0 if code == decide.Dropped.DRAINING else code
 
 
 @instead_of(placing, "unfit")
@@ -74,13 +74,13 @@ def subset_is_ignored(real: Any, state: Any, opened: Any, now_ns: int) -> Any:
 def media_and_contexts_are_ignored(unfit: Any, *args: Any) -> int:
     code: int = unfit(*args)
     flaws = decide.Dropped.MEDIA, decide.Dropped.CONTEXT
-    return 0 if code in map(decide.DROPS.index, flaws) else code
+    return 0 if code in flaws else code
 
 
 @instead_of(placing, "unfit")
 def whoever_is_down_is_up(unfit: Any, *args: Any) -> int:
     code: int = unfit(*args)
-    return 0 if code == decide.DROPS.index(decide.Dropped.DOWN) else code
+    return 0 if code == decide.Dropped.DOWN else code
 
 
 def last_resorts_are_tried_at_random(patch: pytest.MonkeyPatch) -> None:
