@@ -128,10 +128,6 @@ class CopyDirection:
         self.served_ns = 0
         """End of the time that has been charged to batches of this direction."""
 
-    def next_stream(self) -> int:
-        """The stream with fewer batches under way."""
-        return min(self.batches, key=lambda stream: len(self.batches[stream]))
-
 
 class OwnMemory:
     """The host's memory of a rank, pinned in one piece: staging blocks, and places of digests."""
@@ -372,7 +368,8 @@ class DeviceCopies:
         batch, first = FlightBatch(flights, self._clock_ns()), flights[0].copy
         stores, loads = self._both
         direction = loads if first.way in (CopyWay.LOAD, CopyWay.CLEAR) else stores
-        stream = direction.next_stream()
+        # The one with fewer batches under way.
+        stream = min(direction.batches, key=lambda each: len(direction.batches[each]))
         try:
             if first.after:
                 self._wait_for(first.after, stream)

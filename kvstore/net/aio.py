@@ -100,12 +100,10 @@ class Tasks:
 
 async def resolved(host: str, port: int) -> list[str]:
     """ADDRESS:PORT of each address of a name, sorted. Raises OSError, also for a late answer."""
-    loop = asyncio.get_running_loop()
+    lookup = asyncio.get_running_loop().getaddrinfo
     try:
         async with asyncio.timeout(DNS_TIMEOUT_S):
-            rows = await loop.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-            )
+            rows = await lookup(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except TimeoutError:
         raise TimeoutError("no answer from DNS in time") from None
     return sorted({joined(str(row[4][0]), port) for row in rows})

@@ -28,6 +28,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from kvstore.client.link import received_descriptors
@@ -35,7 +36,7 @@ from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.errors import ProtocolError
 from kvstore.net.process import peer_of, process_of, vouches_for, why_no_descriptor
-from kvstore.node.turns import NODE, Party, Read, TurnKind, Turns, TurnSource
+from kvstore.node.turns import NODE, Party, TurnKind, Turns, TurnSource
 from kvstore.ports import Clock
 from kvstore.supervisor.sockets import Door
 from kvstore.types import ConnectionId
@@ -366,9 +367,8 @@ class Attach:
         self._connections[number] = connection
         self.socket_count += 1
         self.counters.accepted += 1
-        self._sources[sock.fileno()] = TurnSource(
-            TurnKind.NEWCOMER, number, self._reader(connection), party
-        )
+        read = partial(self._read, connection)
+        self._sources[sock.fileno()] = TurnSource(TurnKind.NEWCOMER, number, read, party)
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
         elif is_full:
@@ -438,7 +438,8 @@ class Attach:
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
         turn = TurnKind.RANK if connection.is_rank else TurnKind.SCHEDULER
-        self._sources[sock.fileno()] = TurnSource(turn, number, self._reader(connection), party)
+        newcomer = self._sources[sock.fileno()]
+        self._sources[sock.fileno()] = newcomer._replace(turn=turn, party=party)
         self._sources[connection.pidfd] = TurnSource(
             TurnKind.PROCESS, number, lambda _: self._exited(connection), party
         )
@@ -457,23 +458,18 @@ class Attach:
 
     # ── datagrams ────────────────────────────────────────────────────────────────────────────────
 
-    def _reader(self, connection: AttachSocket) -> Read:
+    def _read(self, connection: AttachSocket, mask: int) -> Iterable[Event]:
         if not connection.introduced:
-            return lambda _: (
-                [] if connection.socket is None else self._introduce(connection, connection.socket)
-            )
-
-        def read(mask: int) -> Iterable[Event]:
-            if mask & select.EPOLLOUT:
-                self._flush(connection)
-            if mask & ~select.EPOLLOUT == 0:
-                return ()
-            if connection.is_rank:
-                return self._receive(connection, RANK_COUNT_MAX)
-            is_behind = connection.owner is not None and self._unread.get(connection.owner)
-            return () if is_behind else self._receive(connection, 1)
-
-        return read
+            sock = connection.socket
+            return () if sock is None else self._introduce(connection, sock)
+        if mask & select.EPOLLOUT:
+            self._flush(connection)
+        if mask & ~select.EPOLLOUT == 0:
+            return ()
+        if connection.is_rank:
+            return self._receive(connection, RANK_COUNT_MAX)
+        is_behind = connection.owner is not None and self._unread.get(connection.owner)
+        return () if is_behind else self._receive(connection, 1)
 
     def _receive(self, connection: AttachSocket, count_max: int) -> Iterator[Event]:
         """Up to `count_max` datagrams as events; Ended is the last one if it hung up."""

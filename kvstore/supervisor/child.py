@@ -98,12 +98,6 @@ class Again(NamedTuple):
     """Whether it gets the memory of the previous process."""
 
 
-class GiveUp(NamedTuple):
-    """No process serves for long."""
-
-    deaths: int
-
-
 class Restarts:
     """Restarts of one node."""
 
@@ -121,13 +115,14 @@ class Restarts:
         self.count += 1
         return Again(pause_ns, keep=True)
 
-    def ended(self, *, served_ns: int) -> Again | GiveUp:
-        """A process ended unasked after `served_ns` of service; 0: never served."""
+    def ended(self, *, served_ns: int) -> Again | None:
+        """A process ended unasked after `served_ns` of service; 0: never served. Returns None after
+        DEATHS_MAX in a row: no process serves for long."""
         self._refusals = 0
         self._unready = 0 if served_ns else self._unready + 1
         self._soon = 1 if served_ns > SOON_NS else self._soon + 1
         if self._soon > DEATHS_MAX:
-            return GiveUp(DEATHS_MAX)
+            return None
         self.count += 1
         pause_ns = PAUSES_NS[min(self._soon, len(PAUSES_NS)) - 1]
         return Again(pause_ns, keep=self._unready < WARM_ATTEMPTS_MAX)

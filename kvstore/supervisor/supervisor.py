@@ -39,7 +39,7 @@ from kvstore.errors import ConfigError
 from kvstore.net.process import Spawned, harden_process
 from kvstore.obs import logs
 from kvstore.supervisor import control
-from kvstore.supervisor.child import GiveUp, Kept, Process, Restarts, spawn_process, told
+from kvstore.supervisor.child import DEATHS_MAX, Kept, Process, Restarts, spawn_process, told
 from kvstore.supervisor.sockets import Listener, UpgradeDoor
 from kvstore.units import NS_PER_S, format_size
 
@@ -394,7 +394,7 @@ class Supervisor:
             self._refuse(f"the code on disk does not start ({told(status)}): see the log")
             return
         again = self._standby_restarts.ended(served_ns=now_ns - process.began_ns)
-        if not isinstance(again, GiveUp):
+        if again is not None:
             self._standby_at_ns = now_ns + again.pause_ns
         _log.warning("the standby process ended with %s: another one is started", told(status))
         self._refuse(f"the new process ended with {told(status)} before it served: see the log")
@@ -438,17 +438,17 @@ class Supervisor:
             )
             self._begin_at_ns = now_ns + pause_ns
             return
-        match self._restarts.ended(served_ns=served_ns):
-            case GiveUp(deaths=deaths):
-                soon = f"ended {deaths} times soon after its start, the last time with"
-                sys.stderr.write(f"kvstore: the node process {soon} {told(status)}: see above\n")
-                self._refuse("the node process keeps crashing: the node gives up")
-                self._exit_code = EXIT_GAVE_UP
-            case again:
-                _log.warning("the node process ended with %s: another is started", told(status))
-                if not again.keep:
-                    self._lose("two processes could not use it")
-                self._begin_at_ns = now_ns + again.pause_ns
+        again = self._restarts.ended(served_ns=served_ns)
+        if again is None:
+            soon = f"ended {DEATHS_MAX} times soon after its start, the last time with"
+            sys.stderr.write(f"kvstore: the node process {soon} {told(status)}: see above\n")
+            self._refuse("the node process keeps crashing: the node gives up")
+            self._exit_code = EXIT_GAVE_UP
+            return
+        _log.warning("the node process ended with %s: another is started", told(status))
+        if not again.keep:
+            self._lose("two processes could not use it")
+        self._begin_at_ns = now_ns + again.pause_ns
 
     def _lose(self, why: str) -> None:
         """Drop memory; log it if a process served from it and has not logged it itself (empty)."""

@@ -24,7 +24,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.contents import SegmentFile, opened_segment
+from kvstore.tiers.file.contents import opened_segment
 from kvstore.tiers.file.disk import (
     FULL,
     Disk,
@@ -346,12 +346,6 @@ class Directory:
             else:
                 found[number] = info.st_size
         return found
-
-    def segment(
-        self, name: str
-    ) -> contextlib.AbstractContextManager[tuple[SegmentFile | None, int]]:
-        """As `opened_segment`."""
-        return opened_segment(self._disk, name, read_flags(direct=self.direct), self.fd)
 
     def is_readable(self) -> bool:
         """Whether the page that says whose this store is can be read from the disk now."""

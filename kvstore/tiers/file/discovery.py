@@ -59,8 +59,9 @@ class Restart:
     """Finds the segments that the directory held before, and their blocks. One thread uses it."""
 
     def __init__(self, parts: Parts) -> None:
-        config, self._outbox = parts.config, parts.outbox
-        self._directory, self._catalog = parts.directory, parts.catalog
+        config, self._outbox, self._leaving = parts.config, parts.outbox, parts.leaving
+        self._disk, self._directory, self._catalog = parts.disk, parts.directory, parts.catalog
+        self._flags = read_flags(direct=parts.directory.direct)
         self._aside_max = config.capacity_bytes // 16
         self._catalog.expect(self._directory.segments(keep_bytes=self._aside_max))
         self._catalog.aside_bytes = self._directory.aside_bytes()
@@ -106,13 +107,12 @@ class Restart:
                 self._directory.path / "quarantine",
             )
 
-    def recover(self, leaving: Callable[[float], bool]) -> None:
-        """Announce the content of every segment. Raises Leaving. `leaving` waits the given seconds;
-        True: stop."""
+    def recover(self) -> None:
+        """Announce the content of every segment. Raises Leaving."""
         for number in sorted(self._catalog.expected, reverse=True):
-            self._recover_patiently(number, leaving)
+            self._recover_patiently(number)
 
-    def _recover_patiently(self, number: int, leaving: Callable[[float], bool]) -> None:
+    def _recover_patiently(self, number: int) -> None:
         pauses_s = iter(PAUSES_S)
         while True:
             try:
@@ -137,7 +137,7 @@ class Restart:
                     DISK_PAUSE_S,
                 )
                 pause_s = DISK_PAUSE_S
-            if leaving(pause_s):
+            if self._leaving.wait(pause_s):
                 raise Leaving
 
     def _recover_one(self, number: int) -> None:
@@ -160,8 +160,9 @@ class Restart:
         Raises:
             OSError: it cannot be read now.
         """
+        name = segment_name(number)
         try:
-            with self._directory.segment(segment_name(number)) as (file, size):
+            with opened_segment(self._disk, name, self._flags, self._directory.fd) as (file, size):
                 if file is None and size <= PAGE_BYTES:
                     self._delete(number)
                 elif size > SEGMENT_BYTES_LIMIT:

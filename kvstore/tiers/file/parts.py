@@ -224,3 +224,5 @@ class Parts(NamedTuple):
     health: Health
     lock: threading.Condition
     """Guards queues and jobs; notified when a job ends."""
+    leaving: threading.Event
+    """Set when the tier is being closed."""

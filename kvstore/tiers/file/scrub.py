@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -45,22 +44,15 @@ class Scrub:
     """Body of the scrubbing thread."""
 
     def __init__(
-        self,
-        rate: ScrubRate,
-        parts: Parts,
-        log: LogThread,
-        *,
-        leaving: threading.Event,
-        is_wanted: Callable[[], bool],
+        self, rate: ScrubRate, parts: Parts, log: LogThread, is_wanted: Callable[[], bool]
     ) -> None:
         """Args:
         rate: how fast.
         parts: of the tier.
         log: knows the voids, and whether recovery is over.
-        leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
         """
-        self._rate, self._log, self._leaving, self._is_wanted = rate, log, leaving, is_wanted
+        self._rate, self._log, self._leaving, self._is_wanted = rate, log, parts.leaving, is_wanted
         self._clock, self._catalog = parts.clock, parts.catalog
         self._outbox, self._health, self._lock = parts.outbox, parts.health, parts.lock
         self._direct = parts.directory.direct

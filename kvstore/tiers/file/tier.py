@@ -133,7 +133,7 @@ class FileTier:
         self.path, self.note = directory.path, directory.note()
         self.is_direct = direct = directory.direct
         self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=direct)
-        its = self._catalog, self._outbox, self._health, self._lock
+        its = self._catalog, self._outbox, self._health, self._lock, self._leaving
         parts = Parts(config, self._clock, disk, directory, *its)
         self._restart = Restart(parts)
         writer = Writer(
@@ -155,9 +155,7 @@ class FileTier:
             reader = Reader(self._catalog, self._memory, direct=direct, look=look)
             self._threads.append(thread(target=self._serve, args=(reader,), name="file-read"))
         if config.scrub is not None:
-            scrub = Scrub(
-                *(config.scrub, parts, self._log), leaving=self._leaving, is_wanted=self._is_wanted
-            )
+            scrub = Scrub(config.scrub, parts, self._log, self._is_wanted)
             self._threads.append(thread(target=scrub.run, name="file-scrub"))
 
     def start(self) -> Self:
@@ -291,7 +289,7 @@ class FileTier:
     def _recover(self) -> None:
         with contextlib.suppress(Leaving):
             try:
-                self._restart.recover(self._leaving.wait)
+                self._restart.recover()
             finally:
                 with self._lock:
                     self._log.recovered(self._restart.voids)

@@ -202,11 +202,9 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
     catalog._disk = watched
     parts = Parts(
         *(tier._config, driver.clock, watched, tier._directory, catalog),
-        *(tier._outbox, tier._health, tier._lock),
+        *(tier._outbox, tier._health, tier._lock, threading.Event()),
     )
-    return scrub_module.Scrub(
-        *(FAST, parts, tier._log), leaving=threading.Event(), is_wanted=tier._is_wanted
-    )
+    return scrub_module.Scrub(FAST, parts, tier._log, tier._is_wanted)
 
 
 def test_a_load_waits_for_one_piece_at_most(start: Start, disk: FaultyDisk) -> None:
