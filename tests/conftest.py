@@ -120,9 +120,8 @@ def by_exec(
     forked_commands: Nursery | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What measures time or is about processes has those that users have."""
-    marks = map(request.node.get_closest_marker, ("alone", "by_exec"))
-    if forked_commands is not None and any(marks):
+    """What is about processes has those that users have."""
+    if forked_commands is not None and request.node.get_closest_marker("by_exec"):
         monkeypatch.setattr("kvstore.testing.process.launch", popen_tied)
 
 

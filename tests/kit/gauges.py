@@ -16,11 +16,19 @@ from typing import Final
 
 import msgspec
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.testing.process import NodeProcess, children_of
+from kvstore.testing.process import ChildServer, NodeProcess, children_of
 
 TIMEOUT_S: Final = 10.0
+
+
+def samples(process: ChildServer) -> dict[str, float]:
+    """Numbers of its /metrics by name, with labels as they stand there. Raises OSError when it does
+    not answer."""
+    with urllib.request.urlopen(process.metrics_url, timeout=TIMEOUT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    words = (line.rpartition(" ") for line in lines if line[:1] not in ("", "#"))
+    return {name: float(value) for name, _, value in words}
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,27 +51,21 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
 
 def look(node: NodeProcess) -> Gauges:
     """Ask the node. Raises OSError when it does not answer."""
-    with urllib.request.urlopen(node.metrics_url, timeout=TIMEOUT_S) as answer:
-        text = answer.read().decode()
-    found: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            label = sample.labels.get("state") or sample.labels.get("tier") or ""
-            found[sample.name, label] = sample.value
+    found = samples(node)
 
     def of(name: str, label: str = "") -> int:
-        return round(found.get((f"kvstore_{name}", label), 0.0))
+        return round(found.get(f"kvstore_{name}{label}", 0.0))
 
     return Gauges(
         connections=of("connections"),
         sessions=of("sessions"),
         leases=of("leases"),
-        slots_sealed=of("slots", "sealed"),
-        slots_granted=of("slots", "granted"),
-        slots_quarantined=of("slots", "quarantined"),
-        slots_leased=of("slots", "leased"),
-        blocks_dram=of("blocks", "dram"),
-        blocks_file=of("blocks", "file"),
+        slots_sealed=of("slots", '{state="sealed"}'),
+        slots_granted=of("slots", '{state="granted"}'),
+        slots_quarantined=of("slots", '{state="quarantined"}'),
+        slots_leased=of("slots", '{state="leased"}'),
+        blocks_dram=of("blocks", '{tier="dram"}'),
+        blocks_file=of("blocks", '{tier="file"}'),
         blocks_read=of("file_blocks_read_total"),
         failures=of("loop_failures_total"),
     )

@@ -13,8 +13,6 @@ For tests and benchmarks.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -23,10 +21,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvstore.testing.process import on_lasting_thread
+from tests.kit.nursery import OWN_NETWORK, enter_network
 from tests.kit.programs import need
 
-CLONE_NEWNET: Final = 0x40000000
-_OWN: Final = Path("/proc/thread-self/ns/net")
 _NAMED: Final = Path("/run/netns")
 
 
@@ -57,7 +54,7 @@ class Lan:
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """This thread, and what it starts, is on that machine."""
-        with _OWN.open("rb") as own, (_NAMED / self._space(name)).open("rb") as its:
+        with OWN_NETWORK.open("rb") as own, (_NAMED / self._space(name)).open("rb") as its:
             self._move(its.fileno())
             try:
                 yield
@@ -66,8 +63,8 @@ class Lan:
 
     def _move(self, space: int) -> None:
         """This thread, and the one that starts processes for it."""
-        _enter(space)
-        on_lasting_thread(lambda: _enter(space))
+        enter_network(space)
+        on_lasting_thread(lambda: enter_network(space))
 
     def __enter__(self) -> Self:
         """Raises LanError."""
@@ -119,9 +116,3 @@ class Lan:
 def _port(name: str) -> str:
     """Of the switch."""
     return f"to-{name}"
-
-
-def _enter(space: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(space, CLONE_NEWNET):
-        raise LanError(f"setns: {os.strerror(ctypes.get_errno())}")

@@ -6,15 +6,16 @@
 
 What a user starts by three exec's (command line, supervisor, node process) is forked here, and all
 else is the command's own code with its own arguments: it is a child of the tests' process, has a
-session, descriptors and signals as after an exec, and ends with the tests. A command with limits,
-a network or early variables (`EARLY`) of its own is started by exec, and so are those of tests
-marked `by_exec` or `alone`, and all in `make nightly`.
+session, descriptors and signals as after an exec, in the network of the thread that starts it, and
+ends with the tests. A command with limits or early variables (`EARLY`) of its own is started by
+exec, and so are those of tests marked `by_exec`, and all in `make nightly`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -27,7 +28,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, Self
+from typing import IO, Any, Final, NamedTuple, NoReturn, Self
 
 import msgspec
 
@@ -40,7 +41,11 @@ ORDER_BYTES_MAX: Final = 64 << 10
 EARLY: Final = ("PYTHON", "LD_PRELOAD", "NUMBA_", "OMP_", "OPENBLAS_", "OTEL_")
 """Variables that begin so are read when Python starts or a module is imported."""
 LIMITS: Final = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
-COMMAND: Final = ["-m", "kvstore.cli.main"]
+MAINS: Final = ("kvstore.cli.main", "tests.integration.cluster.other_engine")
+"""Modules whose `main` is forked."""
+OWN_NETWORK: Final = Path("/proc/thread-self/ns/net")
+"""That of a thread, and of all that it starts."""
+CLONE_NEWNET: Final = 0x40000000
 IMPORTED: Final = (
     "kvstore.cli.main",
     "kvstore.config.cluster",
@@ -53,11 +58,13 @@ IMPORTED: Final = (
     "kvstore.peers.member",
     "kvstore.router.process",
     "kvstore.supervisor.supervisor",
+    "kvstore.testing.raw_engine",
 )
 
 
 class Order(msgspec.Struct):
-    """One command; descriptors of its stdin, stdout and stderr come along."""
+    """One command, its module first; descriptors of its network, stdin, stdout and stderr come
+    along."""
 
     arguments: list[str]
     directory: str
@@ -82,7 +89,7 @@ class Nursery:
     """Starts commands of kvstore; of one process of the tests, which is a subreaper."""
 
     def __init__(self) -> None:
-        self._lock, self._place = threading.Lock(), _place(os.environ)
+        self._lock, self._place = threading.Lock(), Inherited.now()
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = popen_tied(
@@ -101,15 +108,16 @@ class Nursery:
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
         """As `popen_tied`, by fork where that makes no difference."""
-        is_ours = command[:3] == [sys.executable, *COMMAND]
-        if not is_ours or _place(options["env"]) != self._place:
+        is_ours = command[:2] == [sys.executable, "-m"] and command[2] in MAINS
+        if not is_ours or Inherited.now(options["env"]) != self._place:
             return popen_tied(command, **options)
-        order = msgspec.json.encode(Order(command[3:], os.getcwd(), options["env"]))
+        order = msgspec.json.encode(Order(command[2:], os.getcwd(), options["env"]))
         out, its_out = os.pipe()
         try:
-            with open(os.devnull) as nothing, self._lock:
-                files = [nothing.fileno(), its_out, options["stderr"].fileno()]
-                socket.send_fds(self._door, [order], files)
+            with open(os.devnull, "r+b") as nothing, OWN_NETWORK.open("rb") as network, self._lock:
+                given = (options["stdin"], its_out, options["stderr"])
+                files = [nothing if each == subprocess.DEVNULL else each for each in given]
+                socket.send_fds(self._door, [order], [_number(each) for each in (network, *files)])
                 pid = int.from_bytes(self._heard(4), "little")
         except BaseException:
             os.close(out)
@@ -163,9 +171,15 @@ def _is_early(name: str) -> bool:
     return name.startswith(EARLY) and name not in ("PYTHONUNBUFFERED", "PYTHONSAFEPATH")
 
 
-def _place(environment: Mapping[str, str]) -> tuple[Inherited, str]:
-    """With the network, which belongs to a thread."""
-    return Inherited.now(environment), os.readlink("/proc/thread-self/ns/net")
+def _number(file: int | IO[Any]) -> int:
+    return file if isinstance(file, int) else file.fileno()
+
+
+def enter_network(space: int) -> None:
+    """Move this thread to a network, by its descriptor. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(space, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 # ── in the nursery ────────────────────────────────────────────────────────────────────────────────
@@ -185,7 +199,7 @@ def main(arguments: Sequence[str]) -> None:
     with socket.socket(fileno=int(arguments[0])) as door:
         door.send(b"!")
         while True:
-            data, files, _, _ = socket.recv_fds(door, ORDER_BYTES_MAX, 3)
+            data, files, _, _ = socket.recv_fds(door, ORDER_BYTES_MAX, 4)
             if not data:
                 return
             order = msgspec.json.decode(data, type=Order)
@@ -209,14 +223,17 @@ def _run(order: Order, files: list[int], parent: int) -> None:
     while os.getppid() != parent:
         os.sched_yield()
     die_with(parent)
+    network, *files = files
+    if not os.path.samestat(os.fstat(network), OWN_NETWORK.stat()):
+        enter_network(network)
     for number, fd in enumerate(files):
         os.dup2(fd, number)
     _leave_only([0, 1, 2])
     os.chdir(order.directory)
     os.environ.clear()
     os.environ.update(order.environment)
-    sys.argv = ["kvstore", *order.arguments]
-    import_module("kvstore.cli.main").main()
+    sys.argv = order.arguments
+    import_module(order.arguments[0]).main()
 
 
 def _become(supervise: Callable[[list[str]], int], _: str, command: list[str]) -> NoReturn:

@@ -12,10 +12,8 @@ For tests and benchmarks. Certificates are made for them. Whatever happens, both
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from kvstore.testing.process import Lab, NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine
 from kvstore.wire.messages import LeaseReply
 from kvstore.wire.peers import PEERS, Answer, Ask, decode_answer, encode
-from tests.kit.gauges import look, open_now
+from tests.kit.gauges import look, open_now, samples
 from tests.kit.lan import Lan
 
 WAIT_S: Final = 180.0
@@ -147,11 +145,9 @@ def metrics(node: NodeProcess, *names: str) -> list[float]:
     while the index in the node is busy, is asked for again; raises TimeoutError in the end."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
-        with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
-            page = answer.read().decode()
-        found = [re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE) for name in names]
-        if all(found):
-            return [float(each[1]) for each in found if each]
+        page = samples(node)
+        if page.keys() >= {*names}:
+            return [page[name] for name in names]
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not all of {names}")
         threading.Event().wait(_PAUSE_S)

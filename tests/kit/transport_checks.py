@@ -25,8 +25,9 @@ from kvstore.ports import End, Pieces
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire import transfer_worker as wire
 
-ARENA_BYTES: Final = 32 << 20
-LANDING: Final = slice(8 << 20, 20 << 20)
+ARENA_BYTES: Final = 16 << 20
+"""More than sockets of TCP take for a peer that is stopped."""
+LANDING: Final = slice(4 << 20, 10 << 20)
 """The part of the arena that peers may write to."""
 ALL: Final = make_pieces([0], [0], [ARENA_BYTES])
 
@@ -123,7 +124,8 @@ class TransportChecks:
         if name not in self._living:
             self._living[name] = self._make(name)
         party = self._living[name]
-        party.arena[:] = self._random.integers(0, 256, len(party.arena), np.uint8)
+        words = party.arena.view(np.uint64)
+        words[:] = self._random.integers(0, 1 << 64, len(words), np.uint64)
         return party
 
     def _end(self, *names: str) -> None:
@@ -240,15 +242,15 @@ class TransportChecks:
             self._still_works(a, b, "b")
 
     def a_killed_peer_fails_its_writes_only(self) -> None:
+        if not self._takes_writes:
+            return  # `writes_arrive_in_the_landing_memory_only` says what becomes of them
         size = LANDING.stop - LANDING.start
         with self._parties("a", "b", "c", spent=("a", "b")) as (a, b, c):
             b.pause()
             a.write(1, "b", make_pieces([0], [LANDING.start], [size]))
             ended = a.ends_by_now()
             b.kill()
-            assert (ended or a.ends(1))[1] is not End.DONE or (
-                self._serves_stopped and self._takes_writes
-            )
+            assert (ended or a.ends(1))[1] is not End.DONE or self._serves_stopped
             self._still_works(a, c, "c")
 
     def _holds(self, a: TransportParty, b: TransportParty) -> bool:

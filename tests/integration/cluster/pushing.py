@@ -9,7 +9,7 @@
 
 Node b prefills, node a decodes. From the second stage on half of the blocks have come before.
 
-Does not cover: what happens then, and what must hold (`test_pushes`, `test_push_partition`).
+Does not cover: what happens then, and what must hold (`test_pushes`, `test_partition`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +15,6 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Hello
 from tests.integration.cluster.kit import (
-    ASK_S,
     CONVERGES_S,
     Site,
     becomes,
@@ -184,29 +176,3 @@ def test_a_replica_that_stops_or_dies_holds_up_neither_nodes_nor_clients(site: S
         assert becomes(client, keys, {"n1": 64})
         with site.index("i1", listen=one.address):
             assert becomes(first, keys, {"n1": 64}), "and is filled again"
-
-
-def test_a_stopped_watcher_is_hung_up_on(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from kvstore.client.index import IndexClient\n"
-        "with IndexClient([sys.argv[1]], insecure=True) as client:\n"
-        "    for _ in client.watch(): pass\n"
-    )
-
-    def watchers() -> str:
-        with urllib.request.urlopen(replica.metrics_url, timeout=ASK_S) as page:
-            found = re.search(r"^kvstore_index_watchers (\S+)", page.read().decode(), re.MULTILINE)
-        assert found is not None
-        return found[1]
-
-    env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    with IndexProcess.start(tmp_path) as replica:
-        command = [sys.executable, "-c", program, replica.address]
-        with subprocess.Popen(command, env=env) as watcher:
-            try:
-                assert eventually(lambda: watchers() == "1.0", timeout_s=CONVERGES_S)
-                watcher.send_signal(signal.SIGSTOP)
-                assert eventually(lambda: watchers() == "0.0", timeout_s=CONVERGES_S)
-            finally:
-                watcher.kill()

@@ -90,7 +90,7 @@ def load(node: NodeProcess, workers: list[ScriptedWorker], router: RouterProcess
         stored: set[bytes] = set()
         number = 0
         with attached(node.socket) as engine:
-            while not is_over.wait(0.02):
+            while not is_over.wait(0.2):
                 engine.hear(0.0)
                 for worker in workers:
                     with contextlib.suppress(OSError):  # one was killed
@@ -101,7 +101,7 @@ def load(node: NodeProcess, workers: list[ScriptedWorker], router: RouterProcess
 
     def clients() -> None:
         port = router.port
-        while not is_over.wait(0.1):
+        while not is_over.wait(0.2):
             for prompt in PROMPTS:
                 ask(port, ASK | {"prompt": prompt, "stream": True})
 

@@ -107,6 +107,9 @@ def check_struck(scene: Scene, stage: str, victim: str, number: signal.Signals) 
                 request.end()
         elif killed != "engine":
             request.end()
+    if killed == "node there":  # what it kept is served before any engine attaches
+        scene.heal(keys)
+        assert "were kept in memory" in scene.pair.b.log
     if killed:
         scene.mend(victim)
     scene.heal(keys)

@@ -83,14 +83,16 @@ def has_all_dram(node: NodeProcess) -> bool:
 
 
 def eventually(check: Callable[[], bool], *, timeout_s: float = 60.0) -> bool:
-    """True as soon as `check` is; for what another process does in its own time. An index that is
-    late, on a machine that others use too, has not answered yet."""
-    deadline_s = time.monotonic() + timeout_s
+    """True when `check` is, seen a tenth of the wait later at most; for what another process does
+    in its own time. An index that is late, on a machine that others use too, has not answered yet.
+    """
+    begun_s = time.monotonic()
     pause = threading.Event()
     while True:
         with contextlib.suppress(IndexUnavailable):
             if check():
                 return True
-        if time.monotonic() > deadline_s:
+        waited_s = time.monotonic() - begun_s
+        if waited_s > timeout_s:
             return False
-        pause.wait(0.02)
+        pause.wait(min(max(waited_s / 10, 0.01), 0.25))

@@ -16,6 +16,7 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.kit.processes import IndexProcess
 from tests.kit.programs import need
+from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -28,16 +29,23 @@ LOOKS = ((1400, "light"), (390, "dark"))
 HIDDEN = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'})"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """The browser has processes for pages to come; `browser` looks in the end."""
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     need("chromium")
     library = pytest.importorskip("playwright.sync_api", reason="pip install '.[dev]'")
+    baseline = Baseline()
     with library.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         yield chromium
         chromium.close()
+    assert not baseline.wait()
 
 
 @contextlib.contextmanager
