@@ -15,7 +15,7 @@ from tests.kit.host import Host
 from tests.kit.kills import MEMBERS, POINTS, KillCycles
 from tests.kit.troupe import Wrong
 
-pytestmark = [pytest.mark.slow, pytest.mark.by_exec, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEED = 20261125
 CYCLES = amount(30, nightly=60)

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -58,11 +58,15 @@ class Host:
         if part == "node":
             self._kill_at(mark, self._serving)
             return
+        others = children_of(os.getpid())
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             future = pool.submit(self._start)
-            self._kill_at(
-                mark, lambda: [*_own_children(str(self._directory))] + [0] * future.done()
-            )
+
+            def started() -> list[int]:
+                new = [pid for pid in children_of(os.getpid()) if pid not in others]
+                return [*new, *[0] * future.done()]
+
+            self._kill_at(mark, started)
         try:
             self.node = future.result()
         except NodeFailed as failed:
@@ -114,12 +118,3 @@ class Host:
     def close(self) -> None:
         with self.node:
             pass
-
-
-def _own_children(argument: str) -> Iterator[int]:
-    """Children of this process, of any of its threads, that were started with `argument`."""
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            for pid in (task / "children").read_text().split():
-                if argument in Path(f"/proc/{pid}/cmdline").read_text():
-                    yield int(pid)
