@@ -142,7 +142,7 @@ _WORDS: Final[dict[Any, str]] = {
     Dropped.SUBSET: "not among the workers that the gateway allows",
     Dropped.MODEL: "does not serve the model",
     Dropped.ADAPTER: "does not list the LoRA adapter",
-    Dropped.FAILED: "an earlier attempt of this request failed there",
+    Dropped.FAILED_BEFORE: "an earlier attempt of this request failed there",
     Dropped.MEDIA: "has refused images, audio or video of this model; tried after one that is down",
     Dropped.CONTEXT: "prompt and output exceed its context length; tried last",
     Dropped.RESTS: "answered 429 within 250 ms; tried before the other last resorts",
@@ -289,7 +289,7 @@ def routing_page() -> str:
     """Keys of the policy file, fields and words of receipts."""
     terms = [(f"`{name}`", its) for name, its in _TERMS.items()]
     assert set(TERM_NAMES) <= _TERMS.keys()
-    words: tuple[tuple[type[enum.StrEnum], str], ...] = (
+    words: tuple[tuple[type[enum.StrEnum | Dropped], str], ...] = (
         (Dropped, "filtered"),
         (PrefixTrust, "index_trust"),
         (Rung, "degraded"),
@@ -335,8 +335,9 @@ def _fields_of_a_receipt(kind: type[msgspec.Struct]) -> str:
     return _table(("field", ""), rows)
 
 
-def _values_of(field: str, kind: type[enum.StrEnum]) -> str:
-    rows = [(f"`{each.value}`", _WORDS[each]) for each in kind if each.value]
+def _values_of(field: str, kind: type[enum.StrEnum | Dropped]) -> str:
+    said = {each: each.word if isinstance(each, Dropped) else each.value for each in kind}
+    rows = [(f"`{said[each]}`", _WORDS[each]) for each in kind if each.value]
     return f"### Values of {field}\n\n" + _table(("value", "meaning"), rows)
 
 

@@ -1,4 +1,5 @@
-"""An OpenAI engine that does what a script says: a process of its own, real HTTP.
+"""An OpenAI engine that does what a script says: a process of its own with real HTTP, or in virtual
+time (`VirtualWorker`).
 
     with ScriptedWorker.start(tmp_path, "a") as worker:
         worker.script("fail")            # or slow, die, hang, stuck, refuse, raw, flood, ok
@@ -20,6 +21,7 @@ gets 500 from any.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import subprocess
@@ -28,7 +30,7 @@ import urllib.request
 import uuid
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -41,6 +43,7 @@ from kvstore.wire.requests import (
     asks_for_adapter,
     read_transfer,
 )
+from tests.kit.virtual_loop import VirtualLoop
 
 BODIES_MAX = 1000
 BODY_BYTES_MAX = 1 << 16
@@ -111,19 +114,26 @@ class _Script:
         """Responses by their ids."""
         self._is_scripted = asyncio.Event()
 
-    async def set(self, request: web.Request) -> web.Response:
-        self.mode = await request.json()
+    def follow(self, mode: dict[str, Any]) -> None:
+        self.mode = mode
         self._is_scripted.set()
         self._is_scripted = asyncio.Event()
+
+    def taken(self) -> list[str]:
+        """Bodies since this was asked last."""
+        found = [*self.bodies]
+        self.bodies.clear()
+        return found
+
+    async def set(self, request: web.Request) -> web.Response:
+        self.follow(await request.json())
         return web.json_response({})
 
     async def tell(self, _: web.Request) -> web.Response:
         return web.json_response(self.seen)
 
     async def tell_bodies(self, _: web.Request) -> web.Response:
-        found = [*self.bodies]
-        self.bodies.clear()
-        return web.json_response({"bodies": found})
+        return web.json_response({"bodies": self.taken()})
 
     async def health(self, _: web.Request) -> web.Response:
         if self.mode["mode"] == "hang":
@@ -143,14 +153,25 @@ class _Script:
         self.seen["models_read"] = self.seen.get("models_read", 0) + 1
         return web.json_response({"object": "list", "data": [*rows, *adapters]})
 
-    async def about_response(self, request: web.Request) -> web.Response:
+    async def about_response(self, request: web.Request) -> web.StreamResponse:
         """GET or cancel of a stored one; vLLM deletes none."""
+        if request.method not in ("GET", "POST"):
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "POST"])
         self.seen["about"] = [*self.seen.get("about", []), f"{request.method} {request.path}"]
+        self.seen["about_body"] = (await request.read()).decode()
         found = self.stored.get(request.match_info["id"])
         if found is None:
             return no_response(request.match_info["id"])
         if request.path.endswith("/cancel"):
             return refused("Cannot cancel a synchronous response.", param="response_id")
+        if self.mode["mode"] == "half":
+            out = web.StreamResponse()
+            await out.prepare(request)
+            await out.write(b"half of ")
+            await asyncio.sleep(1)
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
         return web.json_response(found)
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -353,6 +374,35 @@ class _Script:
         return out
 
 
+class VirtualWorker:
+    """The same engine on a loop in virtual time."""
+
+    def __init__(self, loop: VirtualLoop, name: str) -> None:
+        self.name, self._script = name, _Script()
+        self._runner = _server(self._script)
+        loop.run_until_complete(self._runner.setup())
+        self.port = loop.serve(cast("Any", self._runner.server))
+        self.url = "http://{}:{}".format(*self.port.port)
+        self.flag = f"{name}={self.url}"
+
+    def script(self, mode: str, **more: Any) -> None:
+        self._script.follow(copy.deepcopy({"mode": mode, **more}))
+
+    def seen(self) -> dict[str, Any]:
+        return copy.deepcopy(self._script.seen)
+
+    def bodies(self) -> list[str]:
+        return self._script.taken()
+
+    def keep(self, response: str) -> None:
+        """It has stored one of this id."""
+        self._script.stored[response] = {"of": self.name}
+
+    async def close(self) -> None:
+        self.port.kill()
+        await self._runner.cleanup()
+
+
 def refused(
     text: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
 ) -> web.Response:
@@ -367,8 +417,7 @@ def no_response(name: object) -> web.Response:
     return refused(text, status=404, kind="invalid_request_error", param="response_id")
 
 
-async def _serve(port: int) -> None:
-    script = _Script()
+def _server(script: _Script) -> web.AppRunner:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/script", script.set)
     app.router.add_post("/seen", script.tell)
@@ -377,19 +426,23 @@ async def _serve(port: int) -> None:
     app.router.add_get("/metrics", script.metrics)
     app.router.add_get("/v1/models", script.models)
     app.router.add_post("/v1/{kind:.*}/render", script.render)
-    app.router.add_get(RESPONSES + "/{id}", script.about_response)
+    app.router.add_route("*", RESPONSES + "/{id}", script.about_response)
     app.router.add_post(RESPONSES + "/{id}/cancel", script.about_response)
     for path in JSON_PATHS:
         app.router.add_post(path, script.complete)
     for path in FORM_PATHS:
         app.router.add_post(path, script.form)
-    runner = web.AppRunner(
+    return web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
         max_line_size=HEAD_BYTES_MAX,
         max_field_size=HEAD_BYTES_MAX,
     )
+
+
+async def _serve(port: int) -> None:
+    runner = _server(_Script())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()

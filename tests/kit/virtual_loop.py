@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import io
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 HIGH_WATER = 1 << 16
 _TURNS_MAX: Final = 100_000
@@ -138,6 +139,77 @@ class MemoryServer:
         self.connections.clear()
 
 
+class MemorySocket(asyncio.Protocol):
+    """A client's end, as a socket that blocks: time passes while it waits."""
+
+    def __init__(self, loop: VirtualLoop, peer: Port, timeout_s: float) -> None:
+        self._loop, self._peer, self._timeout_s = loop, peer, timeout_s
+        self.coming = bytearray()
+        """What was not read yet."""
+        self._error: Exception | None = None
+        self._has_ended = self._is_closed = False
+        self._file: _MemoryFile | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("MemoryTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.coming += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._error, self._has_ended = error, True
+
+    def getpeername(self) -> Port:
+        return self._peer
+
+    def sendall(self, data: Any) -> None:
+        self._transport.write(data)
+
+    def recv(self, size: int) -> bytes:
+        self._loop.until(lambda: bool(self.coming or self._has_ended), limit_s=self._timeout_s)
+        if self._error is not None and not self.coming:
+            raise self._error
+        piece = bytes(self.coming[:size])
+        del self.coming[:size]
+        return piece
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        self._file = _MemoryFile(self)
+        return io.BufferedReader(self._file)
+
+    def close(self) -> None:
+        """Its file may be read to the end all the same."""
+        self._is_closed = True
+        self.closed_file()
+
+    def closed_file(self) -> None:
+        if self._is_closed and (self._file is None or self._file.closed):
+            self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._transport.close()
+
+
+class _MemoryFile(io.RawIOBase):
+    def __init__(self, of: MemorySocket) -> None:
+        self._of = of
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._of.recv(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        super().close()
+        self._of.closed_file()
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """See the module. `now_s`: its clock. It runs to the end of some work (`run`), or as far as its
     time has come (`go_on`)."""
@@ -155,7 +227,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def clock_ns(self) -> int:
         """For code that takes a clock."""
-        return int(self.now_s * 1e9)
+        return round(self.now_s * 1e9)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """To its end, and close."""
@@ -163,12 +235,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
             asyncio.set_event_loop(self)
             return self.run_until_complete(work)
         finally:
-            tasks = asyncio.all_tasks(self)
-            for task in tasks:
-                task.cancel()
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            asyncio.set_event_loop(None)
-            self.close()
+            self.end()
+
+    def end(self) -> None:
+        """All tasks end where they are, and the loop is closed."""
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        self.close()
+
+    def until(self, true: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+        """Time passes until this is so."""
+        begin_s = self.now_s
+        while not true():
+            passed_s = self.now_s - begin_s
+            assert passed_s < limit_s, "it did not come about in time"
+            self.run_until_complete(asyncio.sleep(0.02 if passed_s < 10 else 1.0))
 
     def go_on(self) -> bool:
         """Run what is due, and all that follows from it at this time. False: there was nothing."""
@@ -246,3 +330,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         far.begin()
         near.begin()
         return near, protocol
+
+    def connected(self, port: Port, timeout_s: float) -> MemorySocket:
+        """Of a client that is no coroutine."""
+        made = self.create_connection(lambda: MemorySocket(self, port, timeout_s), *port)
+        return cast("MemorySocket", self.run_until_complete(made)[1])

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.router.front.door import HEAD_BYTES_MAX
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
+from tests.kit.router_thread import RouterThread, until
 from tests.kit.uvicorn_engine import MANAGED, UvicornEngine
 
 

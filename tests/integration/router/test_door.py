@@ -18,8 +18,7 @@ from kvstore.router.engines import connections
 from kvstore.router.front import door
 from kvstore.router.front.intake import BODIES_SHARE
 from kvstore.testing.process import Lab
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
+from tests.kit.router_thread import RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 BODY = b'{"model":"m","prompt":"x"}'

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, RouterProcess, start_ready
-from tests.integration.router.test_proxy import WAIT_S, until
-from tests.kit.router_thread import ASK, ask
+from tests.kit.router_thread import ASK, WAIT_S, ask, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 DESCRIPTORS = 256

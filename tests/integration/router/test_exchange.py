@@ -23,9 +23,8 @@ from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
 from kvstore.testing.process import Lab, RouterProcess
 from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
-from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.processes import IndexProcess, route_address
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK, WAIT_S, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 ENGINE = "http://127.0.0.1:1"

@@ -24,9 +24,8 @@ from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS
 from kvstore.types import BlockKey
-from tests.integration.router.test_proxy import until
 from tests.kit.peers import attached
-from tests.kit.router_thread import ASK, STEADY, RouterThread
+from tests.kit.router_thread import ASK, STEADY, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 SEED = "0"

@@ -12,9 +12,8 @@ import pytest
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteCommand, RouteEvent
 from kvstore.routing.policy import RoutingPolicy
-from tests.integration.router.test_proxy import until
 from tests.kit.envoy import Envoy, binary
-from tests.kit.router_thread import ASK, RouterThread, ask
+from tests.kit.router_thread import ASK, RouterThread, ask, until
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.kit.turns_core import TurnsCore
 

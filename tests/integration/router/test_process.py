@@ -19,9 +19,8 @@ from kvstore.cli.route import route
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.testing.process import Lab, RouterProcess
-from tests.integration.router.test_proxy import until
 from tests.kit.processes import route_address
-from tests.kit.router_thread import ASK, ask
+from tests.kit.router_thread import ASK, ask, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 

@@ -24,9 +24,8 @@ from kvstore.testing.raw_engine import BLOCK_TOKENS, make_keys
 from tests.integration.cluster.kit import CONVERGES_S, becomes, matches
 from tests.integration.node.conftest import eventually
 from tests.integration.router.test_keys import SEED, storing
-from tests.integration.router.test_proxy import until
 from tests.kit.peers import attached
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 BLOCKS = 16

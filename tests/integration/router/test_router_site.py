@@ -12,15 +12,14 @@ from kvstore.router.pages import make_router_pages
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
 from kvstore.routing.values import WorkerWord
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, STEADY, RouterThread
+from tests.kit.router_thread import ASK, STEADY, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 
 WORKER_COUNT = 1000
 
 
 def page(router: RouterThread, path: str, *query: str) -> Any:
-    found = make_router_pages(router.router, router._loop.loop)[path](*query)
+    found = make_router_pages(router.router, router.loop)[path](*query)
     assert found.status == 200, found.body
     return found
 
@@ -74,7 +73,7 @@ def test_decisions_are_listed_with_what_followed_and_one_with_its_candidates(
         found = state(router)
         newest = found["decisions"][0]
         its = json.loads(page(router, "/request.json?", f"id={newest['number']}").body)
-        gone = make_router_pages(router.router, router._loop.loop)["/request.json?"]("id=99999")
+        gone = make_router_pages(router.router, router.loop)["/request.json?"]("id=99999")
     assert len(found["decisions"]) == REQUESTS_SHOWN
     numbers = [row["number"] for row in found["decisions"]]
     assert numbers == sorted(numbers, reverse=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,21 +10,15 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Blocked, RouteCommand
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import ASK
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 LONG = [{"model": "m", "prompt": f"{n} " + "once more " * 200_000} for n in range(4)]
 """Texts of 2 MB: 500,000 tokens each by their bytes."""
 
 
-@pytest.fixture
-def clients() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(100) as pool:
-        yield pool
-
-
-def running(engines: Sequence[ScriptedWorker]) -> list[int]:
+def running(engines: Sequence[VirtualWorker]) -> list[int]:
     return [each.seen()["running"] for each in engines]
 
 
@@ -42,17 +35,15 @@ class CountingCore(RouterCore):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_long_requests_hold_nobody(
-    engines: list[ScriptedWorker], clients: ThreadPoolExecutor, count: int
-) -> None:
+def test_long_requests_hold_nobody(engines: list[VirtualWorker], count: int) -> None:
     """At some engines while others are idle, and at all of them."""
     del engines[4:]
     for each in engines:
         each.script("held", from_bytes=1 << 20)
-    with RouterThread([each.flag for each in engines], core=CountingCore()) as router:
-        long = [clients.submit(router.ask, each) for each in LONG[:count]]
+    with VirtualRouter([each.flag for each in engines], core=CountingCore()) as router:
+        long = [router.begin(each) for each in LONG[:count]]
         until(lambda: sorted(running(engines)) == [0] * (4 - count) + [1] * count)
-        asked = [clients.submit(router.ask, ASK | {"prompt": f"{n}"}) for n in range(40)]
+        asked = [router.begin(ASK | {"prompt": f"{n}"}) for n in range(40)]
         assert [each.result()[0] for each in asked] == [200] * 40
         assert router.core.held_count == 0
         assert sum(running(engines)) == count, "they are still there"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvstore.routing.events import Ending
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import ASK
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 PAGE = "https://chat.example"
 KEY = "key-of-sixteen-characters"
@@ -22,13 +21,13 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
-def router(workers: list[ScriptedWorker]) -> Iterator[RouterThread]:
-    with RouterThread([each.flag for each in workers]) as started:
+def router(workers: list[VirtualWorker]) -> Iterator[VirtualRouter]:
+    with VirtualRouter([each.flag for each in workers]) as started:
         until(lambda: all(worker.models for worker in started.router.workers))
         yield started
 
 
-def served_by(headers: dict[str, str], workers: list[ScriptedWorker]) -> dict[str, Any]:
+def served_by(headers: dict[str, str], workers: list[VirtualWorker]) -> dict[str, Any]:
     """What the engine of an answer saw last."""
     [found] = [each for each in workers if each.name == headers["x-kvstore-worker"]]
     return found.seen()
@@ -58,7 +57,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_requests_reach_an_engine_as_they_came(
-    router: RouterThread, workers: list[ScriptedWorker]
+    router: VirtualRouter, workers: list[VirtualWorker]
 ) -> None:
     for path, body in BODIES:
         content = json.dumps(body, indent=1).encode()
@@ -76,7 +75,7 @@ ODD = [
 
 
 def test_json_that_only_engines_read_reaches_one_as_it_came(
-    router: RouterThread, workers: list[ScriptedWorker]
+    router: VirtualRouter, workers: list[VirtualWorker]
 ) -> None:
     """A byte order mark, half a surrogate pair, an infinite number: vLLM reads them."""
     for content in ODD:
@@ -88,7 +87,7 @@ def test_json_that_only_engines_read_reaches_one_as_it_came(
         assert (status, b"a field that no client may set" in answer) == (400, True)
 
 
-def test_a_path_with_a_slash_behind_it_is_said_without_it(router: RouterThread) -> None:
+def test_a_path_with_a_slash_behind_it_is_said_without_it(router: VirtualRouter) -> None:
     status, headers, _ = router.ask(path="/v1/completions/?a=%20b")
     assert (status, headers["location"]) == (307, "/v1/completions?a=%20b")
     status, headers, _ = router.ask(path="/v1/models/", method="GET")
@@ -96,7 +95,7 @@ def test_a_path_with_a_slash_behind_it_is_said_without_it(router: RouterThread) 
     assert router.ask(path="/v1/none/")[0] == router.ask(path="//v1/completions/")[0] == 404
 
 
-def test_a_character_set_in_content_encoding_is_no_compression(router: RouterThread) -> None:
+def test_a_character_set_in_content_encoding_is_no_compression(router: VirtualRouter) -> None:
     for value, status in (
         ("utf-8", 200),
         ("", 200),
@@ -121,7 +120,7 @@ def form(*fields: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def test_a_form_reaches_an_engine_byte_for_byte(
-    router: RouterThread, workers: list[ScriptedWorker]
+    router: VirtualRouter, workers: list[VirtualWorker]
 ) -> None:
     content, kind = form(b'name="language"\r\n\r\nen')
     for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
@@ -134,14 +133,6 @@ def test_a_form_reaches_an_engine_byte_for_byte(
 # ── ends of streams ──────────────────────────────────────────────────────────────────────────────
 
 
-def stream(port: int, path: str, body: dict[str, Any]) -> socket.socket:
-    content = json.dumps(body | {"stream": True}).encode()
-    client = socket.create_connection(("127.0.0.1", port), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return client
-
-
 @pytest.mark.parametrize(
     ("path", "body", "last"),
     [
@@ -151,8 +142,8 @@ def stream(port: int, path: str, body: dict[str, Any]) -> socket.socket:
 )
 @pytest.mark.parametrize("text_bytes", [3, 50_000])
 def test_a_client_that_leaves_at_the_last_word_is_done(
-    router: RouterThread,
-    workers: list[ScriptedWorker],
+    router: VirtualRouter,
+    workers: list[VirtualWorker],
     path: str,
     body: dict[str, Any],
     last: bytes,
@@ -161,16 +152,14 @@ def test_a_client_that_leaves_at_the_last_word_is_done(
     """The engine would end its response after that: the client leaves before."""
     for each in workers:
         each.script("ok", lingers=True, text="x" * text_bytes)
-    with stream(router.port, path, body) as client:
-        heard = b""
-        while not re.search(last, heard, re.DOTALL):
-            piece = client.recv(1 << 16)
-            assert piece, heard[-200:]
-            heard += piece
+    asked, heard = router.begin(body | {"stream": True}, path), b""
+    answer = asked.response()
+    while not re.search(last, heard, re.DOTALL):
+        piece = answer.read1(1 << 16)
+        assert piece, heard[-200:]
+        heard += piece
+    asked.leave()
     until(lambda: len(router.core.ended) == 1)
     [ended] = router.core.ended.values()
     assert (ended.end, ended.output_tokens) == (Ending.DONE, 3)
     assert router.router.proxy.counts == {"done": 1}
-
-
-# ── browsers ─────────────────────────────────────────────────────────────────────────────────────

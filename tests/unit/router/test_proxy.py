@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,23 +11,14 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy
-from tests.kit.router_thread import ASK, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import ASK
+from tests.kit.scripted_worker import VirtualWorker
 from tests.kit.turns_core import TurnsCore
-
-WAIT_S = 10.0
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    pause = threading.Event()
-    while not true():
-        assert time.monotonic() < end_s, "it did not come about in time"
-        pause.wait(0.02)
+from tests.kit.virtual_router import VirtualRouter, until
 
 
-def test_a_request_and_its_answer_pass(workers: list[ScriptedWorker]) -> None:
-    with RouterThread([workers[0].flag]) as router:
+def test_a_request_and_its_answer_pass(workers: list[VirtualWorker]) -> None:
+    with VirtualRouter([workers[0].flag]) as router:
         body = b'{ "model":"m",  "prompt": "h\\u0065llo", "seed": 1e2, "x": [1,2 ]}'
         status, headers, answer = router.ask(body)
         assert status == 200
@@ -47,29 +34,27 @@ def test_a_request_and_its_answer_pass(workers: list[ScriptedWorker]) -> None:
         assert [(e.end.value, e.cached_tokens, e.output_tokens) for e in ended] == [("done", 64, 3)]
 
 
-def test_pieces_of_a_stream_go_as_they_come(workers: list[ScriptedWorker]) -> None:
+def test_pieces_of_a_stream_go_as_they_come(workers: list[VirtualWorker]) -> None:
     workers[0].script("ok", pieces=5, pause_s=0.2)
-    with RouterThread([workers[0].flag]) as router:
-        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
-        body, headers = json.dumps(ASK | {"stream": True}), {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", body, headers)
-        answer = connection.getresponse()
+    with VirtualRouter([workers[0].flag]) as router:
+        asked = router.begin(ASK | {"stream": True})
+        answer = asked.response()
         times = []
         text = b""
         while piece := answer.read1(65536):
-            times.append(time.monotonic())
+            times.append(router.loop.time())
             text += piece
-        connection.close()
+        asked.leave()
         assert text.count(b"data: ") == 7
         assert text.endswith(b"data: [DONE]\n\n")
-        assert len(times) >= 5, "not held back"
+        assert times[4] - times[0] == pytest.approx(0.8, abs=0.05), "not held back"
         assert answer.getheader("Content-Type") == "text/event-stream"
         until(lambda: len(router.core.ended) == 1)
         assert next(iter(router.core.ended.values())).cached_tokens == 64
 
 
-def test_headers_that_steer_are_dropped(workers: list[ScriptedWorker]) -> None:
-    with RouterThread([workers[0].flag]) as router:
+def test_headers_that_steer_are_dropped(workers: list[VirtualWorker]) -> None:
+    with VirtualRouter([workers[0].flag]) as router:
         given = {
             "Authorization": "Bearer own-key",
             "X-Trace": "kept",
@@ -99,10 +84,8 @@ def test_headers_that_steer_are_dropped(workers: list[ScriptedWorker]) -> None:
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "kv_transfer\\u005fparams"])
-def test_transfer_params_of_a_client_are_stripped(
-    workers: list[ScriptedWorker], field: str
-) -> None:
-    with RouterThread([workers[0].flag]) as router:
+def test_transfer_params_of_a_client_are_stripped(workers: list[VirtualWorker], field: str) -> None:
+    with VirtualRouter([workers[0].flag]) as router:
         body = f'{{"model": "m", "{field}": {{"remote_host": "10.0.0.1"}}, "prompt": "x"}}'
         assert router.ask(body.encode())[0] == 200
         assert json.loads(workers[0].seen()["body"]) == {"model": "m", "prompt": "x"}
@@ -110,10 +93,10 @@ def test_transfer_params_of_a_client_are_stripped(
 
 @pytest.mark.parametrize("mode", [("fail", {}), ("fail", {"status": 503}), ("cut", {})])
 def test_a_failing_engine_fails_no_request(
-    workers: list[ScriptedWorker], mode: tuple[str, dict[str, int]]
+    workers: list[VirtualWorker], mode: tuple[str, dict[str, int]]
 ) -> None:
     workers[1].script(mode[0], **mode[1])
-    with RouterThread([each.flag for each in workers]) as router:
+    with VirtualRouter([each.flag for each in workers]) as router:
         statuses = [router.ask()[0] for _ in range(40)]
         assert statuses == [200] * 40
         assert router.core.attempts["b"] < 10, "the breaker opened"
@@ -124,9 +107,9 @@ def test_a_failing_engine_fails_no_request(
         until(lambda: len(router.core.ended) >= 41 and not router.core.under_way)
 
 
-def test_a_4xx_is_passed_on_and_never_counts(workers: list[ScriptedWorker]) -> None:
+def test_a_4xx_is_passed_on_and_never_counts(workers: list[VirtualWorker]) -> None:
     workers[0].script("refuse", status=422)
-    with RouterThread([workers[0].flag]) as router:
+    with VirtualRouter([workers[0].flag]) as router:
         for _ in range(10):
             status, _, body = router.ask()
             assert (status, json.loads(body)) == (422, {"error": "no"})
@@ -144,16 +127,16 @@ def test_a_4xx_is_passed_on_and_never_counts(workers: list[ScriptedWorker]) -> N
     ],
 )
 def test_an_engine_that_answers_quickly_with_its_own_fault_fails_no_request(
-    workers: list[ScriptedWorker], status: int, headers: dict[str, str], state: str
+    workers: list[VirtualWorker], status: int, headers: dict[str, str], state: str
 ) -> None:
     workers[1].script("fail", status=status, headers=headers)
     before = workers[1].seen()["requests"]
     core = RouterCore(RoutingPolicy(), seed=1)
-    with RouterThread([each.flag for each in workers], core=cast("TurnsCore", core)) as router:
+    with VirtualRouter([each.flag for each in workers], core=cast("TurnsCore", core)) as router:
         until(lambda: set(router.words().values()) == {"up"})
-        begin_s = time.monotonic()
+        begin_s = router.loop.time()
         assert {router.ask()[0] for _ in range(100)} == {200}
-        spans = 1 + (time.monotonic() - begin_s) / 0.25
+        spans = 1 + (router.loop.time() - begin_s) / 0.25
         assert 0 < workers[1].seen()["requests"] - before <= 4 + spans
         assert router.words()["b"] == state
 
@@ -169,7 +152,7 @@ def test_an_engine_that_answers_quickly_with_its_own_fault_fails_no_request(
     ],
 )
 def test_when_all_engines_are_at_fault(
-    workers: list[ScriptedWorker],
+    workers: list[VirtualWorker],
     tmp_path: Path,
     status: int,
     settings: dict[str, str],
@@ -182,7 +165,7 @@ def test_when_all_engines_are_at_fault(
     for name, content in settings.items():
         tmp_path.joinpath(name).write_text(content)
     files: dict[str, Any] = {name: str(tmp_path / name) for name in settings}
-    with RouterThread([each.flag for each in workers], **files) as router:
+    with VirtualRouter([each.flag for each in workers], **files) as router:
         got, headers, body = router.ask()
         assert got == answered
         if got == status:
@@ -193,9 +176,9 @@ def test_when_all_engines_are_at_fault(
         assert sum(router.failure_count(each.name) for each in workers) == failures
 
 
-def test_an_answer_that_breaks_off_is_cut_and_not_retried(workers: list[ScriptedWorker]) -> None:
+def test_an_answer_that_breaks_off_is_cut_and_not_retried(workers: list[VirtualWorker]) -> None:
     workers[0].script("die", pieces=5, pause_s=0.05)
-    with RouterThread([workers[0].flag]) as router:
+    with VirtualRouter([workers[0].flag]) as router:
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             router.ask(ASK | {"stream": True})
         assert sum(router.core.attempts.values()) == 1
@@ -207,43 +190,36 @@ def test_an_answer_that_breaks_off_is_cut_and_not_retried(workers: list[Scripted
     "mode", [{"mode": "ok", "pieces": 1000, "pause_s": 0.05}, {"mode": "ok", "delay_s": 60}]
 )
 def test_a_client_that_leaves_aborts_the_engine(
-    workers: list[ScriptedWorker], mode: dict[str, Any]
+    workers: list[VirtualWorker], mode: dict[str, Any]
 ) -> None:
     workers[0].script(**mode)
     before = workers[0].seen()["aborted"]
-    with RouterThread([workers[0].flag]) as router:
-        content = json.dumps(ASK | {"stream": True}).encode()
-        with socket.create_connection(("127.0.0.1", router.port)) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
-            until(lambda: workers[0].seen()["running"] == 1)
-        left_s = time.monotonic()
+    with VirtualRouter([workers[0].flag]) as router:
+        asked = router.begin(ASK | {"stream": True})
+        until(lambda: workers[0].seen()["running"] == 1)
+        asked.leave()
+        left_s = router.loop.time()
         until(lambda: workers[0].seen()["aborted"] > before)
-        assert time.monotonic() - left_s < 1.0
+        assert router.loop.time() - left_s < 1.0
         until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
 
 
-def test_a_client_that_leaves_while_it_is_held_is_ended(workers: list[ScriptedWorker]) -> None:
-    with RouterThread([workers[0].flag]) as router:
+def test_a_client_that_leaves_while_it_is_held_is_ended(workers: list[VirtualWorker]) -> None:
+    with VirtualRouter([workers[0].flag]) as router:
         router.core.holds = True
-        with socket.create_connection(("127.0.0.1", router.port)) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 13\r\n\r\n"
-                b'{"model":"m"}'
-            )
-            until(lambda: router.router.dispatcher.held_count == 1)
+        asked = router.begin()
+        until(lambda: router.router.dispatcher.held_count == 1)
+        asked.leave()
         until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
         router.core.holds = False
         assert router.ask()[0] == 200
         assert workers[0].seen()["body"] == json.dumps(ASK)
 
 
-def test_tenants_and_their_salts(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+def test_tenants_and_their_salts(workers: list[VirtualWorker], tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("team-a: key-of-team-a-0001\nteam-b: [key-of-team-b-0001]\n")
-    with RouterThread([workers[0].flag], api_keys=str(keys)) as router:
+    with VirtualRouter([workers[0].flag], api_keys=str(keys)) as router:
         assert router.ask()[0] == 401
         assert router.ask(headers={"Authorization": "Bearer key-of-team-c-0001"})[0] == 401
         for name, given, expected in (
@@ -258,9 +234,9 @@ def test_tenants_and_their_salts(workers: list[ScriptedWorker], tmp_path: Path) 
             assert "authorization" not in {name.lower() for name, _ in seen["headers"]}
 
 
-def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:
+def test_models_and_unknown_paths(workers: list[VirtualWorker]) -> None:
     workers[0].script("ok", models=["llama", "adapter"])
-    with RouterThread([workers[0].flag]) as router:
+    with VirtualRouter([workers[0].flag]) as router:
         until(lambda: router.router.workers["a"].models == ("adapter", "llama"))
         status, _, body = router.ask(path="/v1/models", method="GET")
         assert status == 200
@@ -271,9 +247,9 @@ def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:
 
 
 def test_models_that_an_engine_lists_for_the_clients_key_only_are_its_own_word(
-    workers: list[ScriptedWorker],
+    workers: list[VirtualWorker],
 ) -> None:
-    with RouterThread([workers[0].flag]) as router:
+    with VirtualRouter([workers[0].flag]) as router:
         until(lambda: bool(router.router.workers["a"].models))
         worker = router.router.workers["a"]
         router.on_loop(lambda: setattr(worker, "models", ()))

@@ -12,32 +12,33 @@ import pytest
 from kvstore.router.front.answers import PREFIX, tag
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import STEADY, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import STEADY
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 PATH = "/v1/responses"
 
 
 @contextmanager
-def routers(engines: list[ScriptedWorker]) -> Iterator[list[RouterThread]]:
+def routers(engines: list[VirtualWorker]) -> Iterator[list[VirtualRouter]]:
     """Two of them, which name and order the engines otherwise."""
     flags = [each.flag for each in engines]
     others = [f"other-{flag}" for flag in reversed(flags)]
     with ExitStack() as stack:
         found = [
-            stack.enter_context(RouterThread(each, core=RouterCore(parse(STEADY), seed=1)))
-            for each in (flags, others)
+            VirtualRouter(each, core=RouterCore(parse(STEADY), seed=1)) for each in (flags, others)
         ]
+        for router in found:
+            stack.enter_context(router)
         until(lambda: all(each.models for router in found for each in router.router.workers))
         yield found
 
 
-def counts(engines: list[ScriptedWorker]) -> list[int]:
+def counts(engines: list[VirtualWorker]) -> list[int]:
     return [each.seen()["requests"] for each in engines]
 
 
-def about(engines: list[ScriptedWorker]) -> list[str]:
+def about(engines: list[VirtualWorker]) -> list[str]:
     """Questions about stored responses that engines got."""
     return [asked for each in engines for asked in each.seen().get("about", [])]
 
@@ -49,7 +50,7 @@ class Conversation:
         self.number, self.headers = number, {"X-Session-Id": session} if session else {}
         self.before, self.keeper, self.turn = "", "", 0
 
-    def go_on(self, router: RouterThread) -> int:
+    def go_on(self, router: VirtualRouter) -> int:
         """The status of its next turn; every third one is streamed."""
         self.turn += 1
         body: dict[str, Any] = {"model": "m", "input": f"{self.number}: turn {self.turn}"}
@@ -69,7 +70,7 @@ class Conversation:
 
 @pytest.mark.parametrize("session", ["", "conversation"])
 def test_follow_ups_at_either_router_are_served_by_the_engine_that_has_the_response(
-    engines: list[ScriptedWorker], session: str
+    engines: list[VirtualWorker], session: str
 ) -> None:
     del engines[3:]
     with routers(engines) as pair:
@@ -105,7 +106,7 @@ HOSTILE: list[Any] = [
 
 
 def test_an_id_that_no_engine_has_gets_the_word_of_the_engines_and_harms_nobody(
-    engines: list[ScriptedWorker],
+    engines: list[VirtualWorker],
 ) -> None:
     del engines[4:]
     with routers(engines) as (router, _):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,25 +12,25 @@ import pytest
 from kvstore.router.pages import _metrics
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import PolicyChoice, PolicyLearning, PolicyRaces, RoutingPolicy
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK
 from tests.kit.routing_check import check
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 AFTER_S = 0.2
 BODY = ASK | {"stream": True}
-Engines = dict[str, ScriptedWorker]
+Engines = dict[str, VirtualWorker]
 
 
 @pytest.fixture
-def engines(workers: list[ScriptedWorker]) -> Engines:
+def engines(workers: list[VirtualWorker]) -> Engines:
     for each in workers:
         each.script("ok", mark=each.name)
     return {each.name: each for each in workers}
 
 
 @contextmanager
-def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]:
+def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[VirtualRouter]:
     """Nothing is left of any request at its end."""
     policy = RoutingPolicy(
         races=PolicyRaces(is_on=True, after_s_min=after_s, burst=1000),
@@ -39,7 +38,7 @@ def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]
         choice=PolicyChoice(top_k=1),
     )
     core = RouterCore(policy, seed=7)
-    with RouterThread([e.flag for e in engines.values()], core=cast("Any", core)) as router:
+    with VirtualRouter([e.flag for e in engines.values()], core=cast("Any", core)) as router:
         yield router
         until(lambda: not core.open)
         router.on_loop(lambda: check(core))
@@ -48,7 +47,7 @@ def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]
     until(lambda: not any(each.seen()["running"] for each in engines.values()))
 
 
-def first_and_second(router: RouterThread) -> tuple[str, str]:
+def first_and_second(router: VirtualRouter) -> tuple[str, str]:
     """The worker that the next request goes to, and the other one."""
     status, _, answer = router.ask(BODY, "/kvstore/explain/v1/completions")
     assert status == 200
@@ -141,14 +140,10 @@ def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
 
         until(lambda: all(worker.models for worker in router.router.workers))
         router.on_loop(half_open)
-        content = json.dumps(BODY).encode()
-        with socket.create_connection(("127.0.0.1", router.port)) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
-            until(lambda: running() == [1, 1])
-            until(lambda: router.words()[second] == "half-open")
+        asked = router.begin(BODY)
+        until(lambda: running() == [1, 1])
+        until(lambda: router.words()[second] == "half-open")
+        asked.leave()
         until(lambda: router.router.proxy.counts["aborted"] == 1)
         until(lambda: running() == [0, 0])
         assert router.router.proxy.races == {"begun": 1}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,15 @@ import pytest
 from kvstore.router.engines.probes import Probes
 from kvstore.routing.rows import FAULTS_MAX
 from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
-from tests.integration.router.test_prefill import (
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
+from tests.unit.router.test_prefill import (
     BOTH_WAYS,
     Engines,
     body,
     engines as engines,
     routed,
 )
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
 
 FORGED: dict[str, Any] = {
     "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
@@ -33,33 +29,32 @@ PROMPT_TOKENS = 1000
 """As an engine counts them: with few, the router soon takes all prompts for short ones."""
 
 
-def sent(engine: ScriptedWorker) -> list[dict[str, Any]]:
+def sent(engine: VirtualWorker) -> list[dict[str, Any]]:
     """Bodies that came since this was asked last."""
     return [json.loads(each) for each in engine.bodies()]
 
 
-def words(engine: ScriptedWorker) -> dict[str, str]:
+def words(engine: VirtualWorker) -> dict[str, str]:
     """Headers of its last request."""
     return {name.lower(): value for name, value in engine.seen()["headers"]}
 
 
-def transfer(engine: ScriptedWorker) -> str:
+def transfer(engine: VirtualWorker) -> str:
     """Of its last request; empty: it had none."""
     params = json.loads(engine.seen().get("body", "{}")).get("kv_transfer_params", {})
     return str(params.get("kvstore", {}).get("transfer", ""))
 
 
 def answered(
-    router: RouterThread, p: ScriptedWorker, d: ScriptedWorker, *asked: Any, **more: Any
+    router: VirtualRouter, p: VirtualWorker, d: VirtualWorker, *asked: Any, **more: Any
 ) -> tuple[int, dict[str, str], bytes]:
     """An answer that d gives when both engines have their leg."""
     before = transfer(d)
     d.script("held")
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(router.ask, *asked, **more)
-        until(lambda: transfer(p) == transfer(d) not in (before, ""))
-        d.script("ok", prompt_tokens=PROMPT_TOKENS)
-        return asking.result()
+    asking = router.begin(*asked, **more)
+    until(lambda: transfer(p) == transfer(d) not in (before, ""))
+    d.script("ok", prompt_tokens=PROMPT_TOKENS)
+    return asking.result()
 
 
 def test_legs_are_together_as_long_as_the_last_answer_of_a_prefiller_names_its_node(
@@ -79,11 +74,10 @@ def test_legs_are_together_as_long_as_the_last_answer_of_a_prefiller_names_its_n
 
         p.script("held")
         d.script("ok", push_s=60)
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(router.ask, body(2))
-            until(lambda: d.seen()["decodes"] == decodes + 2)
-            p.script("ok", params=False)
-            assert asked.result()[0] == 200
+        asked = router.begin(body(2))
+        until(lambda: d.seen()["decodes"] == decodes + 2)
+        p.script("ok", params=False)
+        assert asked.result()[0] == 200
         [to_p], [early, alone] = sent(p), sent(d)
         assert early.pop("kv_transfer_params") == {
             "do_remote_prefill": True,
@@ -105,30 +99,26 @@ def test_a_decoder_that_answers_before_its_prefiller_is_heard_at_once(engines: E
     d.script("held")
     aborted = p.seen()["aborted"]
     with routed(engines, "pd", together=True) as router:
-        with closing(http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)) as client:
-            content = json.dumps(body(stream=True))
-            client.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
-            until(lambda: (p.seen()["running"], d.seen()["running"]) == (1, 1))
-            d.script("ok", pieces=2, pause_s=1.0)
-            answer = client.getresponse()
-            first = answer.read1(1 << 16)
-            assert p.seen()["running"] == 1
-            assert first == b'data: {"n": 0}\n\n'
-            assert answer.read().endswith(b"data: [DONE]\n\n")
-            until(lambda: p.seen()["aborted"] == aborted + 1)
+        asked = router.begin(body(stream=True))
+        until(lambda: (p.seen()["running"], d.seen()["running"]) == (1, 1))
+        d.script("ok", pieces=2, pause_s=1.0)
+        answer = asked.response()
+        first = answer.read1(1 << 16)
+        assert p.seen()["running"] == 1
+        assert first == b'data: {"n": 0}\n\n'
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        until(lambda: p.seen()["aborted"] == aborted + 1)
+        asked.leave()
         until(lambda: router.router.proxy.prefills == {"aborted": 1})
         assert router.words() == {"p": "up", "d": "up"}
 
 
 @BOTH_WAYS
-def test_a_prefiller_that_is_gone_costs_no_request(
-    engines: Engines, tmp_path: Path, together: bool
-) -> None:
-    with ScriptedWorker.start(tmp_path, "p") as gone:
-        pass
+def test_a_prefiller_that_is_gone_costs_no_request(engines: Engines, together: bool) -> None:
+    engines["p"].port.kill()
     engines["d"].bodies()
     engines["d"].script("ok", push_s=60 * together)  # or it might answer before the prefill fails
-    with routed({**engines, "p": gone}, "pd", together=together) as router:
+    with routed(engines, "pd", together=together) as router:
         assert [router.ask(body(number) | FORGED)[0] for number in range(3)] == [200] * 3
         # One that had begun beside the prefill began anew.
         assert [each for each in sent(engines["d"]) if "kv_transfer_params" not in each] == [
@@ -144,15 +134,14 @@ def test_a_prefiller_that_is_gone_costs_no_request(
 
 @BOTH_WAYS
 def test_a_decoder_that_is_gone_is_replaced_with_blocks_for_the_next_one(
-    engines: Engines, tmp_path: Path, together: bool, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unprobed(*_: object) -> None:
         """Only a request finds out."""
 
     monkeypatch.setattr(Probes, "_probe", unprobed)
-    with ScriptedWorker.start(tmp_path, "d") as gone:
-        pass
-    with routed({**engines, "d": gone}, "pde", together=together) as router:
+    engines["d"].port.kill()
+    with routed(engines, "pde", together=together) as router:
         for number in range(5):
             status, headers, _ = answered(router, engines["p"], engines["e"], body(number))
             assert (status, headers["x-kvstore-worker"]) == (200, "e")
@@ -170,8 +159,8 @@ def test_a_prefill_that_fails_beside_its_decode_leg_makes_that_begin_anew(
     d.script("ok", push_s=60)
     d.bodies()
     before = d.seen()
-    with routed(engines, "pd", together=True) as router, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(router.ask, body(stream=True))
+    with routed(engines, "pd", together=True) as router:
+        asked = router.begin(body(stream=True))
         until(lambda: d.seen()["decodes"] == before["decodes"] + 1)
         p.script("fail", status=status)
         assert asked.result()[0] == 200

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, STEADY, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import ASK, STEADY
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 SMALL, LARGE = 3000, 100_000
 PER_TOKEN = 1
 """Bytes: the router expects four, and is wrong about what fits until engines report."""
 
 
-def routed(engines: Sequence[ScriptedWorker], policy: str = "cost") -> RouterThread:
+def routed(engines: Sequence[VirtualWorker], policy: str = "cost") -> VirtualRouter:
     core = RouterCore(parse(STEADY | {"policy": policy}), seed=1)
-    router = RouterThread([each.flag for each in engines], core=core)
+    router = VirtualRouter([each.flag for each in engines], core=core)
     until(lambda: all(worker.models for worker in router.router.workers))
     return router
 
 
-def requests(engine: ScriptedWorker) -> int:
+def requests(engine: VirtualWorker) -> int:
     return int(engine.seen()["requests"])
 
 
 # ── contexts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def with_contexts(
-    engines: Sequence[ScriptedWorker], *contexts: int, is_listed: bool = True
-) -> None:
+def with_contexts(engines: Sequence[VirtualWorker], *contexts: int, is_listed: bool = True) -> None:
     for each, context in zip(engines, contexts, strict=True):
         each.script(
             "ok", context=context, bytes_per_token=PER_TOKEN, reports=False, lists=is_listed
@@ -44,7 +41,7 @@ def with_contexts(
 
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_the_only_engine_in_which_it_fits_is_found(
-    engines: list[ScriptedWorker], *, is_listed: bool
+    engines: list[VirtualWorker], *, is_listed: bool
 ) -> None:
     contexts = [SMALL] * 4 + [LARGE] if is_listed else [SMALL] * 2 + [LARGE]
     crew = engines[: len(contexts)]
@@ -60,7 +57,7 @@ def test_the_only_engine_in_which_it_fits_is_found(
 
 
 def test_where_it_fits_nowhere_the_client_gets_an_engines_own_word(
-    engines: list[ScriptedWorker],
+    engines: list[VirtualWorker],
 ) -> None:
     with_contexts(engines, *[SMALL] * 5)
     with routed(engines) as router:
@@ -80,7 +77,7 @@ def test_where_it_fits_nowhere_the_client_gets_an_engines_own_word(
 
 
 def test_an_engine_that_serves_another_model_now_costs_no_request(
-    engines: list[ScriptedWorker],
+    engines: list[VirtualWorker],
 ) -> None:
     changed, other = engines[:2]
     with routed((changed, other)) as router:
@@ -89,8 +86,9 @@ def test_an_engine_that_serves_another_model_now_costs_no_request(
         reads, before = changed.seen()["models_read"], requests(changed)
         changed.script("ok", models=["new"])
         asks = [ASK | {"prompt": f"{number}"} for number in range(60)]
-        with ThreadPoolExecutor(6) as clients:  # one by one, all might go to the other
-            assert [found[0] for found in clients.map(router.ask, asks)] == [200] * 60
+        for first in range(0, 60, 6):  # one by one, all might go to the other
+            asked = [router.begin(body) for body in asks[first : first + 6]]
+            assert [each.result()[0] for each in asked] == [200] * 6
         assert changed.seen()["models_read"] > reads
         assert requests(changed) - before <= 12, "its list is read at the first 404"
         until(lambda: router.ask(ASK | {"model": "new"})[0] == 200)

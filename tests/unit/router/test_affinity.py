@@ -14,9 +14,9 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, RouteCommand, RouteEvent
 from kvstore.routing.policy import parse
 from kvstore.routing.values import RouteRequest
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import STEADY, RouterThread
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.router_thread import STEADY
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 SUBJECTS = tuple(f"The subject of conversation {n} is long. " * 100 for n in range(3))
 ROUNDS = 4
@@ -38,13 +38,13 @@ class ListeningCore(RouterCore):
 
 
 @pytest.fixture
-def router(engines: list[ScriptedWorker]) -> Iterator[RouterThread]:
-    with RouterThread([each.flag for each in engines[:3]], core=ListeningCore()) as started:
+def router(engines: list[VirtualWorker]) -> Iterator[VirtualRouter]:
+    with VirtualRouter([each.flag for each in engines[:3]], core=ListeningCore()) as started:
         until(lambda: all(worker.models for worker in started.router.workers))
         yield started
 
 
-def home(router: RouterThread, path: str, body: dict[str, Any]) -> str:
+def home(router: VirtualRouter, path: str, body: dict[str, Any]) -> str:
     """The engine that served a request."""
     status, headers, answer = router.ask({"model": "m", **body}, path)
     assert status == 200, answer
@@ -65,7 +65,7 @@ BODIES: dict[str, tuple[str, Body]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_each_field_of_a_prompt_takes_part_in_affinity(router: RouterThread, name: str) -> None:
+def test_each_field_of_a_prompt_takes_part_in_affinity(router: VirtualRouter, name: str) -> None:
     path, body = BODIES[name]
     rest = (f"rest {n} " * 30 for n in itertools.count())
     homes = [home(router, path, body(subject, next(rest))) for subject in SUBJECTS]
@@ -92,7 +92,7 @@ def chat(url: str, text: str) -> dict[str, Any]:
 
 
 def test_images_count_as_engines_report_and_equal_ones_have_equal_keys(
-    router: RouterThread, engines: list[ScriptedWorker]
+    router: VirtualRouter, engines: list[VirtualWorker]
 ) -> None:
     for each in engines:
         each.script("ok", prompt_tokens=2600)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,17 +26,17 @@ from kvstore.routing.policy import (
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.rows import FAULTS_MAX
 from tests.amounts import amount, covered
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK
 from tests.kit.routing_check import check
-from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 REQUESTS = amount(24, nightly=1000)
 """Of each fault."""
 SILENCE_S = 1.0
 ROLES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
 LONG = "a prompt of some length " * 100
-Engines = dict[str, ScriptedWorker]
+Engines = dict[str, VirtualWorker]
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def routed(
     together: bool,
     silence_s: float = 60.0,
     **settings: Any,
-) -> Iterator[RouterThread]:
+) -> Iterator[VirtualRouter]:
     """A router whose decision core is the real one; nothing is left of any request at the end.
     `together`: nodes are known, so both legs begin at once."""
     policy = RoutingPolicy(
@@ -67,7 +64,7 @@ def routed(
     )
     flags = [f"{engines[name].flag},role={ROLES[name]}" for name in names]
     core = RouterCore(policy, seed=7)
-    with RouterThread(flags, core=cast("Any", core), **settings) as router:
+    with VirtualRouter(flags, core=cast("Any", core), **settings) as router:
         if together:  # as the index lists them: a flag names no node without an index
             workers = router.router.workers
             known = [structs.replace(w.address, node=f"n-{w.name}") for w in workers]
@@ -84,7 +81,7 @@ def body(number: int = 0, **more: object) -> dict[str, object]:
     return ASK | {"prompt": f"{number} {LONG}", **more}
 
 
-def _receipts(router: RouterThread) -> list[Receipt]:
+def _receipts(router: VirtualRouter) -> list[Receipt]:
     return [draft.receipt() for draft in router.core.take_drafts()]
 
 
@@ -155,9 +152,12 @@ def test_one_of_two_always_failing_fails_no_request(
         engines[name].script("ok", push_s=0.02, prompt_tokens=1000)
     engines[bad].script(**how)
     before = engines[bad].seen()["requests"]
-    with routed(engines, together=together) as router, ThreadPoolExecutor(8) as pool:
-        asked = pool.map(lambda n: router.ask(body(n, stream=n % 2 == 0)), range(REQUESTS))
-        assert [status for status, *_ in asked] == [200] * REQUESTS
+    with routed(engines, together=together) as router:
+        statuses = []
+        for first in range(0, REQUESTS, 8):
+            asked = [router.begin(body(n, stream=n % 2 == 0)) for n in range(first, first + 8)]
+            statuses += [each.result()[0] for each in asked]
+        assert statuses == [200] * REQUESTS
         assert engines[bad].seen()["requests"] > before, "it was tried"
         splits = router.router.proxy.splits
         assert splits["long"] > REQUESTS / 2, splits
@@ -298,15 +298,11 @@ def test_a_client_that_leaves_aborts_both_legs(
 
     with routed(engines, "pd", together=together) as router:
         core = router.core
-        content = json.dumps(body(stream=True)).encode()
-        with socket.create_connection(("127.0.0.1", router.port)) as client:
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
-            )
-            until(lambda: are_running() == running)
-        left_s = time.monotonic()
+        asked = router.begin(body(stream=True))
+        until(lambda: are_running() == running)
+        asked.leave()
+        left_s = router.loop.time()
         until(lambda: not any(are_running().values()))
-        assert time.monotonic() - left_s < 2.0
+        assert router.loop.time() - left_s < 2.0
         until(lambda: router.router.proxy.counts["aborted"] == 1)
         assert not core.open

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, cast
 
@@ -10,18 +12,38 @@ import pytest
 
 from kvstore.router.keys.index_calls import Listed
 from kvstore.wire.load import EngineEntry
-from tests.integration.router.test_prefill import (
+from tests.kit.virtual_router import VirtualRouter, until
+from tests.unit.router.test_prefill import (
     ROLES,
     Engines,
     body,
     engines as engines,
     routed,
 )
-from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
 
 WITH_INDEX: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
 """Nobody is there: engines are listed by the test."""
+
+
+class NoIndex:
+    """In place of its channel: it never answers."""
+
+    def unary_unary(self, *_: object, **__: object) -> Any:
+        return lambda *_, **__: self
+
+    unary_stream = unary_unary
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield await asyncio.Event().wait()
+
+    def cancel(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.router.keys.index_calls.aio_channel", lambda *_: NoIndex())
 
 
 def listed(engine: str, address: str, **more: Any) -> Listed:
@@ -82,7 +104,7 @@ def test_an_engine_whose_address_is_the_router_takes_no_request(
 
 
 def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> None:
-    with RouterThread([], **WITH_INDEX) as one, RouterThread([], **WITH_INDEX) as other:
+    with VirtualRouter([], **WITH_INDEX) as one, VirtualRouter([], **WITH_INDEX) as other:
         for router, to in ((one, other.port), (other, one.port)):
             found = [listed("r", f"http://127.0.0.1:{to}")]
             router.on_loop(partial(router.router.discovery.listed, found))
