@@ -23,7 +23,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import psutil
@@ -144,7 +144,7 @@ class _Chunk(msgspec.Struct):
 
     class Usage(msgspec.Struct):
         prompt_tokens: int
-        prompt_tokens_details: dict[str, int | None] | None = None
+        prompt_tokens_details: dict[str, Any] | None = None
 
     id: str = ""
     choices: list[Choice] = []

@@ -203,10 +203,6 @@ class RawEngine:
         message = wire.PushExpect(transfer, node, b"".join(keys), deadline_ms)
         _send(self.scheduler, message)
 
-    def cancel(self, transfer: str) -> None:
-        """Report to the node that a transfer is not waited for any more."""
-        _send(self.scheduler, wire.PushCancel(transfer))
-
     def push_end(self) -> wire.PushEnd:
         """Wait for the end of the oldest push that was expected. Raises EngineGone,
         TimeoutError.
