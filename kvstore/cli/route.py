@@ -157,17 +157,11 @@ def _dry(its: RouteSettings, body: Path) -> Receipt:
         raise AttachError(f"{url} did not answer: {error}") from None
     try:
         if status != 200:
-            fail(f"{url} answered {status}: {_message(content)}", code=1)
+            message = msgspec.json.decode(content)["error"]["message"]  # of OpenAI's form
+            fail(f"{url} answered {status}: {message}", code=1)
         return msgspec.json.decode(content, type=Receipt)
     except (msgspec.DecodeError, KeyError, TypeError):
         fail(f"{url} is no kvstore router: give the address of its --listen", code=1)
-
-
-def _message(content: bytes) -> str:
-    """The text in an error of OpenAI's form. Raises DecodeError, KeyError, TypeError."""
-    import msgspec
-
-    return str(msgspec.json.decode(content)["error"]["message"])
 
 
 def _site(its: RouteSettings) -> Site:

@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 PAGE_TIMEOUT_S: Final = 1.0
-_OF_WORKERS: Final = {
-    "cached_tokens_total": "cached_tokens",
-    "predicted_tokens_total": "predicted_tokens",
-    "prompt_tokens_total": "prompt_tokens",
-}
+_OF_WORKERS: Final = ("cached_tokens", "predicted_tokens", "prompt_tokens")
 _REJECTED: Final = ("rejected-", "evicted-")
 """Beginnings of outcomes that are reasons of a rejection."""
 NAMED_MAX: Final = 3
@@ -91,8 +87,8 @@ def _metrics(router: Router) -> Values:
         "router_worker_failures_total": {name: its.failure_count for name, its in known.items()},
         "router_worker_in_flight": {name: fleet.in_flight(name) for name in known},
     }
-    for name, field in _OF_WORKERS.items():
-        found[f"router_worker_{name}"] = {w.name: getattr(w, field) for w in workers}
+    for field in _OF_WORKERS:
+        found[f"router_worker_{field}_total"] = {w.name: getattr(w, field) for w in workers}
     found["router_picks_total"] = router.picker.counts
     if router.rendering is not None and router.index is not None:
         found["router_rendered_total"] = router.rendering.counts
@@ -204,7 +200,7 @@ def _because(why: str) -> str:
 def _state(router: Router) -> dict[str, Any]:
     """Sections of the page as JSON values. Call it on the loop."""
     core, workers, now_ns = router.core, list(router.workers), router.dispatcher.clock()
-    sums = {name: sum(getattr(w, field) for w in workers) for name, field in _OF_WORKERS.items()}
+    sums = {f"{field}_total": sum(getattr(w, field) for w in workers) for field in _OF_WORKERS}
     p50_ms = {
         name: its.percentile_ns(50) / NS_PER_MS if its.count else None
         for name, its in router.ttfts.items()
@@ -227,7 +223,7 @@ def _state(router: Router) -> dict[str, Any]:
 
 
 def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
-    its = picked(worker, ("name", "state", *_OF_WORKERS.values()))
+    its = picked(worker, ("name", "state", *_OF_WORKERS))
     its |= picked(worker.address, ("pool", "role"))
     its |= picked(fleet.state(worker.name), ("request_count", "failure_count"))
     return {**its, "in_flight": fleet.in_flight(worker.name), "why": _why(worker)}

@@ -98,6 +98,7 @@ class _Stream:
         self._size = 0
         self._is_over = False
         """The request's last part has come: no other part may follow."""
+        self._is_refused = False
         self._status = 0
         self._is_streamed = self._has_begun = False
         self._served = ""
@@ -106,58 +107,49 @@ class _Stream:
     async def run(self, context: Context) -> None:
         while isinstance(message := await context.read(), pb.ProcessingRequest):
             kind = message.WhichOneof("request") or ""
-            if kind.startswith("request_"):
-                if self._is_over or (kind == "request_headers") is (self._headers is not None):
-                    await context.abort(
-                        grpc.StatusCode.INVALID_ARGUMENT,
-                        f"{kind} came twice, or after the end of its request: a stream is one",
-                    )
-                if not await self._request(kind, message, context):
-                    return
-            else:
+            if not kind.startswith("request_"):
                 await context.write(self._answered(kind, message))
+                continue
+            if self._is_over or (kind == "request_headers") is (self._headers is not None):
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"{kind} came twice, or after the end of its request: a stream is one",
+                )
+            for response in await self._request(kind, message):
+                await context.write(response)
+            if self._is_refused:
+                return
 
-    async def _request(self, kind: str, message: pb.ProcessingRequest, context: Context) -> bool:
-        """Take a part of the request. Returns False if the stream is over."""
+    async def _request(
+        self, kind: str, message: pb.ProcessingRequest
+    ) -> Iterable[pb.ProcessingResponse]:
+        """Take a part of the request. Returns the responses."""
         if kind == "request_headers":
             self._headers = _headers(message.request_headers.headers)
             self._subset = _subset(message.metadata_context)
-            if message.request_headers.end_of_stream:
-                self._is_over = True
-                await context.write(self._without_body())
-        elif kind == "request_body":
-            return await self._body(message.request_body, context)
-        else:  # the end of the body is the trailers
-            self._is_over = True
-            await self._decided(context)
-            await context.write(_TRAILERS_SEEN)
-        return True
+            self._is_over = message.request_headers.end_of_stream
+            return [self._without_body()] if self._is_over else []
+        if kind == "request_body":
+            return await self._body(message.request_body)
+        self._is_over = True  # the end of the body is the trailers
+        return [*await self._decision(), _TRAILERS_SEEN]
 
-    async def _body(self, body: pb.HttpBody, context: Context) -> bool:
-        """Take a piece of the body. Returns False if there is no room for it, and the stream is
-        over.
-        """
+    async def _body(self, body: pb.HttpBody) -> Iterable[pb.ProcessingResponse]:
+        """Take a piece of the body, for which there may be no room."""
         bodies = self._picker.intake.bodies
         self._pieces.append(body.body)
         self._size += len(body.body)
         has_room = bodies.take(len(body.body))
+        self._is_refused = self._size > bodies.bytes_max or not has_room
         if self._size > bodies.bytes_max:
-            await context.write(refusal(413, "the body is too large", "rejected-body-too-large"))
-            return False
+            return [refusal(413, "the body is too large", "rejected-body-too-large")]
         if not has_room:
-            await context.write(refusal(503, NO_MEMORY, "rejected-memory"))
-            return False
-        if body.end_of_stream:
-            self._is_over = True
-            await self._decided(context)
-        return True
+            return [refusal(503, NO_MEMORY, "rejected-memory")]
+        self._is_over = body.end_of_stream
+        return await self._decision() if self._is_over else []
 
-    async def _decided(self, context: Context) -> None:
-        for response in await self._decision(b"".join(self._pieces)):
-            await context.write(response)
-
-    async def _decision(self, body: bytes) -> Iterable[pb.ProcessingResponse]:
-        picker, (given, path) = self._picker, self._head
+    async def _decision(self) -> Iterable[pb.ProcessingResponse]:
+        picker, (given, path), body = self._picker, self._head, b"".join(self._pieces)
         try:
             tenant = picker.intake.tenant(given)
             job = await picker.intake.job(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from kvstore.routing.features import TRUSTS, Case, FeatureColumn
@@ -59,21 +58,14 @@ _TERM_COUNT: Final = len(Term)
 TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
 
 
-class Costed(msgspec.Struct):
-    """Terms: (len(Term), workers) seconds. `uncached`: tokens that each worker computes."""
-
-    terms: Floats
-    uncached: Floats
-
-
 def compute_s(uncached: Floats, prompt_tokens: int, costs: PolicyCosts) -> Floats:
     """Seconds to prefill the last `uncached` tokens of a prompt: each attends to all before it."""
     context = prompt_tokens - uncached / 2
     return uncached / costs.prefill_tokens_per_s * (1 + context / costs.attention_tokens)
 
 
-def terms(columns: Floats, policy: RoutingPolicy, case: Case) -> Costed:
-    """Seconds that the request costs at each worker, by term."""
+def terms(columns: Floats, policy: RoutingPolicy, case: Case) -> tuple[Floats, Floats]:
+    """(seconds that the request costs at each worker, by Term; tokens that each one computes)."""
     queue, costs, prompt_tokens = columns[FeatureColumn.QUEUE_S], policy.costs, case.prompt_tokens
     expected = TRUST_FACTORS.take(columns[FeatureColumn.TRUST].astype(np.intp))
     expected = expected * columns[FeatureColumn.HIT_RATIO]
@@ -103,7 +95,7 @@ def terms(columns: Floats, policy: RoutingPolicy, case: Case) -> Costed:
         has_link = link > 0
         sent = tokens * costs.kv_bytes_per_token / np.where(has_link, link, 1.0)
         made[Term.LINK] = np.where(has_link, NETWORK_S + sent, 0.0)
-    return Costed(made, tokens)
+    return made, tokens
 
 
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:

@@ -229,8 +229,8 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
     """
     columns = features.columns
     codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
-    costed = terms(columns, policy, case)
-    raw, others = costed.terms[:LEARNED], costed.terms[LEARNED]
+    made, uncached = terms(columns, policy, case)
+    raw, others = made[:LEARNED], made[LEARNED]
     seconds = raw * weights
     ttft_s = np.add.reduce(seconds, axis=0)
     if policy.policy == "cost" or not features.workers:
@@ -253,7 +253,7 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
         terms=named,
         ttft_s=ttft_s,
         work_s=seconds[Term.COMPUTE] + seconds[Term.INTERFERENCE],
-        uncached=costed.uncached,
+        uncached=uncached,
         raw=raw,
     )
     verdict.order = _order(verdict, policy)

@@ -24,6 +24,7 @@ import numpy as np
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import (
     NEVER_NS,
+    REST_NS,
     STALE_S,
     YOUNG_S,
     Crew,
@@ -162,7 +163,8 @@ class Fleet:
     def failed(self, worker: str, why: str, now_ns: int) -> None:
         """Count a fault that is a worker's own; no error if it has left."""
         if (state := self.state(worker)) is not None:
-            state.health.failed(why, now_ns)
+            state.health.fault = why
+            state.health.breaker.failed(now_ns)
             self.doubtful.add(worker)
             self._news[worker] = None
 
@@ -191,10 +193,9 @@ class Fleet:
         the worker is full. No error if it has left.
         """
         if (state := self.state(worker)) is not None:
+            state.health.breaker.return_probe()
             if is_full:
-                state.health.mark_full(now_ns)
-            else:
-                state.health.breaker.return_probe()
+                state.health.rests_until_ns = now_ns + REST_NS
             self._doubt(state)
 
     def answered(self, worker: str, now_ns: int, *, is_whole: bool) -> None:
@@ -202,11 +203,14 @@ class Fleet:
         has left.
         """
         if (state := self.state(worker)) is not None:
-            is_news = worker in self.doubtful or not state.health.was_reached
-            if is_whole:
-                state.health.succeeded(now_ns)
-            else:
-                state.health.begun()
+            its = state.health
+            is_news = worker in self.doubtful or not its.was_reached
+            its.was_reached = True
+            if is_whole:  # be it that the request is wrong
+                its.succeeded_ns, its.fault = now_ns, ""
+                its.breaker.succeeded()
+            else:  # it may still break off: the next failure opens the breaker again, for longer
+                its.breaker.begun()
             if is_news:
                 self._doubt(state)
 

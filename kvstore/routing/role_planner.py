@@ -92,6 +92,19 @@ class PoolPlan:
         """Role that the last changed worker was given."""
         self.doublings = 0
 
+    def has_spare(
+        self, wanted: WorkerRole, prefillers: int, serving: int, bounds: PoolRoles, most: float
+    ) -> bool:
+        """Whether the role that gives a worker can do without it. `most`: streams at a worker."""
+        if wanted is WorkerRole.PREFILL:
+            left = serving - 1
+            streams = self.streams * serving / max(1, left)
+            return left >= bounds.decode_min and streams <= SPARE * most
+        left = prefillers - 1
+        return left >= bounds.prefill_min and (
+            left == 0 or bool(np.less_equal(self.work_rate / left, SPARE))
+        )
+
 
 class Planner:
     """See the module."""
@@ -182,7 +195,7 @@ class Planner:
             is_cool = now_ns - plan.changed_ns >= cool_s * NS_PER_S
             if wanted is None or not (is_due and is_cool):
                 return
-            if not _has_spare(plan, wanted, prefillers, serving, bounds, settings):
+            if not plan.has_spare(wanted, prefillers, serving, bounds, settings.streams_max):
                 return
         self._change(pool, plan, wanted, up, now_ns)
 
@@ -215,22 +228,3 @@ def _starved(plan: PoolPlan, settings: PolicyPlanner) -> WorkerRole | None:
         return WorkerRole.PREFILL  # prompts that decoders compute slow their streams down
     is_full = is_slow or plan.streams > settings.streams_max
     return WorkerRole.BOTH if is_full and plan.prefill_s <= PREFILL_LOW_S else None
-
-
-def _has_spare(
-    plan: PoolPlan,
-    wanted: WorkerRole,
-    prefillers: int,
-    serving: int,
-    bounds: PoolRoles,
-    settings: PolicyPlanner,
-) -> bool:
-    """Whether the role that gives a worker can do without it."""
-    if wanted is WorkerRole.PREFILL:
-        left = serving - 1
-        streams = plan.streams * serving / max(1, left)
-        return left >= bounds.decode_min and streams <= SPARE * settings.streams_max
-    left = prefillers - 1
-    return left >= bounds.prefill_min and (
-        left == 0 or bool(np.less_equal(plan.work_rate / left, SPARE))
-    )

@@ -21,7 +21,7 @@ from kvstore.units import NS_PER_S
 # ── health ────────────────────────────────────────────────────────────────────────────────────────
 # Probes of a worker, its answers, its circuit breaker.
 #
-#     probe ─▶ `probed` ─▶ answering, late, down        answers and faults ─▶ `succeeded`, `failed`
+#     probe ─▶ `probed` ─▶ answering, late, down        answers and faults ─▶ `Fleet`: the breaker
 #                         └──────────── `word` ─▶ pages, logs ────┘
 #
 # | word      | shown by                                          | requests                       |
@@ -83,27 +83,6 @@ class WorkerHealth:
             self.was_reached = True
             if was_down:
                 self.breaker.end_cooldown()
-
-    def failed(self, why: str, now_ns: int) -> None:
-        """Count a fault that is the worker's own."""
-        self.fault = why
-        self.breaker.failed(now_ns)
-
-    def mark_full(self, now_ns: int) -> None:
-        """The worker said that it is full: it gets no request for REST_NS."""
-        self.breaker.return_probe()
-        self.rests_until_ns = now_ns + REST_NS
-
-    def begun(self) -> None:
-        """A streamed answer has begun, and may still break off. The breaker closes, and the next
-        failure opens it again, for longer."""
-        self.was_reached = True
-        self.breaker.begun()
-
-    def succeeded(self, now_ns: int) -> None:
-        """The worker answered a whole request, be it that the request is wrong."""
-        self.was_reached, self.succeeded_ns, self.fault = True, now_ns, ""
-        self.breaker.succeeded()
 
     @property
     def is_fine(self) -> bool:

@@ -135,7 +135,7 @@ def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
     """Addresses of the engines that nodes list; engines that list none need a flag and are left
     out.
     """
-    for node, entry in ((each.node, each.entry) for each in listed):
+    for node, entry in listed:
         if is_base_url(entry.address):
             yield WorkerAddress(
                 # In headers and logs: an engine may call itself anything.

@@ -77,6 +77,8 @@ class Worker:
         """Why its keys are not used; empty: they are equal, or it has no node."""
         self.has_parity = False
         """Its keys were compared, and are equal to the router's."""
+        self.compared_again_s = 0.0
+        """When its keys are compared next, on the monotonic clock."""
         self.drift = 0.0
         """Mean share of predicted cached tokens that its engine did not have."""
         self.drift_count = 0

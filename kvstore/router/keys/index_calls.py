@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import grpc
-import msgspec
 
 from kvstore.breaker import Breaker
 from kvstore.client.index import aio_channel, reason_of
@@ -39,11 +38,8 @@ RETRY_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """An engine that a node lists in the index."""
-
-    node: str
-    entry: EngineEntry
+Listed = tuple[str, EngineEntry]
+"""(node, an engine that it lists in the index)."""
 
 
 class IndexCalls:
@@ -131,7 +127,7 @@ class IndexCalls:
                 self.addresses = {n: its.address for n, its in members.items() if its.address}
                 self.epoch += 1
                 self.listed = tuple(
-                    Listed(node, entry) for node, its in members.items() for entry in its.engines
+                    (node, entry) for node, its in members.items() for entry in its.engines
                 )
                 changed()
         except grpc.aio.AioRpcError as error:
@@ -208,7 +204,7 @@ class Spaces:
         address = worker.address
         if address.space:
             return [(address.tenant, bytes.fromhex(address.space))]
-        entries = [each.entry for each in self.index.listed if each.node == address.node]
+        entries = [entry for node, entry in self.index.listed if node == address.node]
         if address.engine:
             entries = [each for each in entries if each.engine == address.engine]
         elif len(entries) > 1 and worker.models:

@@ -64,27 +64,23 @@ class Parity:
     def __init__(self, rendering: Rendering, spaces: Spaces) -> None:
         self._rendering, self._spaces = rendering, spaces
         self._workers, self._index = spaces.workers, spaces.index
-        self._due_s: dict[Worker, float] = {}
 
     async def once(self) -> None:
         """Compare the keys of each worker that is due."""
-        present = [worker for worker in self._workers if worker.address.node]
-        for gone in self._due_s.keys() - set(present):
-            del self._due_s[gone]
-        for worker in present:
+        for worker in (worker for worker in self._workers if worker.address.node):
             if worker.parity == "" and not worker.has_parity:
                 self._judge(worker, UNPROVEN)
             is_away = bool(self._index.lost or self._index.trouble)
             if is_away and worker.has_parity:
                 continue  # equal keys stay equal, and lead to what this router sent
-            if time.monotonic() >= self._due_s.get(worker, 0.0) and worker.is_answering:
+            if time.monotonic() >= worker.compared_again_s and worker.is_answering:
                 why = self._unready(worker)
                 pause_s = 0.0
                 if not why:
                     why = await self._compared(worker)
                     pause_s = RETRY_S if why else PERIOD_S
                 self._judge(worker, why)
-                self._due_s[worker] = time.monotonic() + pause_s
+                worker.compared_again_s = time.monotonic() + pause_s
             if worker.has_parity and worker.is_answering:
                 await self._compare_adapters(worker)
 
@@ -226,4 +222,4 @@ class Parity:
             held.due_s = time.monotonic() + RETRY_S
         else:
             self._judge(worker, why)
-            self._due_s[worker] = time.monotonic() + RETRY_S
+            worker.compared_again_s = time.monotonic() + RETRY_S

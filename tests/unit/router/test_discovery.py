@@ -24,7 +24,7 @@ def listed(engine: str, address: str = HERE, **more: Any) -> Listed:
     entry = EngineEntry(
         engine=engine, tenant="t", space=cast("Any", bytes(32)), address=address, **more
     )
-    return Listed("n1", entry)
+    return "n1", entry
 
 
 class Site:
@@ -124,7 +124,7 @@ def test_prompts_go_to_no_engine_beyond_this_machine_in_the_clear(
 
 def test_no_other_node_takes_the_place_of_an_engine_that_is_listed() -> None:
     site = Site()
-    other = Listed("n0", listed("f", role="prefill").entry)
+    other = ("n0", listed("f", role="prefill")[1])
     assert site.list(listed("e")) == ["n1/e/0"]
     known = site.workers["n1/e/0"]
     assert site.list(other, listed("e")) == ["n1/e/0"]

@@ -48,7 +48,7 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def listed(engine: str, address: str, **more: Any) -> Listed:
     space = cast("Any", bytes(32))
-    return Listed("n", EngineEntry(engine=engine, tenant="t", space=space, address=address, **more))
+    return "n", EngineEntry(engine=engine, tenant="t", space=space, address=address, **more)
 
 
 def _deep(depth: int) -> str:

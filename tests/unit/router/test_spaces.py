@@ -18,7 +18,7 @@ ONE, TWO = bytes(32), bytes([1]) * 32
 
 def listed(engine: str, space: bytes, model: str) -> Listed:
     entry = EngineEntry(engine=engine, tenant="t", space=cast("Any", space), model=model)
-    return Listed("n1", entry)
+    return "n1", entry
 
 
 class Site:

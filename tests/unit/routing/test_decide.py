@@ -64,8 +64,8 @@ COSTS = PolicyCosts(
 
 def made(prompt: int = 1000, costs: PolicyCosts = COSTS, **given_: Any) -> dict[str, list[float]]:
     case = Case(prompt_tokens=prompt, output_tokens=0, number=0, seed=0)
-    found = terms(columns(**given_), RoutingPolicy(costs=costs), case)
-    return {term.name.lower(): found.terms[term].round(6).tolist() for term in Term}
+    found, _ = terms(columns(**given_), RoutingPolicy(costs=costs), case)
+    return {term.name.lower(): found[term].round(6).tolist() for term in Term}
 
 
 def test_seconds_of_a_prefix_by_tier() -> None:
