@@ -287,27 +287,30 @@ class Copier:
 
     def _hear(self, message: wire.NodeMessage | Lost, now_ns: int) -> str:
         """Take one message. Returns why the connection must end, or nothing."""
-        if isinstance(message, Lost):
-            return message.reason
         try:
-            is_welcome = isinstance(message, wire.Welcome) and self._dial.state is DialState.GREETED
-            if is_welcome and not self._drain():
-                return "the engine is shutting down"
-            if is_welcome:
-                self._take_mapping()  # without the lock: it may unpin all of the last one
+            match message:
+                case Lost(reason=reason):
+                    return reason
+                case wire.Welcome() if self._dial.state is DialState.GREETED:
+                    return self._welcomed(message, now_ns)
             with self._handoff.core() as core:
-                if isinstance(message, wire.Welcome) and is_welcome:
-                    core.connected(message)
-                    self._dial.welcomed(now_ns, message.now_ns)
-                    self._dial.served()
-                else:
-                    core.received(message)
+                core.received(message)
         except ProtocolError as error:
             return f"the node broke the protocol: {error}"
-        if is_welcome:
-            self._take_slab()
         if isinstance(message, wire.Refused):
             return f"the node refuses this engine: {message.reason}"
+        return ""
+
+    def _welcomed(self, welcome: wire.Welcome, now_ns: int) -> str:
+        """Take the mapping that came with a Welcome. As `_hear`."""
+        if not self._drain():
+            return "the engine is shutting down"
+        self._take_mapping()  # without the lock: it may unpin all of the last one
+        with self._handoff.core() as core:
+            core.connected(welcome)
+            self._dial.welcomed(now_ns, welcome.now_ns)
+            self._dial.served()
+        self._take_slab()
         return ""
 
     def _take_mapping(self) -> None:

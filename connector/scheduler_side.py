@@ -192,23 +192,15 @@ class SchedulerSide:
 
     def _begin(self, request: Request) -> bool:
         """Hint the node, or leave the request out. False: its adapter is being read."""
-        now_ns = time.monotonic_ns()
-        reason = why_left_out(request, self._config.images)
-        keys: Sequence[bytes] = request.block_hashes
-        if not reason and request.lora_request is not None:
-            digest = self._adapters.look(request.lora_request, now_ns)
-            if digest is None:
-                self._unread.add(request.request_id)
-                return False
-            if isinstance(digest, bytes):
-                keys = AdapterKeys(request, digest)
-            else:
-                reason = "adapter"
+        now_ns, keys = time.monotonic_ns(), self._keys(request)
+        if keys is None:
+            self._unread.add(request.request_id)
+            return False
         transfer = self._transfer(request)
-        if reason:
+        if isinstance(keys, str):
             if isinstance(transfer, PrefillPart):
-                self._core.pushes.leave_out(request.request_id, transfer, reason)
-            self._leave_out(request, reason, now_ns)
+                self._core.pushes.leave_out(request.request_id, transfer, keys)
+            self._leave_out(request, keys, now_ns)
             return True
         self._requests[request.request_id] = request
         self._core.new_request(
@@ -244,15 +236,17 @@ class SchedulerSide:
         self._core.tell(story, now_ns)
         self._flush(now_ns)
 
-    def _is_left_out(self, request: Request) -> bool:
-        """Whether the request must bypass the cache by now: a session may get images after its
-        first prompt, and the files of an adapter may change."""
-        if why_left_out(request, self._config.images):
-            return True
-        adapter = request.lora_request
-        return adapter is not None and isinstance(
-            self._adapters.look(adapter, time.monotonic_ns()), str
-        )
+    def _keys(self, request: Request) -> Sequence[bytes] | str | None:
+        """Keys of a request; a text: why it bypasses the cache; None: its adapter is being read.
+        That may change: a session may get images after its first prompt, and the files of an
+        adapter may change."""
+        if reason := why_left_out(request, self._config.images):
+            return reason
+        own: Sequence[bytes] = request.block_hashes
+        if request.lora_request is None:
+            return own
+        digest = self._adapters.look(request.lora_request, time.monotonic_ns())
+        return AdapterKeys(request, digest) if isinstance(digest, bytes) else digest and "adapter"
 
     def get_num_new_matched_tokens(
         self, request: Request, local_tokens: int
@@ -265,7 +259,7 @@ class SchedulerSide:
                 return None, False
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
             return 0, False
-        if self._is_left_out(request):
+        if isinstance(self._keys(request), str):
             return 0, False
         self.poll()
         outcome = self._match(request, local_tokens)
@@ -395,7 +389,7 @@ class SchedulerSide:
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
         """Store the blocks that this step completes, as far as there is room for them."""
-        if self._is_left_out(request):
+        if isinstance(self._keys(request), str):
             return
         request_id = request.request_id
         settled = self._core.settled_tokens(

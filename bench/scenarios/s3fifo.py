@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.engine.memory.policies import (
     NONE,
     POLICIES,
-    MakePolicy,
+    Columns,
     MayGo,
     Members,
     OldestFirst,
@@ -29,8 +29,8 @@ USES_MAX = 3
 class S3Fifo:
     """Order of one pool's slots."""
 
-    def __init__(self, stamps: Stamps, *, members: Members, slot_count_max: int) -> None:
-        self._stamps = stamps
+    def __init__(self, columns: Columns, *, members: Members, slot_count_max: int) -> None:
+        self._stamps = stamps = columns.stamps
         self._entered: Stamps = np.zeros(len(stamps), dtype=np.int64)
         """Place in its queue; 0 = the slot holds nothing."""
         self._prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
@@ -103,7 +103,4 @@ class S3Fifo:
 def register() -> None:
     """Let engines of this process be configured with `policy="s3fifo"`."""
 
-    def make(stamps: Stamps) -> MakePolicy:
-        return lambda members, count: S3Fifo(stamps, members=members, slot_count_max=count)
-
-    POLICIES["s3fifo"] = make
+    POLICIES["s3fifo"] = S3Fifo

@@ -60,16 +60,18 @@ class Groups(Generic[G, T]):
     def __init__(self) -> None:
         self._groups: OrderedDict[G, dict[T, None]] = OrderedDict()
 
-    def add(self, name: G, its: T) -> None:
-        """Add a thing under a name."""
-        self._groups.setdefault(name, {})[its] = None
+    def add(self, its: T, *names: G) -> None:
+        """Add a thing under each of these names."""
+        for name in names:
+            self._groups.setdefault(name, {})[its] = None
 
-    def remove(self, name: G, its: T) -> None:
-        """Remove a thing from a name; ignored if the name does not have it."""
-        group = self._groups.get(name, {})
-        group.pop(its, None)
-        if not group:
-            self._groups.pop(name, None)
+    def remove(self, its: T, *names: G) -> None:
+        """Remove a thing from these names; ignored where a name does not have it."""
+        for name in names:
+            group = self._groups.get(name, {})
+            group.pop(its, None)
+            if not group:
+                self._groups.pop(name, None)
 
     def of(self, name: G) -> list[T]:
         """All things of this name, in the order in which they were added."""

@@ -131,8 +131,7 @@ class Engine(Snapshots):
             state.next_event()
             self._take(event)
             state.publish_generations()
-        if self._arrivals.has_news:
-            self._arrivals.advance()  # once a step, for all that happened in it
+        self._arrivals.advance()  # once a step, for all that happened in it
         self.files.advance()
         self._stores.grant_all()
         return self.salvage()

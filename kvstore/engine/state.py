@@ -22,7 +22,14 @@ from kvstore.engine.memory.slots import Slots
 from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Paces
 from kvstore.engine.sessions.leases import Leases
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey, Refusals
+from kvstore.engine.sessions.owners import (
+    REFUSED_COUNT_MAX,
+    Connection,
+    Owner,
+    OwnerGroup,
+    OwnerKey,
+    Refusal,
+)
 from kvstore.engine.why.curve import Ages, Curve
 from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.ledger import Ledger
@@ -218,7 +225,7 @@ class State:
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
-        self.refusals = Refusals()
+        self.refusals = Latest[OwnerKey, Refusal](REFUSED_COUNT_MAX)
         self.known = Latest[tuple[str, SpaceId], KnownSpace](KNOWN_SPACES_MAX)
         """Spaces by (tenant, space), as in the latest session; at most KNOWN_SPACES_MAX."""
         self.offers = Offers(self.residency, self.geometry)
@@ -345,6 +352,11 @@ class State:
         fits = self.leases.fitting(session, account, run.words(), shards)
         self.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
+
+    def touch(self, run: Run) -> None:
+        """Make the blocks of a run the newest: the request that used them before asks again."""
+        for words in run.words_by_shard:
+            self.slots.touch(words[: run.count])
 
     def free(self, words: Words) -> None:
         """Free slots that hold no block."""

@@ -186,7 +186,8 @@ class Switches:
         self._make_room(tenant)
         state.off[tenant, space] = Off(event.tier)
         state.credits_due = True
-        state.residency.let_end_with_the_process(state.residency.scopes_of(tenant, space))
+        for scope in state.residency.scopes_of(tenant, space):
+            state.journal.forget_scope(scope)  # no later process takes its blocks over
         self._files.void(tenant, space)
         state.say(event)
 

@@ -30,7 +30,7 @@ from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.request import Request, needed_blocks
 from kvstore.client.core.scheduler import SchedulerCore
-from kvstore.client.core.stores import EngineStores, FilledBlocks, OpenJob
+from kvstore.client.core.stores import EngineStores, FilledBlocks
 from kvstore.engine.events import Fetch
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.shares import QuotaGroup, Quotas
@@ -292,13 +292,15 @@ def state_of_another_boundary(
     return [*blocks[1:], NULL_BLOCK] if kind == "state" else blocks
 
 
-@instead_of(EngineStores, "_begin")
-def fence_skipped_for_a_freed_window(begin: Any, self: EngineStores, entry: OpenJob) -> None:
+@instead_of(EngineStores, "take_jobs")
+def fence_skipped_for_a_freed_window(take_jobs: Any, self: EngineStores, now_ns: int) -> Any:
     """Blocks of other groups than the first are handed out again while a store reads them."""
-    begin(self, entry)
-    if entry.job.group:
-        self._source_blocks.subtract(entry.job.block_ids)
-        self._source_blocks = +self._source_blocks
+    jobs = take_jobs(self, now_ns)
+    for job in jobs:
+        if job.group:
+            self._source_blocks.subtract(job.block_ids)
+    self._source_blocks = +self._source_blocks
+    return jobs
 
 
 @instead_of(SchedulerCore, "plan")

@@ -2,7 +2,7 @@
 
     LoadJob ─────────▶ RunningLoad  ──next_copy──▶ Copy: LOAD      ──finished──▶ LoadResult
     StoreJob ────────▶ RunningStore ──next_copy──▶ Copy: STORE     ──finished──▶ Seal, Drop
-      with `compare` ▶ RunningCheck ──next_copy──▶ Copy: COMPARE   ──finished──▶ CompareResult
+      with `compare`                             ▶ Copy: COMPARE   ──finished──▶ CompareResult
 
 Rules:
 1. At most `copies_max` copies are in flight, and end in any order; of several places one is left to
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -94,7 +94,7 @@ class Job:
     """One job under way. Blocks before index `next` were handed out in order; their copies end in
     any order."""
 
-    way: ClassVar[CopyWay]
+    way: CopyWay
 
     def __init__(self, plan: CopyJob, its: RankColumn, after: int) -> None:
         self.plan = plan
@@ -172,14 +172,20 @@ class RunningLoad(Job):
 
 
 class RunningStore(Job):
-    """Engine blocks → granted slots; a block that cannot be copied does not stop the others."""
+    """Engine blocks → granted slots; a block that cannot be copied does not stop the others. Or it
+    compares engine blocks with slots, and writes nothing."""
 
-    way = CopyWay.STORE
     plan: StoreJob
+
+    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
+        self.way = CopyWay.COMPARE if plan.compare else CopyWay.STORE
 
     def forget(self, blocks: frozenset[int]) -> None:
         """Drop the ends of copies from these engine blocks, so that they are not sealed: the bytes
-        may have been another request's."""
+        may have been another request's. Of a comparison that reads one, all ends are."""
+        if self.plan.compare and not blocks.isdisjoint(self.plan.block_ids):
+            self.ends.clear()
         for index in [i for i in self.ends if self.plan.block_ids[i] in blocks]:
             del self.ends[index]
 
@@ -201,20 +207,8 @@ class RunningStore(Job):
         for batch in _batches(indexes):
             yield wire.Drop(self.plan.session, *self.places(batch), group=self.plan.group)
 
-
-class RunningCheck(Job):
-    """Compares engine blocks with slots; writes nothing."""
-
-    way = CopyWay.COMPARE
-    plan: StoreJob
-
-    def forget(self, blocks: frozenset[int]) -> None:
-        """Drop all ends if the job reads one of these engine blocks: the values may have been
-        another request's."""
-        if not blocks.isdisjoint(self.plan.block_ids):
-            self.ends.clear()
-
     def result(self) -> CompareResult:
+        """What a comparison found."""
         diverged = tuple(sorted(i for i, end in self.ends.items() if end.diverged))
         worst = max((end.error for end in self.ends.values()), default=0.0)
         return CompareResult(self.plan.job, len(self.ends), diverged, worst)
@@ -225,7 +219,7 @@ def _batches(indexes: list[int]) -> Iterator[list[int]]:
     return (indexes[at : at + step] for at in range(0, len(indexes), step))
 
 
-RunningJob = RunningLoad | RunningStore | RunningCheck
+RunningJob = RunningLoad | RunningStore
 
 
 # ── the rank ──────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +239,7 @@ class RankCore:
         """
         self._hello = hello
         self._is_fenced_late = is_fenced_late
-        self._unsettled: list[RunningStore | RunningCheck] = []
+        self._unsettled: list[RunningStore] = []
         """Stores whose copies have ended, but which are sealed only in the next `settle`."""
         self._copies_max = copies_max
         self._attached = False
@@ -255,7 +249,7 @@ class RankCore:
         self._quiesce: wire.Quiesce | None = None
         """Received while copies were in flight; answered when they end."""
         self._loads: deque[RunningLoad] = deque()
-        self._stores: deque[RunningStore | RunningCheck] = deque()
+        self._stores: deque[RunningStore] = deque()
         self._in_flight: dict[int, Copy] = {}
         """By number."""
         self._number = 0
@@ -456,7 +450,7 @@ class RankCore:
             self._end_store(job)
 
     @staticmethod
-    def _reads(job: RunningStore | RunningCheck, blocks: frozenset[int]) -> bool:
+    def _reads(job: RunningStore, blocks: frozenset[int]) -> bool:
         return bool(blocks) and not blocks.isdisjoint(job.remaining)
 
     # ── the report ───────────────────────────────────────────────────────────────────────────────
@@ -511,8 +505,7 @@ class RankCore:
             if not (column.writes or plan.compare):
                 self._count(store_jobs_done=(plan.job,))
                 return
-            kind = RunningCheck if plan.compare else RunningStore
-            job = kind(plan, column, after)
+            job = RunningStore(plan, column, after)
         except ProtocolError:
             dropped = 0 if plan.compare else len(plan.block_ids)
             self._count(store_jobs_done=(plan.job,), blocks_dropped=dropped)
@@ -520,10 +513,10 @@ class RankCore:
             self._stores.append(job)
             self.reading.update(plan.block_ids)
 
-    def _close_store(self, job: RunningStore | RunningCheck) -> None:
+    def _close_store(self, job: RunningStore) -> None:
         self._stores.remove(job)
         self._unread(job.remaining)
-        if isinstance(job, RunningStore):
+        if not job.plan.compare:
             size, ends = self._hello.groups[job.plan.group].block_bytes, job.ends.values()
             spent_ns = sum(end.duration_ns for end in ends)
             self._count(store_bytes=len(ends) * size, store_ns=spent_ns)
@@ -532,10 +525,10 @@ class RankCore:
         else:
             self._end_store(job)
 
-    def _end_store(self, job: RunningStore | RunningCheck) -> None:
+    def _end_store(self, job: RunningStore) -> None:
         """Seal the blocks copied, drop the rest; for another session send neither."""
         self._count(store_jobs_done=(job.plan.job,))
-        if isinstance(job, RunningCheck):
+        if job.plan.compare:
             self._count(compared=(job.result(),))
             return
         indexes = range(len(job.plan.block_ids))

@@ -94,10 +94,6 @@ class Presence:
         if group in self._masks:
             self._masks[group][blocks] = present
 
-    def clear(self) -> None:
-        """Forget all answers: the node may have lost everything."""
-        self._masks.clear()
-
 
 # ── the request ───────────────────────────────────────────────────────────────────────────────────
 

@@ -30,7 +30,7 @@ from kvstore.client.core.plan import (
     StepPlan,
 )
 from kvstore.client.core.pushes import EnginePushes
-from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, block_keys
+from kvstore.client.core.request import WAITING_STAGES, LookupStage, Presence, Request, block_keys
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, FilledBlocks
 from kvstore.wire import messages as wire
@@ -94,7 +94,7 @@ class SchedulerCore:
                     self._incarnation = self.attachment.incarnation
                     self.stores.recent.clear()
                     for entry in self.requests.values():
-                        entry.present.clear()
+                        entry.present = Presence()  # the node may have lost everything
                 self._tell_what_was_kept()
                 return reason
         return None

@@ -84,6 +84,16 @@ class Policy(Protocol):
         `forget`."""
 
 
+class Columns:
+    """Columns by word. A word lies in one pool, so all pools share them: stamps (0: the slot holds
+    nothing), and what a policy keeps besides, of which untouched pages take no memory."""
+
+    def __init__(self, stamps: Stamps) -> None:
+        self.stamps = stamps
+        self.prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
+        self.is_reused = np.zeros(len(stamps), dtype=bool)
+
+
 # ── oldest ────────────────────────────────────────────────────────────────────────────────────────
 # Slots in the order of their stamps, without moving anything when a stamp changes.
 #
@@ -208,16 +218,12 @@ class OldestFirst:
 
 
 class Lru:
-    """Order of use of one pool's slots.
+    """Order of use of one pool's slots. Arguments as of `Reuse`."""
 
-    Args:
-        stamps: shared by all pools, one per word; 0 = the slot holds nothing.
-        members: mask of words in this pool, one bool per word.
-    """
-
-    def __init__(self, stamps: Stamps, *, members: Members) -> None:
-        self._stamps = stamps
-        self._oldest = OldestFirst(stamps, among=members)
+    def __init__(self, columns: Columns, *, members: Members, slot_count_max: int) -> None:
+        del slot_count_max
+        self._stamps = columns.stamps
+        self._oldest = OldestFirst(columns.stamps, among=members)
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self.use(words, stamps)
@@ -353,16 +359,6 @@ REMEMBERED: Final = 2
 _SEED: Final = 0x6B76
 
 
-class Columns:
-    """Prints and flags of reuse, by word. A word lies in one pool, so all pools share these
-    columns."""
-
-    def __init__(self, stamps: Stamps) -> None:
-        self.stamps = stamps
-        self.prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
-        self.is_reused = np.zeros(len(stamps), dtype=bool)
-
-
 class Reuse:
     """Order of one pool's slots.
 
@@ -443,16 +439,7 @@ MakePolicy = Callable[[Members, int], Policy]
 """Makes the policy of a pool from the mask of its members and its largest number of slots."""
 
 
-def _lru(stamps: Stamps) -> MakePolicy:
-    return lambda members, _: Lru(stamps, members=members)
-
-
-def _reuse(stamps: Stamps) -> MakePolicy:
-    columns = Columns(stamps)
-    return lambda members, count: Reuse(columns, members=members, slot_count_max=count)
-
-
-POLICIES: Final[dict[str, Callable[[Stamps], MakePolicy]]] = {"lru": _lru, "reuse": _reuse}
+POLICIES: Final[dict[str, Callable[..., Policy]]] = {"lru": Lru, "reuse": Reuse}
 
 
 def maker(name: str, stamps: Stamps) -> MakePolicy:
@@ -460,7 +447,8 @@ def maker(name: str, stamps: Stamps) -> MakePolicy:
     Raises ConfigError for an unknown name."""
     if name not in POLICIES:
         raise ConfigError(f"no eviction policy is called {name!r}: use {' or '.join(POLICIES)}")
-    return POLICIES[name](stamps)
+    columns, policy = Columns(stamps), POLICIES[name]
+    return lambda members, count: policy(columns, members=members, slot_count_max=count)
 
 
 # ── expected ──────────────────────────────────────────────────────────────────────────────────────

@@ -140,12 +140,6 @@ class Residency:
     def address(self, scope: int) -> Scope:
         return self._scope_of[scope]
 
-    def let_end_with_the_process(self, scopes: set[int]) -> None:
-        """Drop blocks of these scopes that are in dram now from the journal: no later process takes
-        them over."""
-        for scope in scopes:
-            self._journal.forget_scope(scope)
-
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
         """Forget scopes that have no block and are not in `keep`, once there are many.
 

@@ -76,12 +76,6 @@ class Writers:
         if writer:
             self._give(words, writer)
 
-    def adopt(self, words: Words, writers: NDArray[np.int64]) -> None:
-        """Set the writers of slots, before any other call."""
-        self.column[words] = writers
-        for writer, _ in tallied(writers[writers != 0]):
-            self._give(words[writers == writer], writer)
-
     def of(self, writer: int) -> Words:
         """Slots of this writer, ascending."""
         if not self.counts.get(writer):
@@ -379,9 +373,11 @@ class Slots:
             pool.policy.use(words[there][::-1], stamps[there][::-1])
         self._expected.keep(prints[~there][::-1], stamps[~there][::-1])
 
-    def touch(self, pool: Pool, words: Words) -> None:
-        """Make these blocks the newest: the request that used them before asks again."""
+    def touch(self, words: Words) -> None:
+        """Make these blocks, in slots of one pool, the newest: the request that used them before
+        asks again."""
         if len(words):
+            pool = self.pool_of(int(words[0]))
             pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
     def oldest_stamp(self, pool: Pool) -> int | None:
@@ -544,8 +540,9 @@ class Slots:
         self.counts += np.bincount(self.state[in_use], minlength=len(SlotState))
         self.sealed_bytes = self._bytes(found.words)
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
-        self.writers.adopt(found.held, found.writers)
-        self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))
+        for writer, _ in tallied(found.writers):
+            self.writers.name(found.held[found.writers == writer], writer)
+        self.writers.name(found.doubtful, UNKNOWN_WRITER)
         self.pins.written(np.flatnonzero(self.writer), 1)
         self.quotas.floor = self.quotas.pinned.copy()
         self.stamps[self.state != SlotState.SEALED] = 0

@@ -125,7 +125,7 @@ class Arrivals:
         self._take(name)
         next_key = keys[0].tobytes()
         self._watches[name] = _Watch(next_key, look)
-        self._next.add(next_key, name)
+        self._next.add(name, next_key)
 
     def unwatch(self, name: Name) -> None:
         """End the watch of this name, if there is one."""
@@ -135,7 +135,7 @@ class Arrivals:
     def _take(self, name: Name) -> _Watch | None:
         watch = self._watches.pop(name, None)
         if watch is not None:
-            self._next.remove(watch.next_key, name)
+            self._next.remove(name, watch.next_key)
         return watch
 
     def awaits(self, keys: Keys) -> bool:

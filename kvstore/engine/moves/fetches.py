@@ -151,15 +151,19 @@ class Fetches:
         if until_ns > state.now_ns:
             return nothing
         is_full = len(self._locating) >= (AHEAD_LOCATES_MAX if asker.is_ahead else LOCATES_MAX)
+        unasked = Reason.NONE
         if is_full or self._exceeds_share(asker.engine, len(keys)):
-            return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
-        if state.now_ns < self._index.until_ns:
-            return self._unasked(keys, Reason.INDEX_UNREACHABLE)
-        if len(set(each(keys))) != len(keys):
+            unasked = Reason.TOO_MANY_QUESTIONS
+        elif state.now_ns < self._index.until_ns:
+            unasked = Reason.INDEX_UNREACHABLE
+        elif len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number = next(state.numbers)
+        search = Search(number, len(keys), unasked or Reason.NO_ANSWER_YET)
+        state.trail.searches[number] = search
+        if unasked:
+            return Wanted(0, search)
         keys = keys.copy()  # not the rest of the message
-        search = state.trail.searches[number] = Search(number, len(keys), Reason.NO_ANSWER_YET)
         self._locating[number] = _Locating(asker, keys, search)
         self._expect(number, asker, keys)
         state.counters.locates += 1
@@ -172,11 +176,6 @@ class Fetches:
         its = (self._coming_of[engine] + more) * COMING_BYTES
         every = (self._coming_of.total() + more) * COMING_BYTES
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
-
-    def _unasked(self, keys: Keys, why: Reason) -> Wanted:
-        search = Search(next(self._state.numbers), len(keys), why)
-        self._state.trail.searches[search.number] = search
-        return Wanted(0, search)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[Search, int]:
         """The query that brings this key of a scope, and the key's place in it."""

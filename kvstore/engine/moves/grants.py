@@ -227,8 +227,7 @@ class Grants:
         number = next(state.numbers)
         its = (number, expect, expect.granted, rest[:count], extents, pages)
         granted = self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool))
-        for whose in (message.node, expect):
-            self._grants_of.add(whose, granted)
+        self._grants_of.add(granted, message.node, expect)
         self._pages_of[message.node] += count * pages
         self._awaited.expects.get_room(expect, count, state.now_ns)
         grant = PushGrant(
@@ -338,8 +337,7 @@ class Grants:
         if granted.has_landed.all() and not granted.copying:
             self._grants.pop(granted.number, None)
             self._revoked.drop(granted.number)
-            for whose in (node, granted.expect):
-                self._grants_of.remove(whose, granted)
+            self._grants_of.remove(granted, node, granted.expect)
 
     def grant_ended(self, event: PushOver) -> None:
         """The peer's last word about a grant, or its session is lost."""

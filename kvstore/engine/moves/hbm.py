@@ -80,7 +80,7 @@ class HbmCopies:
         copies = state.residency.hbm_of_word[words].astype(np.int64)
         held = copies[copies >= 0]
         if len(held):
-            self._slots.touch(self._slots.pools[asker.slot_sizes[column]], held)
+            self._slots.touch(held)
             state.counters.hbm_blocks_leased += len(held)
         generations, now_ns = state.slots.generation[words], state.now_ns
         again = (self._generation[words] == generations) & (copies < 0) & (self._job_of[words] == 0)

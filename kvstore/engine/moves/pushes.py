@@ -100,7 +100,7 @@ class Transfers:
             own = self._names.of(session)
             closed = (each for each in own if self._transfers[each].closed_ns)
             self._forget(next(closed, own[0]))
-        self._names.add(session, name)
+        self._names.add(name, session)
         if len(self._transfers) > ALL_MAX:
             for other, _ in sorted(self._transfers.items(), key=_worth)[: ALL_MAX // 4]:
                 self._forget(other)
@@ -108,7 +108,7 @@ class Transfers:
     def _forget(self, name: tuple[str, str]) -> None:
         its = self._transfers.pop(name, None)
         if its is not None:
-            self._names.remove(its.session, name)
+            self._names.remove(name, its.session)
 
     def close(self, connection: Connection, message: PushClose) -> None:
         """Record that the engine will seal no more blocks of this transfer."""
@@ -261,8 +261,7 @@ class Pushes:
         times, until_ns = PushTimes(state.now_ns), state.now_ns + its.deadline_ms * NS_PER_MS
         grant = event.peer, event.node, its, (its.tenant, its.space)
         ask = self._asks[name] = _Ask(*grant, keys, times, until_ns, said_ns=state.now_ns)
-        for whose in ask.groups:
-            self._groups.add(whose, ask)
+        self._groups.add(ask, *ask.groups)
         self._look_again(ask)
 
     def _go_on(self, ask: _Ask) -> None:
@@ -444,8 +443,7 @@ class Pushes:
 
     def _forget(self, ask: _Ask) -> None:
         del self._asks[ask.peer, ask.its.grant]
-        for whose in ask.groups:
-            self._groups.remove(whose, ask)
+        self._groups.remove(ask, *ask.groups)
 
     def _settle(self, ask: _Ask) -> None:
         """Close a grant that has ended and has no write under way: send PushOver and report it. A

@@ -73,7 +73,7 @@ class Servings:
         count = rows.shape[1]
         keys = keys[:count]
         run = run_of(state.residency, rows)
-        self._touch(run)  # before anything makes room for what is promoted
+        state.touch(run)  # before anything makes room for what is promoted
         if run.repeats():
             self._say_nothing(*name)
         elif run.count == count:
@@ -125,11 +125,6 @@ class Servings:
         columns = [(shard, scopes[shard]) for shard in best]
         return asker(address, known.space, columns), rows[[place[shard] for shard in best], :count]
 
-    def _touch(self, run: Run) -> None:
-        for words in run.words_by_shard if run.count else ():
-            slots = self._state.slots
-            slots.touch(slots.pool_of(int(words[0])), words[: run.count])
-
     def _answer(self, peer: int, serving: int, asker: Asker, run: Run) -> None:
         state = self._state
         account = state.slots.pins.join_node(peer)
@@ -139,7 +134,7 @@ class Servings:
             self._say_nothing(peer, serving)
             return
         state.leases.add(-peer, serving, words, state.now_ns, account, shards)
-        self._touch(run)
+        state.touch(run)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
         slots = state.slots.slots_of(words).astype("<u4").tobytes()

@@ -197,9 +197,8 @@ class Expectations:
         if other is not None:
             its.engine_news = other.engine_news
         self._count(its, 1)
-        self.engines.add(its.engine, its)
-        for name in its.names:
-            self.named.add(name, its)
+        self.engines.add(its, its.engine)
+        self.named.add(its, *its.names)
 
     def get_room(self, its: Expectation, count: int, now_ns: int) -> None:
         """Record that the next `count` blocks were granted room. From the first grant on, only news
@@ -210,15 +209,14 @@ class Expectations:
         its.granted += count
         self.agenda.put(its, min(its.until_ns, its.stalled_ns))
         if its.granted == len(its.missing):
-            self.queue.remove(its.lane, its)
+            self.queue.remove(its, its.lane)
 
     def end(self, its: Expectation) -> None:
         """Remove an expectation that has ended from all names, the agenda and the queue."""
-        self.engines.remove(its.engine, its)
-        for name in its.names:
-            self.named.remove(name, its)
+        self.engines.remove(its, its.engine)
+        self.named.remove(its, *its.names)
         self.agenda.drop(its)
-        self.queue.remove(its.lane, its)
+        self.queue.remove(its, its.lane)
 
     def settle(self, its: Expectation) -> None:
         """Remove an expectation that has ended from the counts of its process."""
@@ -322,7 +320,7 @@ class Awaited:
         elif expect.is_here:
             self._look(expect)
         else:
-            self.expects.queue.add(expect.lane, expect)
+            self.expects.queue.add(expect, expect.lane)
             self._look_later(expect)
 
     def _refusal(self, connection: Connection, process: ProcessName, count: int) -> str:

@@ -115,13 +115,7 @@ class Leases:
         return min(SESSION_BYTES_MAX, (BYTES_MAX - self._bytes + its) // 2) - its
 
     def add(
-        self,
-        session: int,
-        lease: int,
-        words: Words,
-        now_ns: int,
-        account: Account,
-        shards: int,
+        self, session: int, lease: int, words: Words, now_ns: int, account: Account, shards: int
     ) -> Lease:
         """Make a lease that pins these slots, [n][shards] and distinct. The account has room
         (`Pins.fitting`)."""

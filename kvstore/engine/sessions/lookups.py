@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.policies import prints
-from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run
+from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name, Wait
 from kvstore.engine.moves.fetches import Fetches
@@ -66,8 +66,6 @@ class Lookups:
         self._awaited = awaited
         self._arrivals = arrivals
         self._hbm = hbm
-        self._brings = files.enabled or state.config.fetches
-        """Whether blocks come to dram from disk or other nodes, besides stores of engines."""
         self._ahead_bytes = self._ahead_max = state.config.arena_bytes // AHEAD_SHARE
         """Bytes that could be brought ahead at the time `_ahead_ns`."""
         self._ahead_ns = 0
@@ -102,9 +100,8 @@ class Lookups:
         run, refused = state.leasable(session, account, run)
         words = run.words()
         rest = keys[run.count :]
+        state.touch(run)
         if run.count:
-            for size, shard_words in zip(asker.slot_sizes, run.words_by_shard, strict=True):
-                state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
         # Nothing is brought behind a block that may not be pinned.
@@ -152,8 +149,6 @@ class Lookups:
         (estimated time in ms, source) of those that take longest, result of asking other nodes)."""
         pushed = self._awaited.run(asker, keys)
         estimate = (0, wire.PUSHED if pushed else "")
-        if not self._brings or not len(keys):
-            return pushed, estimate, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows(), name=name)
         if promoting == REPEATED:
             return REPEATED, estimate, Wanted()
@@ -204,11 +199,10 @@ class Lookups:
         columns = zip(asker.scopes, rows, asker.block_bytes, strict=True)
         for scope, its, block_bytes in columns:
             self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
-        if self._brings:
-            self._files.promote(asker, keys)
-            held = len(keys) if bool(present.all()) else int(np.argmin(present))
-            held += self._awaited.run(asker, keys[held:])
-            self._fetches.want(asker, keys[held:])
+        self._files.promote(asker, keys)
+        held = len(keys) if bool(present.all()) else int(np.argmin(present))
+        held += self._awaited.run(asker, keys[held:])
+        self._fetches.want(asker, keys[held:])
         return present
 
     def _use(self, asker: Asker, keys: Keys, words: NDArray[np.int64]) -> None:
@@ -259,23 +253,21 @@ class Lookups:
     def _bring_ahead(self, asker: Asker, keys: Keys) -> PrepareReply:
         state = self._state
         rows = state.residency.table.find_all(asker.scopes, keys)
-        words = state.residency.words(rows)
-        dram = leading(words >= 0)
-        for size, column in zip(asker.slot_sizes, words, strict=True):
-            state.slots.touch(state.slots.pool(size), column[:dram])
+        run = run_of(state.residency, rows)
+        state.touch(run)
         held = leading(rows >= 0)  # in dram, or on disk
         block_bytes = sum(asker.slot_sizes)
         room = self._room_ahead(state.now_ns) // block_bytes
-        there = self._files.promote(asker, keys[: min(held, dram + room)])
+        there = self._files.promote(asker, keys[: min(held, run.count + room)])
         if there == REPEATED:
             return PrepareReply(refused="a key is named twice")
-        reading = max(0, there - dram)
+        reading = max(0, there - run.count)
         sought = 0
-        if dram + reading == held:  # behind a block that stays on disk, nothing helps
+        if run.count + reading == held:  # behind a block that stays on disk, nothing helps
             pushed = held + self._awaited.run(asker, keys[held:])
             sought = self._fetches.want(asker, keys[pushed : pushed + room - reading]).coming
         self._ahead_bytes -= (reading + sought) * block_bytes
-        return PrepareReply(dram, reading, sought)
+        return PrepareReply(run.count, reading, sought)
 
     def _room_ahead(self, now_ns: int) -> int:
         """Bytes that may be brought ahead now."""

@@ -7,14 +7,14 @@ and which engines are not served; `sessions` acts on them (frees slots, sends da
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Final, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.errors import ProtocolError
-from kvstore.types import ConnectionId, Latest, Shard, SpaceId
+from kvstore.types import ConnectionId, Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import HelloRank, HelloScheduler, Hint, LeaseAsk, PushExpect, Seal
 from kvstore.wire.space import Group, Space, shard_bytes, slot_bytes
@@ -326,6 +326,7 @@ REFUSED_NS_MAX: Final = 30 * NS_PER_S
 """A refusal is shown for this long: a refused engine asks again after 10 s, and one that did not is
 gone."""
 REFUSED_COUNT_MAX: Final = 64
+"""Engines whose last refusal is remembered."""
 
 
 class UnservedReport(msgspec.Struct, frozen=True):
@@ -336,34 +337,28 @@ class UnservedReport(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Refusals:
-    """Engines that were refused lately; at most REFUSED_COUNT_MAX."""
+class Refusal(NamedTuple):
+    """An engine was refused."""
 
-    def __init__(self) -> None:
-        self._last = Latest[OwnerKey, tuple[str, int, bool]](REFUSED_COUNT_MAX)
-
-    def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
-        """Add a refusal, in place of an earlier one of this engine; the latest ones stay.
-        `is_full`: the node had no room for it."""
-        self._last[owner] = (reason, now_ns, is_full)
-
-    def rows(self, now_ns: int, *, is_full: bool) -> list[UnservedReport]:
-        """Rows of refused engines that may still be there. `is_full`: whether the node has no room
-        now; if it has, refusals for want of room are left out."""
-        return [
-            UnservedReport(engine, tenant, f"refused: {reason}")
-            for (tenant, engine, _), (reason, at_ns, was_full) in self._last.items()
-            if now_ns - at_ns <= REFUSED_NS_MAX and (is_full or not was_full)
-        ]
+    reason: str
+    at_ns: int
+    is_full: bool = False
+    """Whether it was because the node had no room for it."""
 
 
 def unserved(
-    owners: Iterable[Owner], refusals: Refusals, now_ns: int, *, is_full: bool
+    owners: Iterable[Owner], refusals: Mapping[OwnerKey, Refusal], now_ns: int, *, is_full: bool
 ) -> list[UnservedReport]:
-    """One row for each engine that is attached without being served, or was refused lately."""
+    """One row for each engine that is attached without being served, or was refused lately.
+    `is_full`: whether the node has no room now; if it has, refusals for want of room are left
+    out."""
     attached = [(owner, _reason(owner, now_ns)) for owner in owners]
     rows = [UnservedReport(each.title, each.key[0], reason) for each, reason in attached if reason]
-    return rows + refusals.rows(now_ns, is_full=is_full)
+    return rows + [
+        UnservedReport(engine, tenant, f"refused: {its.reason}")
+        for (tenant, engine, _), its in refusals.items()
+        if now_ns - its.at_ns <= REFUSED_NS_MAX and (is_full or not its.is_full)
+    ]
 
 
 def _reason(owner: Owner, now_ns: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, asker, objection
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, Refusal, asker, objection
 from kvstore.engine.state import KnownSpace, State
 from kvstore.errors import ProtocolError
 from kvstore.types import ConnectionId, EngineSource, SpaceId
@@ -50,7 +50,7 @@ class Sessions:
             reason = f"{most} connections are attached already"
         key = (hello.tenant, hello.engine_id, hello.nonce)
         if reason:
-            self._state.refusals.add(key, reason, self._state.now_ns, is_full=is_full)
+            self._state.refusals[key] = Refusal(reason, self._state.now_ns, is_full)
             self._refuse(id, reason, permanent=permanent)
             self._state.say(Release(id))
             return
@@ -97,9 +97,8 @@ class Sessions:
         copy of the process still writes."""
         its = hello.rank, hello.process
         for old in list(self._state.connections.values()):
-            same = (
-                isinstance(old.hello, wire.HelloRank) and (old.hello.rank, old.hello.process) == its
-            )
+            then = old.hello
+            same = isinstance(then, wire.HelloRank) and (then.rank, then.process) == its
             if same and old.ended and old.owner.key == owner.key:
                 self._state.free(self._state.slots.of_writer(old.id))
                 self._forget(old)
@@ -112,7 +111,7 @@ class Sessions:
             return
         reason = objection(owner, slab_bytes=self._state.config.slab_bytes)
         if reason:
-            self._state.refusals.add(owner.key, reason, self._state.now_ns)
+            self._state.refusals[owner.key] = Refusal(reason, self._state.now_ns)
             for connection in [scheduler, *owner.ranks.values()]:
                 self._refuse(connection.id, reason, permanent=True)
                 self.ended(connection.id)
@@ -123,18 +122,14 @@ class Sessions:
         owner.forming = self._next_session
         self._next_session += GROUPS_MAX  # slots carry session + group
         groups = max((len(hello.groups) for hello in owner.rank_hellos()), default=0)
-        columns = [
-            {
-                shard: (number, hello.rank)
-                for number, (shard, hello) in enumerate(owner.columns(group).items())
-            }
-            for group in range(groups)
-        ]
+        columns = [owner.columns(group) for group in range(groups)]
         for rank in owner.ranks.values():
             assert isinstance(rank.hello, wire.HelloRank)
             rank.asked_session = owner.forming
-            its = [columns[i][group.shard] for i, group in enumerate(rank.hello.groups)]
-            parts = tuple(ShardColumn(n, writes=writer == rank.hello.rank) for n, writer in its)
+            parts = tuple(
+                ShardColumn([*its].index(group.shard), writes=its[group.shard] is rank.hello)
+                for its, group in zip(columns, rank.hello.groups, strict=False)
+            )
             self._state.send(rank, wire.Quiesce(owner.forming, weights_epoch, columns=parts))
 
     def quiet(self, connection: Connection, session: int) -> None:

@@ -78,7 +78,7 @@ def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> 
     for slab in (2, 0, 1):
         seal(slots, words[slab * 4 : slab * 4 + 4])
     assert slots.coldest_slab(pool) == (2, 4)
-    slots.touch(pool, words[8:9])
+    slots.touch(words[8:9])
     assert slots.coldest_slab(pool) == (0, 8), "one fresh slot makes a slab fresh"
     slots.leases[words[0]] = 1
     assert slots.coldest_slab(pool) == (1, 12), "leased ones stay"
