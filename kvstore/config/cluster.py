@@ -72,7 +72,7 @@ class TransportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """What the settings of a node come to in a cluster."""
+    """Name, certificates and transport of a node in its cluster."""
 
     node: str
     """Name of the node."""

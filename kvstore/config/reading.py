@@ -119,7 +119,7 @@ def read_yaml(option: str, path: Path) -> Any:
             return node
 
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=Once)  # noqa: S506 -- a safe one
+        return Once(path.read_text(encoding="utf-8")).get_single_data()
     except ConfigError:
         raise
     except OSError as error:
