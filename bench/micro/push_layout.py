@@ -28,7 +28,7 @@ from bench import record
 from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorkers, scattered
 from kvstore.engine.events import Land
 from kvstore.peers.peer_session import PeerContext
-from kvstore.peers.pushes import KINDS, SLOW_S, Lander, Stages
+from kvstore.peers.pushes import KINDS, SLOW_S, PushCarrier, Stages
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.wire.record import Scope, scopes_of
@@ -53,16 +53,16 @@ def layout_s(there: int, here: int, block_bytes: int) -> float:
     memory = np.ones(2 * SIZE_BYTES, np.uint8)
     stages = Stages(KINDS, _OwnTime(), slow_s=SLOW_S)
     context = PeerContext(landed.put_nowait, nothing, nothing, memory, _OwnTime(), None, stages)
-    lander = Lander(context, nothing, draw_epoch=lambda: 1)
+    carrier = PushCarrier(context, nothing, {}, draw_epoch=lambda: 1)
 
     async def land() -> None:
         for order in orders(there, here, block_bytes):
-            lander.carry_out(order)
+            carrier.carry_out(order)
             await landed.get()
 
     asyncio.run(land())
-    lander.close()
-    return lander.stages.timings["land_copy"].total_ns / 1e9
+    carrier.close()
+    return carrier.stages.timings["land_copy"].total_ns / 1e9
 
 
 def orders(there: int, here: int, block_bytes: int) -> list[Land]:

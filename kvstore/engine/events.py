@@ -340,9 +340,9 @@ class WritePush(msgspec.Struct, frozen=True):
     slots: Any
 
 
-LandCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged
-"""Commands about pushes to this node."""
-PeerCommand = Locate | Fetch | AnswerPeer | LandCommand | WritePush | BlocksPrepared
+PushCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged | WritePush
+"""Commands about pushes, to this node and from it."""
+PeerCommand = Locate | Fetch | AnswerPeer | PushCommand | BlocksPrepared
 ConnectionCommand = Send | Admit | Hangup | Release | Follow | Unfollow
 """Commands about processes of engines."""
 Report = Cleared | SwitchedOff | Changed | BlocksChanged | OffersUntold | StoryTold

@@ -67,8 +67,6 @@ class Statistics(msgspec.Struct, frozen=True):
     entry_count: int
     """(block, holder) pairs, those of void slots until they are swept included."""
     block_count: int
-    slot_count: int
-    node_count: int
     memory_bytes: int
     evicted_count: int
     """Blocks that left because the index was full."""
@@ -145,8 +143,6 @@ class Index:
         return Statistics(
             entry_count=holdings.entry_count,
             block_count=holdings.block_count,
-            slot_count=len(holdings.holders),
-            node_count=len(self.nodes),
             memory_bytes=holdings.memory_bytes,
             evicted_count=holdings.evicted_count,
         )

@@ -169,7 +169,7 @@ class Replica:
             "index_memory_bytes": sizes.memory_bytes,
             "index_evictions_total": sizes.evicted_count,
             "index_nodes": {each: states.count(each) for each in TRUSTS},
-            "index_feeds": service.feed_count,
+            "index_feeds": len(service.feeds),
             "index_store_up": int(not self._store.trouble),
             "index_store_failures_total": self._store.failure_count,
             "index_watchers": service.watcher_count,
@@ -182,7 +182,7 @@ class Replica:
 
     async def _state(self) -> dict[str, Any]:
         service, sizes, trust = self._service, self._store.statistics(), await self._service.trust()
-        facts = {"feeds": service.feed_count, "watchers": service.watcher_count}
+        facts = {"feeds": len(service.feeds), "watchers": service.watcher_count}
         facts |= {"blocks": sizes.block_count, "memory, MiB": sizes.memory_bytes // MIB}
         flows = {**vars(service.counters), "evictions": sizes.evicted_count}
         members = self._store.members(now_ms())

@@ -122,7 +122,7 @@ class IndexService(IndexServicer):
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
-        self._feeds: dict[str, wire.Hello] = {}
+        self.feeds: dict[str, wire.Hello] = {}
         """Hello of the newest stream of each connected node."""
         self._hosts: dict[str, str] = {}
         """IP address that the stream of each node comes from."""
@@ -135,10 +135,6 @@ class IndexService(IndexServicer):
         full = f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already"
         self._keying = Threads(self._hashing, count_max=TOKEN_QUESTIONS_MAX, full=full)
         self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
-
-    @property
-    def feed_count(self) -> int:
-        return len(self._feeds)
 
     async def trust(self) -> Trust:
         """Trust in the index itself: that in its answer about an empty prompt."""
@@ -253,7 +249,7 @@ class IndexService(IndexServicer):
         if verdict is Verdict.CLOSE:
             raise self._refusal(hello, _host_of(context.peer()))
         # A stream that this one replaces is closed at its next word, or by keep-alive.
-        self._feeds[hello.node] = hello
+        self.feeds[hello.node] = hello
         self._hosts[hello.node] = _host_of(context.peer())
         _log.info("node %s publishes, stream %d", hello.node, hello.stream)
         try:
@@ -271,8 +267,8 @@ class IndexService(IndexServicer):
                 if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
                     yield wire.FeedOrder(another=rival)
         finally:
-            if self._feeds.get(hello.node) is hello:
-                del self._feeds[hello.node], self._hosts[hello.node]
+            if self.feeds.get(hello.node) is hello:
+                del self.feeds[hello.node], self._hosts[hello.node]
             # Not here: a call that was cancelled has no time to wait for a store.
             self._endings.run(self._ended(hello, context.peer()))
 
@@ -294,7 +290,7 @@ class IndexService(IndexServicer):
                 self.counters.feeds_refused += 1
                 _log.warning("a feed is refused: %s", error)
                 raise
-        if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
+        if len(self.feeds) >= FEED_COUNT_MAX and hello.node not in self.feeds:
             raise RefusedCall(_EXHAUSTED, f"{FEED_COUNT_MAX} nodes publish already")
         return hello
 
@@ -359,7 +355,7 @@ class IndexService(IndexServicer):
         ended, too."""
         await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
-        if found is None or found.host != _host_of(peer) or hello.node in self._feeds:
+        if found is None or found.host != _host_of(peer) or hello.node in self.feeds:
             return
         for _ in range(DIALS_MAX):
             try:
@@ -369,7 +365,7 @@ class IndexService(IndexServicer):
                         if await reader.read(1):
                             return  # somebody is there
             except ConnectionRefusedError:
-                if hello.node not in self._feeds:
+                if hello.node not in self.feeds:
                     _log.info("node %s is gone: its address refuses connections", hello.node)
                     await self._tell_store(ConnectRefused(hello.node))
                 return

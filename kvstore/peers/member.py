@@ -48,7 +48,7 @@ from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS, BlockServer, PeerContext
 from kvstore.peers.preparer import Preparer, drain_node
-from kvstore.peers.pushes import KINDS as PUSH_KINDS, SLOW_S, SLOW_TCP_S, Lander, Pusher, Stages
+from kvstore.peers.pushes import KINDS as PUSH_KINDS, SLOW_S, SLOW_TCP_S, PushCarrier, Stages
 from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock
 from kvstore.proto.rows import MemberReport, TransferReport, member_report
@@ -166,8 +166,7 @@ class Peering:
         context = self._context
         self.fetcher = Fetcher(context)
         self.block_server = BlockServer(context, self.fetcher.address_of)
-        self.pusher = Pusher(context, self.block_server.sessions)
-        self.lander = Lander(context, self.fetcher)
+        self.carrier = PushCarrier(context, self.fetcher, self.block_server.sessions)
         self.preparer = Preparer(context)
         self.transfer_worker.changed = self._transfer_worker_changed
         self._server = _server()
@@ -177,7 +176,7 @@ class Peering:
 
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()
-        self.lander.transfer_worker_changed()
+        self.carrier.transfer_worker_changed()
 
     async def drain(self, runs: Sequence[PrepareRequest], *, timeout_s: float) -> None:
         """Hand blocks to the other nodes."""
@@ -204,8 +203,7 @@ class Peering:
 
     async def _close(self) -> None:
         self.transfer_worker.close()
-        self.lander.close()
-        self.pusher.close()
+        self.carrier.close()
         await self.fetcher.close()
         await self._server.stop(0)
 
@@ -219,10 +217,8 @@ class Peering:
                 self.block_server.answer(peer, answer)
             case events.BlocksPrepared():
                 self.preparer.prepared(command)
-            case events.WritePush():
-                self.pusher.write(command)
             case _:
-                self.lander.carry_out(command)
+                self.carrier.carry_out(command)
 
     def transfers(self) -> list[TransferReport]:
         """Durations of fetches and pushes, and of their steps, a row for each kind that has

@@ -1,9 +1,9 @@
-"""Pushes between nodes, both ends: `Pusher` writes into the landing memory of others, `Lander`
-takes what others push here, and `Stages` times them.
+"""Pushes between nodes, both ends: `PushCarrier` writes into the landing memory of others and takes
+what others push here, and `Stages` times them.
 
     engine: WritePush ─▶ transfer worker writes ─▶ Written
 
-    AskPush ─▶ session of Lander with the prefill node ─▶ Pushed …, PushOver ─▶ engine
+    AskPush ─▶ session with the prefill node ─▶ Pushed …, PushOver ─▶ engine
     Land ────▶ copied into slots, verified there ─▶ Landed
 
 Rules. 1: Written comes when the transfer worker says so, and not before. 2: every AskPush has one
@@ -112,61 +112,6 @@ class Stages:
         )
 
 
-# ── to others ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class Pusher:
-    """Writes blocks to other nodes. Runs on the asyncio loop."""
-
-    def __init__(self, context: PeerContext, sessions: Mapping[int, object]) -> None:
-        """`sessions`: those of connected peers (`BlockServer`), by number."""
-        self.stages = context.stages
-        self._context, self._post, self._clock = context, context.post, context.clock
-        self._sessions = sessions
-        self._tasks = Tasks("a bug in what pushes blocks")
-
-    def write(self, command: events.WritePush) -> None:
-        """Begin a write; Written answers."""
-        self._tasks.run(self._write(command))
-
-    async def _write(self, command: events.WritePush) -> None:
-        trouble = "the session has ended"
-        if command.peer in self._sessions:
-            trouble = await self._move(command)
-        self._post(events.Written(command.job, trouble))
-
-    async def _move(self, command: events.WritePush) -> str:
-        """Write the blocks; returns why not all bytes are there, empty if they are."""
-        node, its = command.node, command.its
-        sizes = np.asarray(command.block_bytes, dtype=np.int64)
-        if int(sizes.sum()) != its.block_bytes:
-            return "the decode node has blocks of another size"
-        begun_ns = self._clock.now_ns()
-        slots = np.asarray(command.slots, dtype=np.int64).reshape(-1, len(sizes)) * PAGE_BYTES
-        extents = np.frombuffer(its.extents, "<u4").astype(np.int64) * PAGE_BYTES
-        extents = extents[command.first : command.first + len(slots)]
-        remote = extents[:, None] + (np.cumsum(sizes) - sizes)
-        lengths = np.broadcast_to(sizes, slots.shape)
-        trouble = await self._context.transfer_worker.move(
-            transfer_worker_name(node),
-            its.descriptor,
-            make_pieces(slots, remote, lengths),
-            timeout_s=WRITE_TIMEOUT_S,
-            direction=Direction.WRITE,
-        )
-        if trouble:
-            return f"writing to node {node} failed: {trouble}"
-        self.stages.since("write", begun_ns, int(lengths.sum()), node=node)
-        return ""
-
-    def close(self) -> None:
-        """Stop, because the node ends."""
-        self._tasks.cancel()
-
-
-# ── from others ───────────────────────────────────────────────────────────────────────────────────
-
-
 class _OpenGrant:
     """A grant for which PushOver has not come."""
 
@@ -178,25 +123,28 @@ class _OpenGrant:
         self.has_begun = False
 
 
-class Lander:
-    """Sends grants to prefill nodes, and copies out what they push. Runs on the asyncio loop."""
+class PushCarrier:
+    """Both ends of pushes: sends grants to prefill nodes and copies out what they push, and writes
+    blocks to decode nodes. Runs on the asyncio loop."""
 
     def __init__(
         self,
         context: PeerContext,
         fetcher: Fetcher,
+        sessions: Mapping[int, object],
         *,
         draw_epoch: Callable[[], int] = lambda: secrets.randbelow(2**63 - 1) + 1,
     ) -> None:
-        """`draw_epoch`: returns a random number that is not 0."""
+        """`sessions`: those of connected peers (`BlockServer`), by number. `draw_epoch`: returns a
+        random number that is not 0."""
         self.stages = context.stages
         self._post, self._transfer_worker = context.post, context.transfer_worker
         self._memory, self._clock = context.memory, context.clock
-        self._fetcher, self._draw_epoch = fetcher, draw_epoch
+        self._fetcher, self._sessions, self._draw_epoch = fetcher, sessions, draw_epoch
         self.epoch = 0
         """Epoch of the transfer worker that serves; 0: there is none."""
         self._given: dict[int, _OpenGrant] = {}
-        self._tasks = Tasks("a bug in what takes pushes")
+        self._tasks = Tasks("a bug in what pushes blocks")
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
 
     def close(self) -> None:
@@ -210,7 +158,7 @@ class Lander:
         self.epoch = self._draw_epoch() if self._transfer_worker.descriptor else 0
         self._post(events.LandingUp(self.epoch))
 
-    def carry_out(self, command: events.LandCommand) -> None:
+    def carry_out(self, command: events.PushCommand) -> None:
         """Carry out a command of the engine."""
         match command:
             case events.AskPush(its=its):
@@ -223,6 +171,8 @@ class Lander:
                     self._tasks.run(self._revoke(given.session, grant))
             case events.Land():
                 self._tasks.run(self._land(command))
+            case events.WritePush():
+                self._tasks.run(self._write(command))
             case events.Staged(stage, node, took_ns, size_bytes):
                 self.stages.took(stage, took_ns, size_bytes, node=node)
             case events.RecycleTransferWorker(reason=reason):
@@ -329,3 +279,35 @@ class Lander:
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)
         return events.Landed(command.job, bytes(good), bytes(sums))
+
+    # ── writes ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _write(self, command: events.WritePush) -> None:
+        trouble = "the session has ended"
+        if command.peer in self._sessions:
+            trouble = await self._move(command)
+        self._post(events.Written(command.job, trouble))
+
+    async def _move(self, command: events.WritePush) -> str:
+        """Write the blocks; returns why not all bytes are there, empty if they are."""
+        node, its = command.node, command.its
+        sizes = np.asarray(command.block_bytes, dtype=np.int64)
+        if int(sizes.sum()) != its.block_bytes:
+            return "the decode node has blocks of another size"
+        begun_ns = self._clock.now_ns()
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(-1, len(sizes)) * PAGE_BYTES
+        extents = np.frombuffer(its.extents, "<u4").astype(np.int64) * PAGE_BYTES
+        extents = extents[command.first : command.first + len(slots)]
+        remote = extents[:, None] + (np.cumsum(sizes) - sizes)
+        lengths = np.broadcast_to(sizes, slots.shape)
+        trouble = await self._transfer_worker.move(
+            transfer_worker_name(node),
+            its.descriptor,
+            make_pieces(slots, remote, lengths),
+            timeout_s=WRITE_TIMEOUT_S,
+            direction=Direction.WRITE,
+        )
+        if trouble:
+            return f"writing to node {node} failed: {trouble}"
+        self.stages.since("write", begun_ns, int(lengths.sum()), node=node)
+        return ""

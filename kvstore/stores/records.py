@@ -91,7 +91,7 @@ class Polled(NamedTuple):
 
 def polled(answer: Sequence[Any]) -> Polled:
     """Decode the answer of the script POLL. Raises ProtocolError."""
-    epoch, slots, void, ids, *rest = answer
+    epoch, _, void, ids, *rest = answer
     if not 0 <= _count("the key ids", ids) < SLOTS_GIVEN_MAX:
         raise ProtocolError(f"the key ids is {int(ids)}, which is no number of a slot")
     entries, rows, evicted = (
@@ -99,7 +99,7 @@ def polled(answer: Sequence[Any]) -> Polled:
         for name, value in zip(_COUNTS, rest, strict=False)
     )
     records = dict(_record(*each) for each in rest[len(_COUNTS) :])
-    sizes = Statistics(entries, rows, slots, len(records), 0, evicted)
+    sizes = Statistics(entries, rows, 0, evicted)
     return Polled(epoch, void, sizes, records)
 
 

@@ -237,7 +237,7 @@ class RedisStore:
         self._ids: deque[int] = deque()
         self._epoch = b""
         self._run = ""
-        self._sizes = Statistics(0, 0, 0, 0, 0, 0)
+        self._sizes = Statistics(0, 0, 0, 0)
         self._sweeper = Sweeper(self._connection, self._me)
         self._refusals = {"words": "", "ticks": ""}
         """Reasons why the store refused the last writes of updates and of ticks; empty: it did

@@ -308,8 +308,7 @@ def test_silence_makes_stale_then_out_then_forgotten(told: Callable[..., Asked])
 
     def is_forgotten() -> bool:
         asked.tick(lost)
-        statistics = asked.store.statistics()
-        return (statistics.node_count, statistics.entry_count) == (0, 0)
+        return not asked.store.members(lost) and asked.store.statistics().entry_count == 0
 
     assert eventually(is_forgotten, timeout_s=PATIENCE_S)
     assert asked.store.members(lost) == []

@@ -143,8 +143,8 @@ def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -
         wants_room = is_waiting and not its.is_here and its.granted < len(its.missing)
         has_turn = its in expects.queue.of(its.lane)
         assert has_turn is wants_room, "an expectation without a turn"
-    counted = (expects._counts, +expects._keys)
-    assert (counts, keys) == counted, "what processes expect is miscounted"
+    counted = Counter({each: expects._counted.count(each) for each in expects._counted})
+    assert (counts, +keys) == (counted, expects._keys), "what processes expect is miscounted"
 
 
 def check_slab(slab: LandingSlab, held: list[tuple[Extents, int]]) -> None:

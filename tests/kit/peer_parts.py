@@ -13,7 +13,7 @@ from kvstore.engine.events import PeerCommand, PeerEvent
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, Fetcher
 from kvstore.peers.member import Peering
 from kvstore.peers.peer_session import BlockServer, PeerContext
-from kvstore.peers.pushes import KINDS, SLOW_S, Lander, Pusher, Stages
+from kvstore.peers.pushes import KINDS, SLOW_S, PushCarrier, Stages
 from kvstore.ports import Clock
 from kvstore.types import Incarnation
 from kvstore.wire.peers import PeerHello
@@ -51,5 +51,5 @@ class PeerParts:
         )
         self.context, self.fetcher = context, Fetcher(context, jitter=jitter)
         self.block_server = BlockServer(context, self.fetcher.address_of)
-        self.pusher = Pusher(context, self.block_server.sessions)
-        self.lander = Lander(context, self.fetcher, draw_epoch=draw_epoch)
+        its = context, self.fetcher, self.block_server.sessions
+        self.carrier = PushCarrier(*its, draw_epoch=draw_epoch)

@@ -15,7 +15,7 @@ from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.peer_session import PeerSession
-from kvstore.peers.pushes import Lander, Pusher
+from kvstore.peers.pushes import PushCarrier
 from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord
 from tests.kit.planted import Patch, instead_of
 
@@ -46,15 +46,15 @@ def epoch_ignored(patch: pytest.MonkeyPatch) -> None:
     broken_pushed(patch)
 
 
-@instead_of(Lander, "_copy")
-def sealed_before_it_is_verified(copy: Any, self: Lander, command: Land) -> Any:
+@instead_of(PushCarrier, "_copy")
+def sealed_before_it_is_verified(copy: Any, self: PushCarrier, command: Land) -> Any:
     """What a peer says that it pushed is believed."""
     landed = copy(self, command)
     return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
 
 
-@instead_of(Pusher, "_move")
-async def grant_of_another_peer_used(move: Any, self: Pusher, command: WritePush) -> Any:
+@instead_of(PushCarrier, "_move")
+async def grant_of_another_peer_used(move: Any, self: PushCarrier, command: WritePush) -> Any:
     """Grants of all peers are one heap."""
     heap: dict[int, WritePush] = vars(self).setdefault("heap", {})
     heap[command.peer] = command
@@ -87,8 +87,8 @@ def block_of_the_wrong_group(
     granted.expect.asker = asker
 
 
-@instead_of(Pusher, "_move")
-async def half_a_chunk(move: Any, self: Pusher, command: WritePush) -> Any:
+@instead_of(PushCarrier, "_move")
+async def half_a_chunk(move: Any, self: PushCarrier, command: WritePush) -> Any:
     """A write is reported when half of it has ended."""
     columns = len(command.block_bytes)
     half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
@@ -103,9 +103,9 @@ def one_shard_of_several_looked_at(_: Any, self: Lease, slots: Slots) -> Any:
     return np.concatenate(same).reshape(-1, self.shards)[:, 0]
 
 
-@instead_of(Lander, "_hear")
+@instead_of(PushCarrier, "_hear")
 def last_word_of_another_session(
-    hear: Any, self: Lander, session: PeerSession, word: PushWord | None
+    hear: Any, self: PushCarrier, session: PeerSession, word: PushWord | None
 ) -> None:
     """Any peer says that a grant is over."""
     if isinstance(word, PushOver):

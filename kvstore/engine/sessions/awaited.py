@@ -175,13 +175,14 @@ class Expectations:
         self.agenda = Agenda[Expectation]()
         self.queue = Groups[Lane, Expectation]()
         """Expectations that wait for room, by lane."""
-        self._counts: Counter[ProcessName] = Counter()
-        """Number of expectations by process; ended ones count until `settle`."""
+        self._counted = Groups[ProcessName, Expectation]()
+        """Expectations by process; ended ones count until `settle`."""
         self._keys: Counter[ProcessName] = Counter()
+        """Number of their keys."""
 
     def too_many(self, process: ProcessName, count: int) -> str:
         """Why this process may not expect `count` more keys; empty: it may."""
-        if self._counts[process] >= EXPECTS_MAX or self._counts.total() >= ALL_EXPECTS_MAX:
+        if self._counted.count(process) >= EXPECTS_MAX or len(self._counted) >= ALL_EXPECTS_MAX:
             return "too many transfers are expected"
         if self._keys[process] + count > KEYS_MAX or self._keys.total() + count > ALL_KEYS_MAX:
             return "too many blocks are expected"
@@ -196,7 +197,8 @@ class Expectations:
             its.news = part.news
         if other is not None:
             its.engine_news = other.engine_news
-        self._count(its, 1)
+        self._counted.add(its, its.process)
+        self._keys[its.process] += len(its.missing)
         self.engines.add(its, its.engine)
         self.named.add(its, *its.names)
 
@@ -220,13 +222,8 @@ class Expectations:
 
     def settle(self, its: Expectation) -> None:
         """Remove an expectation that has ended from the counts of its process."""
-        self._count(its, -1)
-
-    def _count(self, its: Expectation, sign: int) -> None:
-        self._counts[its.process] += sign
-        self._keys[its.process] += sign * len(its.missing)
-        if not self._counts[its.process]:
-            del self._counts[its.process], self._keys[its.process]
+        self._counted.remove(its, its.process)
+        self._keys -= Counter({its.process: len(its.missing)})
 
     def __iter__(self) -> Iterator[Expectation]:
         return (its for engine in list(self.engines) for its in self.engines.of(engine))

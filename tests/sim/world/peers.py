@@ -29,7 +29,6 @@ from kvstore.engine.events import (
     Fetch,
     Fetched,
     Land,
-    LandCommand,
     Landed,
     LandingUp,
     Locate,
@@ -37,6 +36,7 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
+    PushCommand,
     RecycleTransferWorker,
     RevokePush,
     WritePush,
@@ -183,8 +183,8 @@ class SimPeers(PeerParts):
         handlers = {"Session": (self.block_server.session, bytes, encode)}
         self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
         self.loop.call_soon(self.fetcher.start)
-        self.transfer_worker.changed = self.lander.transfer_worker_changed
-        self.loop.call_soon(self.lander.transfer_worker_changed)
+        self.transfer_worker.changed = self.carrier.transfer_worker_changed
+        self.loop.call_soon(self.carrier.transfer_worker_changed)
         for link in self.links:
             self.loop.create_task(link.run(self._offered))
 
@@ -226,8 +226,8 @@ class SimPeers(PeerParts):
         said.extend(each for each in events if isinstance(each, Pushed | PushOver))
         if said and source.random() < _STRAY_SHARE:
             self.world.faults[STRAY] += 1
-            word, given = source.choice(said), sorted(vars(self.lander)["_given"])
-            if given and word.epoch != self.lander.epoch:
+            word, given = source.choice(said), sorted(vars(self.carrier)["_given"])
+            if given and word.epoch != self.carrier.epoch:
                 # Each process counts from 1: the grant had any number.
                 word = msgspec.structs.replace(word, grant=source.choice(given))
             events.insert(source.randint(0, len(events)), word)
@@ -282,7 +282,7 @@ class SimPeers(PeerParts):
             case Written(job=job):
                 del self.pushing[job]
             case Pushed(grant=grant, epoch=epoch, first=first, shards=shards) if shards:
-                if epoch == self.lander.epoch:
+                if epoch == self.carrier.epoch:
                     count = len(event.checksums) // (16 * len(shards))
                     self._let_go(_pages(self._asked[grant], first, first + count), grant)
             case LandingUp():
@@ -290,7 +290,7 @@ class SimPeers(PeerParts):
             case PushOver(grant=grant, epoch=epoch, is_quiet=is_quiet):
                 if not is_quiet:
                     self._loss_ns = self.now_ns
-                elif epoch == self.lander.epoch:
+                elif epoch == self.carrier.epoch:
                     self._check_quiet(grant)
                     self._let_go(_pages(self._asked[grant]), grant)
                 self._revoked.pop(grant, None)
@@ -301,7 +301,7 @@ class SimPeers(PeerParts):
                 pass
         self._events.append(event)
 
-    def _check_push(self, command: LandCommand) -> None:
+    def _check_push(self, command: PushCommand) -> None:
         """What is granted nobody else may write to (I4)."""
         match command:
             case AskPush():
@@ -313,14 +313,14 @@ class SimPeers(PeerParts):
                 whose = command.node, its.epoch, its.grant
                 self._granted.update(dict.fromkeys(pages, whose))
                 self._asked[its.grant] = its
-                if its.epoch == self.lander.epoch:
+                if its.epoch == self.carrier.epoch:
                     self._held.update(dict.fromkeys(pages, its.grant))
             case RevokePush(grant=grant) if grant not in self._over:
                 self._revoked[grant] = self.now_ns
             case Land():
                 self._lands[command.job] = command
                 for page in np.frombuffer(command.extents, "<u4").tolist():
-                    if self._granted[page][1] != self.lander.epoch:
+                    if self._granted[page][1] != self.carrier.epoch:
                         raise Violation(f"{self.name} takes blocks of an epoch before")
             case RecycleTransferWorker():
                 if self._loss_ns < 0 and not self._excuse(_LOSSES):
@@ -353,7 +353,7 @@ class SimPeers(PeerParts):
         no session here, or granted nothing."""
         peers = self.block_server.sessions.items()
         sessions = [number for number, peer in peers if peer.node == other.name]
-        given = [each.command for each in vars(other.lander)["_given"].values()]
+        given = [each.command for each in vars(other.carrier)["_given"].values()]
         grants = [each for each in given if each.node != self.name]
         for session in sessions:
             for each in grants:

@@ -52,7 +52,7 @@ class Store:
         return self._members
 
     def statistics(self) -> Statistics:
-        return Statistics(1, 2, 3, 4, 5 << 20, 6)
+        return Statistics(1, 2, 5 << 20, 6)
 
     async def match(self, *_: Any) -> Any:
         return SimpleNamespace(trust=Trust.EXACT)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -17,7 +17,7 @@ from kvstore.engine.events import AskPush, Land, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import peer_session
 from kvstore.peers.peer_session import GRANTS_MAX, BlockServer, PeerContext, _Session
-from kvstore.peers.pushes import Pusher, Stages
+from kvstore.peers.pushes import PushCarrier, Stages
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
@@ -162,12 +162,14 @@ async def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
         None,
         Stages((), clock, slow_s=1),
     )
-    pusher = Pusher(PeerContext(lambda _: None, *its), {1: nothing, 2: nothing})
+    carrier = PushCarrier(
+        PeerContext(lambda _: None, *its), cast("Any", nothing), {1: nothing, 2: nothing}
+    )
     for peer in (1, 2):
         grant = msgspec.structs.replace(push_grant(7, keys(1)), extents=peer.to_bytes(4, "little"))
         size = (grant.block_bytes,)
-        pusher.write(WritePush(peer, peer, f"d{peer}", grant, 0, size, np.zeros(1, np.int64)))
-    await asyncio.gather(*pusher._tasks._running)
+        carrier.carry_out(WritePush(peer, peer, f"d{peer}", grant, 0, size, np.zeros(1, np.int64)))
+    await asyncio.gather(*carrier._tasks._running)
     assert moved == [(f"d{peer}.node.kvstore", [peer * PAGE_BYTES]) for peer in (1, 2)]
 
 
@@ -188,16 +190,16 @@ async def test_words_of_a_session_that_has_no_such_grant_are_dropped(two: Two) -
     engine = Stored(two.a, "ea")
     asked = await asked_for(two, engine, 1)
     word = pushed(asked, Shard(0, 1, 0, 1), 1)
-    two.a.lander._hear(object(), word)  # type: ignore[arg-type]
+    two.a.carrier._hear(object(), word)  # type: ignore[arg-type]
     assert not any(isinstance(c, Land) for c in two.a.asked)
     # Nor can another peer end it by a word that is none.
     none = msgspec.structs.replace(word, checksums=b"x")
-    two.a.lander._hear(object(), none)  # type: ignore[arg-type]
+    two.a.carrier._hear(object(), none)  # type: ignore[arg-type]
     over = wire.PushOver(asked.grant, asked.epoch, "", is_quiet=True)
-    two.a.lander._hear(object(), over)  # type: ignore[arg-type]
+    two.a.carrier._hear(object(), over)  # type: ignore[arg-type]
     # Nor does its own session end what others were granted.
-    two.a.lander._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
-    assert two.a.lander._given.keys() == {asked.grant}
+    two.a.carrier._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
+    assert two.a.carrier._given.keys() == {asked.grant}
     assert two.a.engine.grants.landing_bytes()[("granted",)] > 0
 
 
@@ -240,27 +242,27 @@ async def test_grants_of_one_number_are_those_of_two_peers() -> None:
 @driven(pushing)
 async def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names(two: Two) -> None:
     epochs = iter((8, 9))
-    two.a.lander._draw_epoch = lambda: next(epochs)
-    two.a.lander.transfer_worker_changed()
+    two.a.carrier._draw_epoch = lambda: next(epochs)
+    two.a.carrier.transfer_worker_changed()
     await two.until(lambda: two.a.engine.grants._epoch == 8, "up")
     engine = Stored(two.a, "ea")
     asked = await asked_for(two, engine, 1)
-    session = two.a.lander._given[asked.grant].session
+    session = two.a.carrier._given[asked.grant].session
     assert session is not None
 
     def over(epoch: int) -> wire.PushOver:
         return wire.PushOver(asked.grant, epoch, "", is_quiet=True)
 
-    assert (asked.epoch, two.a.lander.epoch) == (8, 8)
-    two.a.lander._hear(session, over(7))
-    assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
+    assert (asked.epoch, two.a.carrier.epoch) == (8, 8)
+    two.a.carrier._hear(session, over(7))
+    assert asked.grant in two.a.carrier._given, "a word of an older one ends nothing"
     assert two.a.engine.grants.landing_bytes()[("granted",)] > 0
-    two.a.lander.transfer_worker_changed()
+    two.a.carrier.transfer_worker_changed()
     await two.until(lambda: two.a.engine.grants.landing_bytes()[("granted",)] == 0, "void")
-    two.a.lander._hear(session, over(9))
-    assert asked.grant in two.a.lander._given, "nor does one of the next"
-    two.a.lander._hear(session, over(8))
-    assert not two.a.lander._given, "the worker is gone, and its grants are not kept"
+    two.a.carrier._hear(session, over(9))
+    assert asked.grant in two.a.carrier._given, "nor does one of the next"
+    two.a.carrier._hear(session, over(8))
+    assert not two.a.carrier._given, "the worker is gone, and its grants are not kept"
 
 
 @driven(pushing)
@@ -268,14 +270,14 @@ async def test_a_word_without_blocks_is_no_first_block_and_ends_nothing(two: Two
     engine = Stored(two.a, "ea")
     prefills(two)
     asked = await asked_for(two, engine, 1)
-    given = two.a.lander._given[asked.grant]
+    given = two.a.carrier._given[asked.grant]
     assert given.session is not None
     for sums in (b"", bytes(16)):
         assert not given.has_begun
-        assert asked.grant in two.a.lander._given
+        assert asked.grant in two.a.carrier._given
         word = wire.Pushed(grant=asked.grant, epoch=asked.epoch, first=0, checksums=sums)
-        two.a.lander._hear(given.session, word)
-    assert asked.grant not in two.a.lander._given, "checksums of no shard"
+        two.a.carrier._hear(given.session, word)
+    assert asked.grant not in two.a.carrier._given, "checksums of no shard"
 
 
 @pytest.mark.parametrize(
@@ -296,12 +298,12 @@ async def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session
 ) -> None:
     engine = Stored(two.a, "ea")
     asked = await asked_for(two, engine, 1)
-    session = two.a.lander._given[asked.grant].session
+    session = two.a.carrier._given[asked.grant].session
     assert session is not None
     word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
     assert wire.decode_answer(wire.encode(word)) == word
     two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
-    await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
+    await two.until(lambda: asked.grant not in two.a.carrier._given, "the grant is over")
     assert not session.lost
     await two.until(lambda: two.a.engine.grants.landing_bytes()[("limbo",)] > 0, "limbo")
 
@@ -311,10 +313,10 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(caplog: pytest.LogCapt
         engine = Stored(two.a, "ea")
         prefills(two)
         asked = await asked_for(two, engine, 1)
-        session = two.a.lander._given[asked.grant].session
+        session = two.a.carrier._given[asked.grant].session
         assert session is not None
         word = pushed(asked, Shard(9, 3, 0, 2), asked.block_bytes)
-        two.a.lander._hear(session, word)
+        two.a.carrier._hear(session, word)
         await two.until(lambda: two.a.engine.grants.landing_bytes()[("granted",)] == 0, "free")
         assert two.a.engine.counters.push_blocks_damaged == 1
 
@@ -336,7 +338,7 @@ def test_a_slow_write_is_reported(
     slow_ns: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(two: Two) -> None:
-        two.b.pusher.stages.slow_ns = slow_ns
+        two.b.carrier.stages.slow_ns = slow_ns
         prefill = prefills(two)
         prefill.store(1)
         assert not (await two.push(Stored(two.a, "ea"), 1)).reason

@@ -166,7 +166,7 @@ class Together(Node, PeerParts):
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
         self.exchange = Exchange(loop, self.carry_out)
-        self.lander.transfer_worker_changed()
+        self.carrier.transfer_worker_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((self.block_server.handler(),))
@@ -177,8 +177,7 @@ class Together(Node, PeerParts):
         try:
             yield
         finally:
-            self.lander.close()
-            self.pusher.close()
+            self.carrier.close()
             await self.fetcher.close()
             await server.stop(0)
             loop.remove_reader(self.exchange.fileno())
