@@ -95,6 +95,8 @@ class Holdings:
             is_native = is_installed("numba")
         self._loops = compiled() if is_native else PLAIN
         self.arrays = _arrays(entry_count_max, slot_count_max + 1, seed)
+        self.memory_bytes = sum(array.nbytes for array in self.arrays.values())
+        """Size of the flat memory; the system gives pages as they are first written."""
         self._memory: tuple[Any, ...] = tuple(self.arrays.values())
         if not is_native:
             self._memory = tuple(array.data for array in self._memory)
@@ -136,11 +138,6 @@ class Holdings:
     def void_slots(self) -> list[int]:
         """Void slots whose rows are still to be swept."""
         return self._sweeping + self._void
-
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the flat memory; the system gives pages as they are first written."""
-        return sum(array.nbytes for array in self.arrays.values())
 
     # As `PlaceSlots`, in whose terms slots are opened and filled.
 

@@ -109,13 +109,10 @@ class Replica:
         except ConfigError:
             self._service.close()
             raise
+        self.address = joined(self.host, self.port)
+        """HOST:PORT of the listening socket."""
         if self.insecure:
             _log.warning(INSECURE, self.address)
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT of the listening socket."""
-        return joined(self.host, self.port)
 
     @property
     def note(self) -> str:

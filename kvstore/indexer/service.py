@@ -122,10 +122,9 @@ class IndexService(IndexServicer):
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
-        self.feeds: dict[str, wire.Hello] = {}
-        """Hello of the newest stream of each connected node."""
-        self._hosts: dict[str, str] = {}
-        """IP address that the stream of each node comes from."""
+        self.feeds: dict[str, tuple[wire.Hello, str]] = {}
+        """Hello of the newest stream of each connected node, and the IP address that it comes
+        from."""
         self._rivals = Rivals()
         self.watcher_count = 0
         self._endings = Tasks("a bug at the end of a feed")
@@ -249,8 +248,7 @@ class IndexService(IndexServicer):
         if verdict is Verdict.CLOSE:
             raise self._refusal(hello, _host_of(context.peer()))
         # A stream that this one replaces is closed at its next word, or by keep-alive.
-        self.feeds[hello.node] = hello
-        self._hosts[hello.node] = _host_of(context.peer())
+        link = self.feeds[hello.node] = hello, _host_of(context.peer())
         _log.info("node %s publishes, stream %d", hello.node, hello.stream)
         try:
             await context.send_initial_metadata(())
@@ -267,8 +265,8 @@ class IndexService(IndexServicer):
                 if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
                     yield wire.FeedOrder(another=rival)
         finally:
-            if self.feeds.get(hello.node) is hello:
-                del self.feeds[hello.node], self._hosts[hello.node]
+            if self.feeds.get(hello.node) is link:
+                del self.feeds[hello.node]
             # Not here: a call that was cancelled has no time to wait for a store.
             self._endings.run(self._ended(hello, context.peer()))
 
@@ -319,7 +317,7 @@ class IndexService(IndexServicer):
         if heard is not None and heard.incarnation != hello.incarnation:
             was_known = self._rivals.of(name, now_ms) is not None
             if self._rivals.refused(name, hello.incarnation, host, now_ms):
-                other = self._hosts.get(name, "another machine")
+                _, other = self.feeds.get(name, (None, "another machine"))
                 text = f"another process, at {other}, is node {name} already"
                 if not was_known:
                     _log.error("%s: the one at %s is ignored. %s", text, host, OWN_NAMES)

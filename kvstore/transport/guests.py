@@ -13,7 +13,7 @@ Does not cover: what admits one, and when one that arrives is given up (`tcp`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Final, Generic, TypeVar
 
 from kvstore.units import NS_PER_S
@@ -34,27 +34,23 @@ class Guests(Generic[T]):
     """The incoming connections of one port: arriving ones, then admitted ones."""
 
     def __init__(self) -> None:
-        self._arriving: dict[T, None] = {}
+        self.arriving: dict[T, None] = {}
         """Guests that have shown no certificate yet, oldest first."""
         self._admitted: dict[T, tuple[str, int]] = {}
         """Admitted guest → its node's name, if it has one, and when it was heard last, in ns; the
         longest quiet first."""
 
     def __contains__(self, guest: T) -> bool:
-        return guest in self._arriving or guest in self._admitted
-
-    @property
-    def arriving(self) -> Iterable[T]:
-        return self._arriving.keys()
+        return guest in self.arriving or guest in self._admitted
 
     @property
     def everybody(self) -> list[T]:
-        return [*self._arriving, *self._admitted]
+        return [*self.arriving, *self._admitted]
 
     def arrive(self, guest: T) -> T | None:
         """Add a guest that arrives. Returns the guest that must go for it; None: none must."""
-        self._arriving[guest] = None
-        return next(iter(self._arriving)) if len(self._arriving) > ARRIVING_MAX else None
+        self.arriving[guest] = None
+        return next(iter(self.arriving)) if len(self.arriving) > ARRIVING_MAX else None
 
     def admit(self, guest: T, node: str, now_ns: int) -> T | None:
         """Admit a guest. Returns the guest that must go for it, or the guest itself if there is no
@@ -66,7 +62,7 @@ class Guests(Generic[T]):
             gone, (_, heard_ns) = next(iter(self._admitted.items()))
             if now_ns - heard_ns < QUIET_NS:
                 return guest
-        del self._arriving[guest]
+        del self.arriving[guest]
         self._admitted[guest] = node, now_ns
         return gone
 
@@ -77,5 +73,5 @@ class Guests(Generic[T]):
 
     def leave(self, guest: T) -> None:
         """Remove a guest, whether it arrives or is admitted."""
-        self._arriving.pop(guest, None)
+        self.arriving.pop(guest, None)
         self._admitted.pop(guest, None)

@@ -299,10 +299,8 @@ class Reads:
     def _post(self, name: str, peer: _PeerReads, size: int, now_ns: int) -> Post:
         transfer = peer.next()
         assert transfer.rest is not None
-        pieces, rest = cut(transfer.rest, size)
-        if len(pieces.length) > PIECES_PER_POST_MAX:
-            pieces = Pieces(*(part[:PIECES_PER_POST_MAX] for part in transfer.rest))
-            rest = Pieces(*(part[PIECES_PER_POST_MAX:] for part in transfer.rest))
+        of_many = int(transfer.rest.length[:PIECES_PER_POST_MAX].sum())
+        pieces, rest = cut(transfer.rest, min(size, of_many))
         transfer.rest = rest if len(rest.length) else None
         if transfer.rest is None:
             self._has_posted(transfer)

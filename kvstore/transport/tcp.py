@@ -225,12 +225,8 @@ class _TcpEnd(ABC):
 
     def start_over(self) -> None:
         """Drop what is not sent, and expect the beginning of a message."""
-        self._out, self._parts = _Places(), self._messages()
+        self.out, self._parts = _Places(), self._messages()
         self._in = next(self._parts)
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._out)
 
     @abstractmethod
     def _messages(self) -> Iterator[_Places]:
@@ -260,7 +256,7 @@ class TcpReader(_TcpEnd):
         while not self._in:
             self._in = next(self._parts)
             moved += self._in.move(self.stream.receive, TURN_BYTES)
-        given = self._out.move(self.stream.send, TURN_BYTES)
+        given = self.out.move(self.stream.send, TURN_BYTES)
         self._given += given
         while self._unanswered and self._unanswered[0] <= self._given:
             self._unanswered.popleft()
@@ -281,7 +277,7 @@ class TcpReader(_TcpEnd):
             if magic == WRITE:
                 yield _Places(*places)
                 places, size_bytes = [], 0
-            self._out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *places)
+            self.out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *places)
             self._put += HEADER.size + size_bytes
             self._unanswered.append(self._put)
             del pieces, places  # or an idle connection would hold them until its next request
@@ -327,7 +323,7 @@ class TcpOwner(_TcpEnd):
         moved = 0
         while moved < TURN_BYTES:
             self._ask()
-            self._out.move(self.stream.send, TURN_BYTES)
+            self.out.move(self.stream.send, TURN_BYTES)
             moved += self._in.move(self.stream.receive, TURN_BYTES)
             if self._in:
                 return moved >= TURN_BYTES
@@ -349,11 +345,11 @@ class TcpOwner(_TcpEnd):
             table = np.stack([pieces.remote, pieces.length], axis=1).astype("<u8").tobytes()
             magic = REQUEST if direction is Direction.READ else WRITE
             header = HEADER.pack(magic, len(pieces.length), number, size_bytes)
-            self._out.put(memoryview(header + table))
+            self.out.put(memoryview(header + table))
             if direction is Direction.READ:
                 self.asked.append((number, size_bytes, places))
             else:
-                self._out.put(*places)
+                self.out.put(*places)
                 self.asked.append((number, 0, []))
 
     def _messages(self) -> Iterator[_Places]:
@@ -536,7 +532,7 @@ class Tcp(BackEnd[TcpOwner]):
             else:
                 self._end(end)
             return
-        self._selector.modify(end.stream.fd, end.stream.wants(write=end.wants_to_write), end)
+        self._selector.modify(end.stream.fd, end.stream.wants(write=bool(end.out)), end)
         if more:
             self._again.add(end)
             self._wake.set()
