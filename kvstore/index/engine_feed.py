@@ -431,13 +431,9 @@ def _salt_of(event: wire.EngineStored) -> str | None:
 
 
 def _work_of(event: wire.EngineEvent) -> int:
-    match event:
-        case wire.EngineStored():
-            return 1 + len(event.block_hashes) + len(event.token_ids) // _WORK_TOKENS
-        case wire.EngineRemoved():
-            return 1 + len(event.block_hashes)
-        case wire.EngineCleared():
-            return 1
+    tokens = event.token_ids if isinstance(event, wire.EngineStored) else ()
+    names = () if isinstance(event, wire.EngineCleared) else event.block_hashes
+    return 1 + len(names) + len(tokens) // _WORK_TOKENS
 
 
 def _pieces_of(event: wire.EngineEvent) -> Iterator[wire.EngineEvent]:

@@ -237,10 +237,8 @@ class View:
         self, name: str, version: bytes, body: Body, now_ms: int, *, was_seen_to_change: bool
     ) -> None:
         row = self.rows.get(name)
-        if row is None:
-            self.rows[name] = Row(version, body, now_ms, was_seen_to_change)
-        elif row.version != version:
-            self.rows[name] = Row(version, body, now_ms, was_seen_to_change=True)
+        if row is None or row.version != version:
+            self.rows[name] = Row(version, body, now_ms, was_seen_to_change or row is not None)
 
     def _judge(self, name: str, now_ms: int) -> None:
         row = self.rows[name]

@@ -287,7 +287,7 @@ class RedisStore:
             return Answer(Trust.STALE, [])
         matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
         trust = max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
-        if scripts.has_lost(found):
+        if found.startswith(b"1"):  # blocks of the scope were lost
             trust = max(trust, Trust.CATCHING_UP)
         return Answer(trust, [each for each in matches if each is not None])
 

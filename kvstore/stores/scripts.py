@@ -329,11 +329,6 @@ the last piece, of cursor 0, they are gone. Answer: the next cursor."""
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
 
-def has_lost(found: bytes) -> bool:
-    """Whether MATCH's answer says that blocks of the scope found no room."""
-    return found.startswith(b"1")
-
-
 def matched(found: bytes) -> Iterator[tuple[bytes, tuple[int, int, int]]]:
     """For each slot in MATCH's answer: its two letters and record, and the numbers of blocks in
     hbm, in dram or faster, in any tier."""

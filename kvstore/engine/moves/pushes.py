@@ -14,7 +14,6 @@ the other node (`grants` there), moving bytes (`kvstore.peers`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, Final
 
 import msgspec
@@ -82,7 +81,7 @@ class Transfers:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
+        self._transfers: dict[tuple[str, str], _Prefill] = {}
         self._names = Groups[int, tuple[str, str]]()
         """Names of transfers by session, in the same order."""
 
