@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.types import Tier
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Tier
 from kvstore.wire.record import Scope
 
 
@@ -31,6 +31,12 @@ class _Move(msgspec.Struct, frozen=True):
     slots: Any
     checksums: bytes
     """Checksums as made by the rank that stored the block."""
+
+    def key(self, index: int) -> bytes:
+        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+
+    def checksum(self, index: int) -> bytes:
+        return self.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
 
 
 class WriteFile(_Move, frozen=True):

@@ -35,8 +35,6 @@ from kvstore.mailbox import Mailbox
 from kvstore.ports import Memory
 from kvstore.tier_events import Promote, Promoted
 from kvstore.types import (
-    CHECKSUM_BYTES,
-    KEY_BYTES,
     PAGE_BYTES,
     PAGES_PER_GENERATION,
     SLOT_BYTES_MIN,
@@ -190,9 +188,7 @@ class HbmTier:
         sources, targets = order.slots[begin:end].tolist(), order.targets[begin:end]
         found = None if self._closing else self._promote(sources, targets, size)
         for n in range(len(sources)):
-            key, checksum = ((begin + n) * size for size in (KEY_BYTES, CHECKSUM_BYTES))
-            header = prefix + order.keys[key : key + KEY_BYTES]
-            wanted = order.checksums[checksum : checksum + CHECKSUM_BYTES]
+            wanted, header = order.checksum(begin + n), prefix + order.key(begin + n)
             yield found is not None and wanted == checksum_of(
                 header, [found[n * size : (n + 1) * size]]
             )

@@ -17,17 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kvstore.tier_events import FileKnown
+from kvstore.tier_events import FileKnown, ReadFile
 from kvstore.tiers.file import disk, reader
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.contents import SegmentFile, record_sets
 from kvstore.tiers.file.directory import segment_name
 from kvstore.tiers.file.disk import Disk, Pages
-from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
+from kvstore.tiers.file.reader import Reader, ReadVerdict
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.load import Learned, encode_learned
 from kvstore.wire.record import Void
-from kvstore.wire.segment import PAGE_SHIFT, SegmentHead, Table, parse_segment_page, store_page
+from kvstore.wire.segment import (
+    PAGE_SHIFT,
+    SegmentHead,
+    Table,
+    parse_segment_page,
+    place_of,
+    store_page,
+)
 from tests.amounts import amount, covered
 from tests.faults.crash_images import Image, Model, images
 from tests.faults.crash_life import LETTERS, OTHERS, OURS, SLOT_PAGES, Address, Life, words
@@ -100,9 +107,10 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     good = []
     for row, page in enumerate(table.pages.tolist()):
         scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()
-        wanted = WantedBlock(row, page, 0, name, table.checksums[row].tobytes())
+        its = name, np.zeros(1, np.uint32), table.checksums[row].tobytes()
+        order = ReadFile(0, scope, *its, np.uint64(place_of(number, page)).tobytes())
         memory.view[:] = b"\xee" * len(memory.view)
-        if reading.read(number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
+        if reading.read(number, order, [0]).verdicts == [ReadVerdict.GOOD]:
             block = int.from_bytes(name[:4], "big")
             assert scope in (OURS, OTHERS)
             assert name == key(block)

@@ -31,7 +31,7 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.parts import Outbox
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import Scope, Void
 
 
@@ -168,8 +168,7 @@ class MemoryStore:
 
     def _blocks(self, order: WriteFile) -> Iterator[Block]:
         for row, slot in enumerate(order.slots.tolist()):
-            key = order.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
-            checksum = order.checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES]
+            key, checksum = order.key(row), order.checksum(row)
             begin = slot * PAGE_BYTES
             payload = bytes(self._memory[begin : begin + order.scope.block_bytes])
             yield Block(order.scope, key, checksum, payload)
@@ -187,7 +186,7 @@ class MemoryStore:
     def _read(self, order: ReadFile) -> None:
         good = bytearray(len(order.slots))
         for row, place in enumerate(np.frombuffer(order.locations, np.uint64).tolist()):
-            key = order.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+            key = order.key(row)
             block = self._kept.find(place)
             address = None if block is None else (block.scope, block.key, block.is_whole)
             if block is not None and address == (order.scope, key, True):

@@ -44,16 +44,17 @@ from kvstore.index.feed import Places
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
+from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.discovery import Peers
-from kvstore.tiers.file.reader import Reader, ReadJob, WantedBlock
+from kvstore.tiers.file.reader import Reader, ReadJob
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.messages import Distrust, LeaseRelease
 from kvstore.wire.peers import ServeAnswer, checksums_of
-from kvstore.wire.record import BlockPage, Scope, checksum_of, parse_page
+from kvstore.wire.record import BlockPage, checksum_of, parse_page
 from tests.kit.planted import Patch, instead_of
 from tests.sim.world import engine
 from tests.sim.world.copies import SimCopies
@@ -77,13 +78,13 @@ def batch_path_without_check(
     is_good: Any,
     self: Reader,
     file: SegmentFile,
-    scope: Scope,
-    prefix: bytes,
-    wanted: WantedBlock,
+    order: ReadFile,
+    index: int,
     row: int,
+    page: int,
 ) -> Any:
     """Of several records that are read at once only the first is verified."""
-    return row > 0 or is_good(self, file, scope, prefix, wanted, row)
+    return row > 0 or is_good(self, file, order, index, row, page)
 
 
 @instead_of(Stores, "distrust")
@@ -338,19 +339,17 @@ def record_of_another_space(
     _: Any,
     self: Reader,
     file: SegmentFile,
-    scope: Scope,
-    prefix: bytes,
-    wanted: WantedBlock,
+    order: ReadFile,
+    index: int,
     row: int,
+    page: int,
 ) -> bool:
     """A record on disk is good, wherever it lies, for whoever asks for its key."""
-    page = self._headers.page(row)
-    found = parse_page(
-        page, segment_id=bytes(page[8:24]), place=int.from_bytes(page[24:32], "little")
-    )
-    if not isinstance(found, BlockPage) or found.key != wanted.key:
+    raw = self._headers.page(row)
+    found = parse_page(raw, segment_id=bytes(raw[8:24]), place=int.from_bytes(raw[24:32], "little"))
+    if not isinstance(found, BlockPage) or found.key != order.key(index):
         return False
-    payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
+    payload = self._payload(int(order.slots[index]) * PAGE_BYTES, order.scope.block_bytes)
     return checksum_of(found.scope.prefix() + found.key, [payload]) == found.checksum
 
 

@@ -27,10 +27,9 @@ from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.disk import Pages, forget_cached, read_all
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import (
     BlockPage,
-    Scope,
     checksum_of,
     payload_pages,
     record_pages,
@@ -57,17 +56,6 @@ class ReadVerdict(enum.Enum):
     """Not read: the segment is not there, or the call failed."""
 
 
-class WantedBlock(msgspec.Struct, frozen=True):
-    """One block: its index among those that are read, its page in the segment, the slot's first
-    page, key, checksum if known."""
-
-    index: int
-    page: int
-    slot: int
-    key: bytes
-    checksum: bytes | None
-
-
 @dataclass(slots=True, eq=False)
 class ReadJob:
     """A ReadFile that waits or runs. `good`: a byte per block, 1 once it was read and is intact."""
@@ -82,11 +70,11 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False)
 class RecordRun:
-    """Records of one read that lie side by side in segment `number`."""
+    """Records of one read that lie side by side in segment `number`: their indexes in its order."""
 
     job: ReadJob
     number: int
-    wanted: list[WantedBlock]
+    indexes: list[int]
 
 
 class RunResult(msgspec.Struct):
@@ -105,14 +93,9 @@ def split(job: ReadJob) -> list[RecordRun]:
     expected = -1
     for index in np.argsort(locations, kind="stable").tolist():
         location = int(locations[index])
-        if location != expected or len(runs[-1].wanted) == run_max:
+        if location != expected or len(runs[-1].indexes) == run_max:
             runs.append(RecordRun(job, location >> PAGE_SHIFT, []))
-        wanted = WantedBlock(
-            *(index, location & PAGE_MASK, int(order.slots[index])),
-            order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
-            order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] or None,
-        )
-        runs[-1].wanted.append(wanted)
+        runs[-1].indexes.append(index)
         expected = location + pages
     return runs
 
@@ -130,59 +113,63 @@ class Reader:
         self._direct = direct
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
 
-    def read(self, number: int, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
-        """Read records that lie one behind the other in a segment, and verify each."""
+    def read(self, number: int, order: ReadFile, indexes: Sequence[int]) -> RunResult:
+        """Read blocks of an order whose records lie one behind the other in a segment, and verify
+        each."""
         failure: OSError | None = None
         try:
             if (segment := self._catalog.get(number)) is not None:
                 with self._catalog.reading(segment) as file:
-                    return self._read(file, scope, run)
+                    return self._read(file, order, indexes)
         except OSError as error:
             failure = None if isinstance(error, FileNotFoundError) else error
-        return RunResult([ReadVerdict.UNREAD] * len(run), failure)
+        return RunResult([ReadVerdict.UNREAD] * len(indexes), failure)
 
-    def _read(self, file: SegmentFile, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
+    def _read(self, file: SegmentFile, order: ReadFile, indexes: Sequence[int]) -> RunResult:
+        first_page = int(np.frombuffer(order.locations, np.uint64)[indexes[0]]) & PAGE_MASK
         try:
-            done = self._fill(file, scope, run)
+            done = self._fill(file, order, indexes, first_page)
         except OSError as error:
-            if len(run) == 1:
+            if len(indexes) == 1:
                 # EFAULT: the slot's page was given back, and there is no other. The disk is well.
                 is_ours = error.errno == errno.EFAULT
                 return RunResult([ReadVerdict.UNREAD if is_ours else ReadVerdict.DAMAGED], error)
             result = RunResult([], error)  # one bad sector does not cost its neighbours
-            for wanted in run:
-                result.verdicts += self._read(file, scope, [wanted]).verdicts
+            for index in indexes:
+                result.verdicts += self._read(file, order, [index]).verdicts
             return result
-        prefix, size = scope.prefix(), record_pages(scope) * PAGE_BYTES
-        verdicts = []
-        for row, wanted in enumerate(run):
-            whole = (row + 1) * size <= done
-            good = whole and self._is_good(file, scope, prefix, wanted, row)
+        pages, verdicts = record_pages(order.scope), []
+        for row, index in enumerate(indexes):
+            whole = (row + 1) * pages * PAGE_BYTES <= done
+            good = whole and self._is_good(file, order, index, row, first_page + row * pages)
             verdicts.append(ReadVerdict.GOOD if good else ReadVerdict.DAMAGED)
         return RunResult(verdicts)
 
-    def _fill(self, file: SegmentFile, scope: Scope, run: Sequence[WantedBlock]) -> int:
-        length = payload_pages(scope.block_bytes) * PAGE_BYTES
+    def _fill(
+        self, file: SegmentFile, order: ReadFile, indexes: Sequence[int], first_page: int
+    ) -> int:
+        length = payload_pages(order.scope.block_bytes) * PAGE_BYTES
         buffers = []
-        for row, wanted in enumerate(run):
-            begin = wanted.slot * PAGE_BYTES
+        for row, index in enumerate(indexes):
+            begin = int(order.slots[index]) * PAGE_BYTES
             buffers += [self._headers.page(row), self._memory[begin : begin + length]]
-        offset = run[0].page * PAGE_BYTES
+        offset = first_page * PAGE_BYTES
         done = read_all(file.disk, file.fd, buffers, offset)
         if not self._direct:
             forget_cached(file.fd, offset, done)
         return done
 
-    def _is_good(
-        self, file: SegmentFile, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
-    ) -> bool:
-        found = file.parsed(self._headers.page(row), wanted.page)
-        if not isinstance(found, BlockPage) or found.key != wanted.key or found.scope != scope:
+    def _is_good(self, file: SegmentFile, order: ReadFile, index: int, row: int, page: int) -> bool:
+        found, scope, key = (
+            file.parsed(self._headers.page(row), page),
+            order.scope,
+            order.key(index),
+        )
+        if not isinstance(found, BlockPage) or found.key != key or found.scope != scope:
             return False
-        expected = found.checksum if wanted.checksum is None else wanted.checksum
-        payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
-        assert len(expected) == CHECKSUM_BYTES
-        return checksum_of(prefix + wanted.key, [payload]) == expected
+        payload = self._payload(int(order.slots[index]) * PAGE_BYTES, scope.block_bytes)
+        expected = order.checksum(index) or found.checksum
+        return checksum_of(scope.prefix() + key, [payload]) == expected
 
     def _payload(self, begin: int, length: int) -> memoryview:
         if self._look is None:

@@ -311,9 +311,9 @@ class FileTier:
                 if not self._runs:
                     return
                 run = self._runs.popleft()
-            result = RunResult([ReadVerdict.UNREAD] * len(run.wanted), _BUG)
+            result = RunResult([ReadVerdict.UNREAD] * len(run.indexes), _BUG)
             try:
-                result = reader.read(run.number, run.job.order.scope, run.wanted)
+                result = reader.read(run.number, run.job.order, run.indexes)
             finally:
                 self._account(run, result)  # a bug of ours keeps no slot either
 
@@ -322,15 +322,15 @@ class FileTier:
     def _account(self, run: RecordRun, result: RunResult) -> None:
         job, order = run.job, run.job.order
         with self._lock:
-            found = list(zip(run.wanted, result.verdicts, strict=True))
-            for wanted, verdict in found:
-                job.good[wanted.index] = verdict is ReadVerdict.GOOD
+            found = list(zip(run.indexes, result.verdicts, strict=True))
+            for index, verdict in found:
+                job.good[index] = verdict is ReadVerdict.GOOD
             if result.error is not None:
                 self._outbox.put(*self._health.failed_reading(self._clock.now_ns(), result.error))
             elif ReadVerdict.GOOD in result.verdicts and not job.late:
                 self._outbox.put(*self._health.read())
             for lost in (ReadVerdict.DAMAGED, ReadVerdict.UNREAD):
-                rows = [wanted.index for wanted, verdict in found if verdict is lost]
+                rows = [index for index, verdict in found if verdict is lost]
                 is_damaged = lost is ReadVerdict.DAMAGED
                 if rows and (is_damaged or result.error is None):
                     keys = np.frombuffer(order.keys, "V32")[rows].tobytes()

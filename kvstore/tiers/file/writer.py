@@ -38,7 +38,7 @@ from kvstore.tiers.file.disk import (
     open_regular,
     write_all,
 )
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
+from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope, Void, record_pages, void_page, write_block_page
 from kvstore.wire.segment import (
@@ -257,8 +257,7 @@ class Writer:
         buffers, written = [], []
         for row, index in enumerate(run):
             page, header = first_page + row * pages, self._headers.page(row)
-            key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            checksum = order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+            key, checksum = order.key(index), order.checksum(index)
             write_block_page(
                 header,
                 prefix=prefix,

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.tier_events import Promote, Promoted, RaiseGenerations, Shown
-from kvstore.types import KEY_BYTES, PAGE_BYTES, PAGES_PER_GENERATION, SlotId
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SlotId
 from kvstore.wire.space import Slab, begin_of, place_words
 from tests.kit.reference import checksum
 from tests.sim.world.copies import Violation
@@ -138,7 +138,7 @@ class SimSlab:
         good = []
         for at, (target, data) in enumerate(zip(order.targets.tolist(), sources, strict=True)):
             self._put(target, data)
-            header = order.scope.prefix() + order.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            header = order.scope.prefix() + order.key(at)
             good.append(checksum(header, data) == order.checksums[at * 16 : at * 16 + 16])
         return [Promoted(order.job, bytes(good))]
 
