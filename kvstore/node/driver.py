@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
 TICK_NS: Final = 100 * NS_PER_MS
-REMEMBER_NS: Final = 60 * NS_PER_S
-"""Interval at which measurements are kept for the next start, the first of an engine at once; a
-killed node loses no more than that."""
 STEP_NS: Final = 2 * NS_PER_MS
 """No further event is taken into a step of this age."""
 KIND_NS: Final = 4 * NS_PER_MS
@@ -133,7 +130,6 @@ class Driver:
         self._ready_bytes = 0
         self._beat_ns = 0
         self._tick_ns = 0
-        self._remember_ns = clock.now_ns()
         self._spin_until_ns = 0
         self._slept_ns = 0
         self._poisoned = False
@@ -247,7 +243,8 @@ class Driver:
             self._round(self._sleep(wait_ns))
         for query in self._queries.take():
             query.future.cancel()
-        self._remember(self._clock.now_ns())
+        if self._files is not None:
+            self._files.remember(self._engine.learned(), self._engine.spent_bytes())
         if self._poisoned:
             raise Poisoned("generations could not be published")
 
@@ -309,27 +306,10 @@ class Driver:
                 self._ready_bytes = ready_bytes
                 events.insert(0, core.Ready(ready_bytes))
             self._step(events)
-            self._look_after_files(now_ns)
+            if files is not None:
+                files.look_after(self._engine, now_ns)
         except Exception as error:
             self._recover(error, None)
-
-    def _look_after_files(self, now_ns: int) -> None:
-        if self._files is None:
-            return
-        engine = self._engine
-        self._files.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
-        self._files.tell_table(
-            left_out_blocks=engine.left_out_blocks,
-            crowded_blocks=engine.counters.file_blocks_crowded,
-        )
-        is_due = now_ns - self._remember_ns >= REMEMBER_NS
-        if is_due or self._files.should_remember(engine.learned(), engine.spent_bytes()):
-            self._remember(now_ns)
-
-    def _remember(self, now_ns: int) -> None:
-        self._remember_ns = now_ns
-        if self._files is not None:
-            self._files.remember(self._engine.learned(), self._engine.spent_bytes())
 
     def _step(self, events: Iterable[Event]) -> int:
         """Step until nothing follows. Returns how many blocks were cleared."""
@@ -476,39 +456,30 @@ class Executor:
                 case core.SwitchedOff():
                     _tell_what_is_off(command)
                 case core.Changed():
-                    assert self.publisher is not None, "a change that nobody asked for"
-                    self.publisher.log.append(command)
+                    _part(self.publisher, command).log.append(command)
                 case Stored() | Removed() | core.OffersUntold():
-                    assert self.member is not None, "an offer that nobody asked for"
-                    self.member.feeder.log.append(command)
+                    _part(self.member, command).feeder.log.append(command)
                 case core.StoryTold():
-                    assert self.traces is not None, "a story for traces that nobody asked for"
-                    self.traces.put(command)
+                    _part(self.traces, command).put(command)
                 case Promote():
-                    assert self.hbm is not None, "an order for hbm, of which there is none"
-                    self.hbm.submit(command)
+                    _part(self.hbm, command).submit(command)
                 case core.Follow() | core.Unfollow():
-                    memory = self.member.memory if self.member is not None else None
-                    assert memory is not None, "an engine that nobody wants to follow"
-                    memory.carry_out(command)
+                    _part(_part(self.member, command).memory, command).carry_out(command)
                 case _ if isinstance(command, core.PeerCommand):
-                    peers = self.exchange
-                    assert peers is not None, "a peer command without peers"
-                    peers.carry_out(command)
+                    _part(self.exchange, command).carry_out(command)
                 case _:
-                    assert self.files is not None, "a file command without a disk tier"
-                    events += self.files.carry_out(command)
+                    events += _part(self.files, command).carry_out(command)
         return BatchOutcome(events, cleared_blocks)
 
     def _publish_places(self, command: RaiseGenerations | Shown) -> None:
         if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
             self.tier.raise_generations(command.slots, command.generations)
             return
-        assert self.hbm is not None, "places in hbm, of which there is none"
+        hbm = _part(self.hbm, command)
         if isinstance(command, Shown):
-            self.hbm.show(command.slots, command.targets)
+            hbm.show(command.slots, command.targets)
         else:
-            self.hbm.raise_generations(command.slots, command.generations)
+            hbm.raise_generations(command.slots, command.generations)
 
     def _send(
         self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int], events: list[Event]
@@ -517,6 +488,12 @@ class Executor:
             _log.warning("connection %d does not read: closed", number)
             self.attach.hang_up(number, "overflow")
             events.append(core.Ended(number))
+
+
+def _part(part: _T | None, command: Command) -> _T:
+    """The part of this node that a command is for."""
+    assert part is not None, f"{type(command).__name__}, without the part that it is for"
+    return part
 
 
 def _tell_what_is_off(off: core.SwitchedOff) -> None:

@@ -55,6 +55,7 @@ from kvstore.wire.load import (
 )
 
 if TYPE_CHECKING:
+    from kvstore.engine.engine import Engine
     from kvstore.tiers.file.tier import FileTier
 
 QUIET_S: Final = 3600
@@ -63,6 +64,9 @@ LOCATION_BYTES = 8
 FILE_ROW_BYTES = 256 * KIB
 """Bytes of the disk tier for each row of metadata. Blocks of models that serve are larger; with
 smaller ones a part of the tier stays unused."""
+REMEMBER_NS: Final = 60 * NS_PER_S
+"""Interval at which measurements are kept for the next start, the first of an engine at once; a
+killed node loses no more than that."""
 SPENT_SHARE = 64
 """Bytes written are kept after each 1 / SPENT_SHARE of a day's budget: a kill loses no more."""
 TOLD_NS = 86_400 * NS_PER_S
@@ -97,6 +101,8 @@ class FileEnd:
         """Jobs that were reported as late and have not ended: nobody waits for them any more."""
         self._over_budget_blocks = 0
         self._told_ns: int | None = None
+        self._remember_ns = 0
+        """When measurements are kept next; 0: after the first look."""
         self.learned = _learned(tier.note)
         """Measurements and spent budget, as they are kept for the next start now."""
         self._trouble: dict[bool, str] = {}
@@ -127,6 +133,19 @@ class FileEnd:
         news_bytes = spent_bytes - self.learned.spent.size_bytes
         is_new = len(learned.spaces) > len(self.learned.spaces)
         return is_new or news_bytes * SPENT_SHARE > self._day_bytes
+
+    def look_after(self, engine: Engine, now_ns: int) -> None:
+        """Tell an operator of budget and table, and keep what a kill would forget. Once a tick."""
+        self.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
+        self.tell_table(
+            left_out_blocks=engine.left_out_blocks,
+            crowded_blocks=engine.counters.file_blocks_crowded,
+        )
+        self._remember_ns = self._remember_ns or now_ns + REMEMBER_NS
+        learned, spent_bytes = engine.learned(), engine.spent_bytes()
+        if now_ns >= self._remember_ns or self.should_remember(learned, spent_bytes):
+            self._remember_ns = now_ns + REMEMBER_NS
+            self.remember(learned, spent_bytes)
 
     def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
         """Say, once a day, that blocks were not written because the budget is used up.

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
 from kvstore.node.driver import QUERY_COUNT_MAX, DriverCounters, NotDurable
 from kvstore.node.files import FileEnd
+from kvstore.ports import FileStore
 from kvstore.tier_events import RaiseGenerations
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -87,7 +88,7 @@ def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
     assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
 
 
-class Files:
+class Files(FileEnd):
     """A file tier that takes note of a clear or not, and is told what to remember."""
 
     path = "/var/lib/kvstore"
@@ -96,7 +97,7 @@ class Files:
     takes_note = True
 
     def __init__(self) -> None:
-        self.tier, self.has_spent_much = self, False
+        self.tier, self.has_spent_much, self._remember_ns = cast("FileStore", self), False, 0
         self.remembered: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -107,11 +108,11 @@ class Files:
     def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
         assert (left_out_blocks, crowded_blocks) == (LEFT_OUT_BLOCKS, 0)
 
-    def should_remember(self, learned: str, spent_bytes: int) -> bool:
+    def should_remember(self, learned: Any, spent_bytes: int) -> bool:
         assert (learned, spent_bytes) == ("learned", SPENT_BYTES)
         return self.has_spent_much
 
-    def remember(self, learned: str, spent_bytes: int) -> None:
+    def remember(self, learned: Any, spent_bytes: int) -> None:
         self.remembered.put((learned, spent_bytes))
 
     def wait_for_voids(self, timeout_s: float) -> bool:
