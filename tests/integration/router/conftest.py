@@ -15,25 +15,18 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scripte
     """By name. What they have counted is of earlier tests, too."""
     directory = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack:
-        yield {n: stack.enter_context(ScriptedWorker.start(directory, n)) for n in "abcdepq"}
+        yield {n: stack.enter_context(ScriptedWorker.start(directory, n)) for n in "ab"}
 
 
 @pytest.fixture
-def engines(crew: dict[str, ScriptedWorker]) -> list[ScriptedWorker]:
-    """a, b … e."""
-    found = [crew[name] for name in "abcde"]
-    for each in found:
-        each.script("ok")
-    return found
-
-
-@pytest.fixture
-def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
+def workers(crew: dict[str, ScriptedWorker]) -> list[ScriptedWorker]:
     """a and b."""
-    return engines[:2]
+    for each in crew.values():
+        each.script("ok")
+    return [*crew.values()]
 
 
 @pytest.fixture
-def worker(engines: list[ScriptedWorker]) -> ScriptedWorker:
+def worker(workers: list[ScriptedWorker]) -> ScriptedWorker:
     """a."""
-    return engines[0]
+    return workers[0]
