@@ -120,9 +120,10 @@ def _group(item: pytest.Item) -> str:
     if isinstance(item, pytest.Function):
         scopes = {found[-1].scope for found in item._fixtureinfo.name2fixturedefs.values()}
     suffix = "-alone" if is_alone(item) else ""
-    if module.startswith(IMPORTING):
+    is_unit = module.startswith("tests/unit/")
+    if module.startswith(IMPORTING) or (is_unit and item.get_closest_marker("engine")):
         return IMPORTING + suffix
-    if "module" in scopes or module.startswith("tests/unit/"):
+    if "module" in scopes or is_unit:
         return module + suffix
     if "class" in scopes:
         return item.nodeid.rsplit("::", 1)[0] + suffix
