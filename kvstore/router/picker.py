@@ -81,10 +81,6 @@ class Picker:
             return keeper
         return next(iter(able), None)
 
-    def worker_at(self, authority: str) -> str:
-        """Name of the worker at HOST:PORT; empty: none."""
-        return next((w.name for w in self.workers if w.url.authority == authority), "")
-
 
 class _Stream:
     """State of one request and its stream."""
@@ -200,7 +196,8 @@ class _Stream:
         worker = self._life.worker
         if not self._served or (worker is not None and worker.url.authority == self._served):
             return ""
-        return self._picker.worker_at(self._served) or self._served
+        at = (each.name for each in self._picker.workers if each.url.authority == self._served)
+        return next(at, self._served)
 
     # ── the answer ───────────────────────────────────────────────────────────────────────────────
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -62,11 +61,7 @@ class RouteService(RouterServicer):
     """The `Router` service; on the router's loop. See above."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        prefixes: Prefixes,
-        *,
-        suspected: Callable[[Worker], None],
+        self, dispatcher: Dispatcher, prefixes: Prefixes, *, suspected: Callable[[Worker], None]
     ) -> None:
         """`suspected`: takes a worker that should be probed, as a caller reports a failure
         there.
@@ -86,54 +81,46 @@ class RouteService(RouterServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         self._streams[caller] += 1
         life = RoutedLife(self._dispatcher)
-        found = self._decisions(request_iterator, context, life)
+        request: RouteRequest | None = None
         try:
-            async with aclosing(found) as decisions:
-                async for decision in decisions:
-                    yield decision
+            while True:
+                word = await _next(request_iterator, FIRST_WORD_S if request is None else SILENCE_S)
+                if word is None:
+                    return
+                match word.WhichOneof("kind"):
+                    case "ask" if request is None:
+                        if why := _fault(word.ask):
+                            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+                        name, prefix = f"rpc-{secrets.token_hex(8)}", await self._prefix(word.ask)
+                        request = _request(word.ask, name, prefix)
+                        decision = await life.enter(request)
+                    case "failed" if life.routed is not None:
+                        if (worker := life.worker) is not None:
+                            self._suspected(worker)
+                        fault = Fault(Failure.BROKEN)  # costs nothing of the retries of all
+                        has_streamed = word.failed.has_streamed
+                        decision = await life.failed(
+                            Leg.DECODE, fault, has_streamed=has_streamed, is_claim=True
+                        )
+                    case "first" if life.routed is not None:
+                        life.first()
+                        continue
+                    case "done" if life.routed is not None:
+                        done = word.done
+                        cached = done.cached_tokens if done.HasField("cached_tokens") else None
+                        ending = Ending.REFUSED if done.is_refused else Ending.DONE
+                        life.end(ending, cached, done.output_tokens)
+                        return
+                    case _:
+                        text = "a stream is Ask first, then about its request"
+                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+                assert request is not None
+                yield self._decision(decision, life.worker, request)
         finally:
             life.end(Ending.ABORTED)
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]
-
-    async def _decisions(
-        self, words: AsyncIterator[pb.RouteWord], context: Context, life: RoutedLife
-    ) -> AsyncGenerator[pb.Decision]:
-        request: RouteRequest | None = None
-        while True:
-            word = await _next(words, FIRST_WORD_S if request is None else SILENCE_S)
-            if word is None:
-                return
-            match word.WhichOneof("kind"):
-                case "ask" if request is None:
-                    if why := _fault(word.ask):
-                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-                    name, prefix = f"rpc-{secrets.token_hex(8)}", await self._prefix(word.ask)
-                    request = _request(word.ask, name, prefix)
-                    decision = await life.enter(request)
-                case "failed" if life.routed is not None:
-                    if (worker := life.worker) is not None:
-                        self._suspected(worker)
-                    fault = Fault(Failure.BROKEN)  # costs nothing of the retries of all
-                    has_streamed = word.failed.has_streamed
-                    decision = await life.failed(
-                        Leg.DECODE, fault, has_streamed=has_streamed, is_claim=True
-                    )
-                case "first" if life.routed is not None:
-                    life.first()
-                    continue
-                case "done" if life.routed is not None:
-                    done = word.done
-                    cached = done.cached_tokens if done.HasField("cached_tokens") else None
-                    ending = Ending.REFUSED if done.is_refused else Ending.DONE
-                    life.end(ending, cached, done.output_tokens)
-                    return
-                case _:
-                    text = "a stream is Ask first, then about its request"
-                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-            assert request is not None
-            yield self._decision(decision, life.worker, request)
 
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -352,16 +351,20 @@ class Fleet:
             state.adapters = frozenset(sample.adapters)
         if sample.memory_used is not None:
             column[FleetColumn.USED] = sample.memory_used
+            late = itertools.takewhile(
+                lambda each: each.sent_ns >= asked_ns, reversed(self.flights)
+            )
             column[FleetColumn.NEED_TOKENS] = sum(
-                flight.tokens for flight in self._sent_since(event.worker, asked_ns)
+                f.tokens for f in late if f.worker == event.worker
             )
             state.reported_ns = asked_ns
         waiting, running = sample.waiting, sample.running
         if waiting is None or running is None:
             return  # not said is not 0: what was known grows old
         if not waiting:
-            for flight in [each for each in state.queue if each.is_quiet_before(asked_ns)]:
-                self.began(flight, now_ns)
+            for flight in list(state.queue):
+                if flight.begins_ns is not None and flight.sent_ns < asked_ns:
+                    self.began(flight, now_ns)
         # Its own queue is the truth: own requests that count as begun may still be in it.
         column[FleetColumn.WAITING] = waiting
         own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
@@ -373,11 +376,6 @@ class Fleet:
         column[FleetColumn.OTHER_STREAMS] = max(0.0, waiting + running - known)
         column[FleetColumn.SCRAPED_NS] = now_ns
 
-    def _sent_since(self, worker: str, since_ns: int) -> Iterator[Flight]:
-        """Flights at a worker that were sent at a moment or after it."""
-        late = itertools.takewhile(lambda each: each.sent_ns >= since_ns, reversed(self.flights))
-        return (flight for flight in late if flight.worker == worker)
-
     def in_flight(self, worker: str) -> int:
         """Own requests at a worker; 0: it has left."""
         row = self.row_of.get(worker)
@@ -386,14 +384,12 @@ class Fleet:
 
     def loads(self) -> tuple[SharedLoad, ...]:
         """Load of own flights, by worker."""
-        sums: dict[str, tuple[float, int]] = {}
-        for flight in self.flights:
-            tokens, streams = sums.get(flight.worker, (0.0, 0))
-            if flight.has_begun:
-                sums[flight.worker] = tokens, streams + 1
-            else:
-                sums[flight.worker] = tokens + flight.uncached, streams
-        return tuple(SharedLoad(name, round(t), streams) for name, (t, streams) in sums.items())
+        rows = zip(self.workers, self.columns[FleetColumn.STREAMS].tolist(), strict=False)
+        return tuple(
+            SharedLoad(its.spec.worker, round(sum(f.uncached for f in its.queue)), int(streams))
+            for its, streams in rows
+            if its.queue or streams
+        )
 
     def shared(self, event: Shared, _now_ns: int) -> None:
         """Replace the loads of another router by all that it has in flight; none: it has nothing,

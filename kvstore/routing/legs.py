@@ -9,6 +9,7 @@ Does not cover: whether and where (`placing`), roles of workers (`role_planner`)
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Final
 
 import msgspec
@@ -162,7 +163,7 @@ class Races:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._left = float(fleet.policy.races.burst)
-        self._late_ratios: dict[str, float] = {}
+        self._late_ratios = defaultdict[str, float](lambda: _START)
         """Class, with or without remote prefill → quantile."""
 
     def arrived(self) -> None:
@@ -175,7 +176,7 @@ class Races:
         request is late.
         """
         settings = self._fleet.policy.races
-        quantile_s = self._late_ratio(opened, placed) * placed.predicted_s
+        quantile_s = self._late_ratios[_name(opened, placed)] * placed.predicted_s
         if settings.is_on and not placed.prefill_worker:
             return max(settings.after_s_min, quantile_s)
         return max(LATE_S_MIN, LATE_FACTOR * placed.predicted_s, quantile_s)
@@ -214,19 +215,16 @@ class Races:
     def learn(self, opened: OpenRequest, placed: Placement, achieved_s: float) -> None:
         """Learn from a first byte that came `achieved_s` after the attempt began."""
         if not opened.is_late and placed.predicted_s > 0:
-            limit_s = self._late_ratio(opened, placed) * placed.predicted_s
+            limit_s = self._late_ratios[_name(opened, placed)] * placed.predicted_s
             self._learn(opened, placed, is_late=achieved_s > limit_s)
-
-    def _late_ratio(self, opened: OpenRequest, placed: Placement) -> float:
-        return self._late_ratios.get(_name(opened, placed), _START)
 
     def _learn(self, opened: OpenRequest, placed: Placement, *, is_late: bool) -> None:
         """Move the late ratio a step up for a late request, or a much smaller one down for others:
         both balance at QUANTILE.
         """
         step = _STEP * (QUANTILE - (not is_late))
-        ratio = self._late_ratio(opened, placed) * math.exp(step)
-        self._late_ratios[_name(opened, placed)] = min(max(ratio, 1.0), _MOST)
+        name = _name(opened, placed)
+        self._late_ratios[name] = min(max(self._late_ratios[name] * math.exp(step), 1.0), _MOST)
 
 
 def _name(opened: OpenRequest, placed: Placement) -> str:

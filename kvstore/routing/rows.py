@@ -194,10 +194,6 @@ class Flight(msgspec.Struct, eq=False):
     """
     has_begun: bool = False
 
-    def is_quiet_before(self, asked_ns: int) -> bool:
-        """Whether it was sent before `asked_ns`, and its first token is not seen."""
-        return self.begins_ns is not None and self.sent_ns < asked_ns
-
 
 class StateChange(NamedTuple):
     """A worker has another state for operators, or another reason for it."""

@@ -105,10 +105,8 @@ class Worker:
         """Model → how its tokens differ from those of the local tokenizer; empty: they do not."""
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
-        self.source: dict[str, Any] | None = None
-        """Parameters common to all its remote prefills, from its last answer to one; None: none
-        yet.
-        """
+        self.source: tuple[str, Any] | None = None
+        """Its (node, engine) by the last answer to a remote prefill; None: not known."""
         self.attempts: set[Callable[[], None]] = set()
         """Functions that each end one request under way there, unless its response has begun."""
         self.prompt_tokens = 0

@@ -63,11 +63,17 @@ _OF_ANSWERS: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs"
 def ahead(prefiller: Worker, decoder: Worker, transfer: str) -> dict[str, Any] | None:
     """Parameters for a decoder that begins together with the prefiller; None: the prefiller's node
     is not known, so its answer is waited for."""
-    node = prefiller.address.node
-    if node and decoder.address.node:
-        engine = prefiller.address.engine or None
-        return early_parameters({"remote_engine_id": engine, "kvstore": {"node": node}}, transfer)
-    return early_parameters(prefiller.source, transfer) if prefiller.source else None
+    node, engine = prefiller.address.node, prefiller.address.engine or None
+    if not (node and decoder.address.node):
+        if prefiller.source is None:
+            return None
+        node, engine = prefiller.source
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine,
+        "kvstore": {"node": node, "transfer": transfer},
+    }
 
 
 def prefill_order(body: bytes, transfer: str) -> bytes:
@@ -80,11 +86,7 @@ def prefill_order(body: bytes, transfer: str) -> bytes:
 
 
 async def prefilled(
-    engines: EngineHttp,
-    worker: Worker,
-    path: str,
-    headers: list[tuple[str, str]],
-    body: bytes,
+    engines: EngineHttp, worker: Worker, path: str, headers: list[tuple[str, str]], body: bytes
 ) -> dict[str, Any] | Fault:
     """Send the request to a prefiller. Returns the parameters in its answer, or why the engine that
     decodes computes the prompt and answers: it refused the request with 4xx or 501 (REFUSED), or
@@ -99,10 +101,7 @@ async def prefilled(
     try:
         async with limit:
             found = await engines.fetch(
-                worker.url.with_path(path),
-                headers=headers,
-                body=body,
-                bytes_max=ANSWER_BYTES_MAX,
+                worker.url.with_path(path), headers=headers, body=body, bytes_max=ANSWER_BYTES_MAX
             )
     except TimeoutError:
         raise LegFailure(Failure.SILENT, "the prefiller is silent", leg=Leg.PREFILL) from None
@@ -145,24 +144,12 @@ def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
-def source_of(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a prefill engine's parameters that holds for all its requests; None: not
-    kvstore's."""
+def source_of(parameters: Mapping[str, Any] | None) -> tuple[str, Any] | None:
+    """(node, engine) of a prefill engine, by its parameters; None: they are not kvstore's."""
     ours = (parameters or {}).get("kvstore")
-    if not isinstance(ours, dict) or not isinstance(ours.get("node"), str):
+    if parameters is None or not isinstance(ours, dict) or not isinstance(ours.get("node"), str):
         return None
-    engine = (parameters or {}).get("remote_engine_id")
-    return {"remote_engine_id": engine, "kvstore": {"node": ours["node"]}}
-
-
-def early_parameters(source: Mapping[str, Any], transfer: str) -> dict[str, Any]:
-    """Parameters for a decode engine that begins together with the prefill engine."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": source["remote_engine_id"],
-        "kvstore": {**source["kvstore"], "transfer": transfer},
-    }
+    return ours["node"], parameters.get("remote_engine_id")
 
 
 # ── races ─────────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -212,7 +211,6 @@ def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[PrefixMatch]) -> 
 
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
-_content: Final = attrgetter(*CONTENT)
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 VALUE_BYTES_MIN: Final = 1024
 """Shorter values are text, even if they are base64."""
@@ -236,7 +234,7 @@ def content_of(read: Peek) -> bytes:
     """JSON of the prompt, joined from all fields that it is made of. Equal prefixes of prompts are
     equal bytes.
     """
-    return b"".join(_content(read))
+    return b"".join(getattr(read, name) for name in CONTENT)
 
 
 def prompts_of(read: Peek) -> list[msgspec.Raw]:

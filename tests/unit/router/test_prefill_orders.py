@@ -91,7 +91,7 @@ def test_only_kvstores_parameters_name_a_node_for_later_requests() -> None:
         {"kvstore": []},
     ]
     assert [source_of(each) for each in others] == [None] * 4
-    assert source_of(ANSWERED) == {"remote_engine_id": "e", "kvstore": {"node": "p1"}}
+    assert source_of(ANSWERED) == ("p1", "e")
 
 
 def test_a_decoder_begins_ahead_if_the_node_of_its_prefiller_is_known() -> None:
