@@ -366,10 +366,12 @@ class RouterCore:
         opened.has_begun = True
         opened.outcome.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
         self.legs.began(opened, placed, now_ns)
-        self.blame.begun(opened, event, now_ns)
+        why = "the gateway went elsewhere"
+        self.blame.served(opened, event.served_by, why, now_ns, is_whole=False)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
         computed = placed.prefill_worker or placed.worker
-        if computed in self.fleet.row_of:  # one that has left is forgotten
+        is_frozen = self.policy.learning.is_frozen
+        if computed in self.fleet.row_of and not is_frozen:  # one that has left is forgotten
             self.placer.weights.learn(computed, placed.raw, achieved_s)
         if placed.prefill_worker:
             split, _ = self.placer.split_of(opened.pool)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
-from kvstore.routing.policy import PolicyLearning
 from kvstore.routing.rows import Floats
 from kvstore.types import Latest
 
@@ -41,8 +40,7 @@ _MODELS_MAX: Final = 1000
 class TermWeights:
     """Learned weights of the terms by worker: one for each learned term, 1 at the start."""
 
-    def __init__(self, settings: PolicyLearning) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self._place: dict[str, int] = {}
         self._all: Floats = np.ones((LEARNED, 0))
         """Weights (learned terms, workers)."""
@@ -71,7 +69,7 @@ class TermWeights:
         column = self._column(worker)
         weights = self._all[:, column]
         predicted = float(raw @ weights)
-        if predicted > _LEAST_S and not self.settings.is_frozen:
+        if predicted > _LEAST_S:
             target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
             step = RATE * (target - predicted) * raw / float(raw @ raw)
             moved = np.clip(weights + step, LEAST, MOST)

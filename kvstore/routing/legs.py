@@ -18,7 +18,6 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     Fault,
-    FirstToken,
     Lack,
     Leg,
     LegFailed,
@@ -314,17 +313,10 @@ class Blame:
         else:
             self._count(opened, worker, event.fault, now_ns)
 
-    def begun(self, opened: OpenRequest, event: FirstToken, now_ns: int) -> None:
-        """The first byte of a response came, from another worker than the chosen one if a gateway
-        chose it.
-        """
-        why = "the gateway went elsewhere"
-        self._served(opened, event.served_by, why, now_ns, is_whole=False)
-
     def ended(self, opened: OpenRequest, event: RequestEnded, now_ns: int) -> None:
         """Verdict on the worker of a request that has ended."""
         if event.end in (Ending.DONE, Ending.REFUSED):  # it answered: a 4xx is the client's
-            self._served(opened, event.served_by, event.why, now_ns, is_whole=True)
+            self.served(opened, event.served_by, event.why, now_ns, is_whole=True)
         elif opened.placement is not None:
             worker = event.served_by or opened.placement.worker
             if event.end is Ending.FAILED:
@@ -334,10 +326,11 @@ class Blame:
                 if opened.race is not None:
                     self._fleet.record_no_fault(opened.race.worker, now_ns)
 
-    def _served(
+    def served(
         self, opened: OpenRequest, served_by: str, why: str, now_ns: int, *, is_whole: bool
     ) -> None:
-        """A worker answers a request: earlier failures of the request were the fault of their
+        """A worker answers a request, another one than the chosen one (`served_by`) if a gateway
+        chose it for a reason (`why`): earlier failures of the request were the fault of their
         workers.
         """
         if opened.placement is None:

@@ -97,21 +97,12 @@ def _remote(placed: Placement, legs: RouteVerdict) -> Placement:
     )
 
 
-def kept(verdict: RouteVerdict, count_max: int) -> list[int] | slice:
-    """Places of the workers that a receipt has: all in their order (a slice), or the best
-    `count_max`.
-    """
-    if len(verdict.features.workers) <= count_max:
-        return slice(None)
-    return sorted((verdict.order or range(count_max))[:count_max])
-
-
 class Placer:
     """Judges requests by the current policy, and places them."""
 
     def __init__(self, fleet: Fleet, tree: ApproximateTree, seed: int) -> None:
         self.fleet = fleet
-        self.weights = TermWeights(fleet.policy.learning)
+        self.weights = TermWeights()
         self.lengths = OutputLengths()
         self.splits: dict[str, PrefillSplit] = {}
         self.lanes: dict[str, PrefillLanes] = {}
@@ -131,7 +122,6 @@ class Placer:
     def adopt(self, policy: RoutingPolicy) -> None:
         """Use another policy from now on, which the fleet has already."""
         self.policy_hash = policy_hash(policy)
-        self.weights.settings = policy.learning
         for split in self.splits.values():
             split.settings = policy.split
 
@@ -328,8 +318,10 @@ class Placer:
             filtered=dropped_names(features.workers, verdict.codes),
         )
         # What is cut off in a large pool is not kept: requests wait for minutes with their drafts.
-        keep = kept(verdict, self.fleet.policy.receipt_workers_max)
-        workers = features.workers
+        workers, most = features.workers, self.fleet.policy.receipt_workers_max
+        keep: list[int] | slice = slice(None)  # all in their order, or the best ones
+        if len(workers) > most:
+            keep = sorted((verdict.order or range(most))[:most])
         return ReceiptDraft(
             plain=plain,
             workers=workers if isinstance(keep, slice) else [workers[at] for at in keep],
@@ -425,8 +417,8 @@ class Placer:
         if not reason.is_remote:
             return reason, None
         busy = {
-            name: self._busy(name)
-            for name, is_able in zip(prefillers.workers, able, strict=True)
+            its.spec.worker: (len(its.queue), max((f.uncached for f in its.queue), default=0.0))
+            for its, is_able in zip(crew.states, able, strict=True)
             if is_able
         }
         free = lanes.may_take(uncached, busy)
@@ -438,7 +430,3 @@ class Placer:
             if name not in free and not unfit_codes[place]:
                 unfit_codes[place] = Dropped.LANE
         return reason, prefillers
-
-    def _busy(self, prefiller: str) -> tuple[int, float]:
-        queue = self.fleet.workers[self.fleet.row_of[prefiller]].queue
-        return len(queue), max((flight.uncached for flight in queue), default=0.0)

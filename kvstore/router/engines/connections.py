@@ -153,7 +153,9 @@ class EngineConnection(asyncio.Protocol):
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        if exc is None and self._is_headed and self._ends_with_connection:
+        names = (name.lower() for name, _ in self.headers)
+        is_framed = self.length is not None or b"transfer-encoding" in names
+        if exc is None and self._is_headed and not is_framed:
             listener.heard(b"", is_over=True)
         else:
             why = str(exc) if exc is not None else "the engine closed the connection"
@@ -196,12 +198,6 @@ class EngineConnection(asyncio.Protocol):
             self._place.keep(self)
         else:
             transport.abort()
-
-    @property
-    def _ends_with_connection(self) -> bool:
-        return self.length is None and all(
-            name.lower() != b"transfer-encoding" for name, _ in self.headers
-        )
 
     # ── callbacks of the parser ──────────────────────────────────────────────────────────────────
 

@@ -348,30 +348,6 @@ class Peek(msgspec.Struct):
     def is_streamed(self) -> bool:
         return bytes(self.stream) == b"true"
 
-    @property
-    def output_tokens(self) -> int | None:
-        """Most tokens that the client wants; None: no limit given."""
-        return _number(self.max_completion_tokens or self.max_tokens or self.max_output_tokens)
-
-    @property
-    def urgency(self) -> int | None:
-        """Priority among requests that wait, lower first; None: it gives none."""
-        return _number(self.priority)
-
-    @property
-    def previous_response(self) -> str:
-        """Id of the stored response that the request continues; empty: none."""
-        return _text(self.previous_response_id)
-
-    @property
-    def session(self) -> str:
-        """Name of the conversation that the body gives; empty: none."""
-        return _text(self.session_id) or _text(self.user)
-
-    @property
-    def salt(self) -> str:
-        return _text(self.cache_salt)
-
     def given(self, names: Iterable[str]) -> list[str]:
         """The names among `names` of fields that the body has."""
         return [name for name in names if getattr(self, name)]
@@ -524,12 +500,14 @@ def _plain(raw: msgspec.Raw) -> object:
         return None
 
 
-def _text(raw: msgspec.Raw) -> str:
+def text_of(raw: msgspec.Raw) -> str:
+    """The text in a field; empty: it is no text."""
     found = _plain(raw)
     return found if isinstance(found, str) else ""
 
 
-def _number(raw: msgspec.Raw) -> int | None:
+def number_of(raw: msgspec.Raw) -> int | None:
+    """The whole number in a field; None: it is none."""
     found = _plain(raw)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
@@ -660,9 +638,9 @@ class RequestIntake:
         shown, is_fixed = editable or body, editable is not body
         drives_legs = drives_legs and not is_fixed
         read.model = read.model or self._dispatcher.core.arrivals.models.sole
-        salted, put = read.salt, dict[str, Any]()
+        salted, put = text_of(read.cache_salt), dict[str, Any]()
         if tenant:
-            salted = put["cache_salt"] = salt(tenant, read.salt)
+            salted = put["cache_salt"] = salt(tenant, salted)
         never = TENANTS_STRIPPED if tenant else STRIPPED
         drop = read.given(never)
         if (kept := read.vllm_xargs_without(never)) is not None:
@@ -672,20 +650,22 @@ class RequestIntake:
         if (put or drop) and not is_fixed:
             body = shown = editable = edited(body, drop=drop, put=put)
         prefix = await self.prefixes.of(path, shown, read, salted, tenant)
-        before = read.previous_response
+        before = text_of(read.previous_response_id)
         if before and not is_of(before, tenant, self._workers):
             raise BadBody(f"there is no response {before[:NAME_BYTES_MAX]}")
         keeper = worker_of(before, self._workers) if before else None
+        most = read.max_completion_tokens or read.max_tokens or read.max_output_tokens
+        named = text_of(read.session_id) or text_of(read.user)
         request = RouteRequest(
             **msgspec.structs.asdict(prefix),
             request_id=request_id,
             model=read.model,
-            output_tokens_max=output_tokens(read.output_tokens),
+            output_tokens_max=output_tokens(number_of(most)),
             is_streamed=read.is_streamed,
             priority=_priority(headers, read),
             tenant=tenant,
             service=next((headers[name] for name in CLASS_HEADERS if name in headers), ""),
-            session=session_of(headers.get(SESSION_HEADER, "") or read.session),
+            session=session_of(headers.get(SESSION_HEADER, "") or named),
             subset=subset if keeper is None else (keeper.name,),
             is_bound_to_one=bool(before),
             pin_s=_pin_s(headers.get(PIN_HEADER)),
@@ -722,7 +702,7 @@ def output_tokens(given: int | None) -> int | None:
 def _priority(headers: CIMultiDictProxy[str], read: Peek) -> int:
     """Priority by the header, else by the body, else 0; lower is first, as in vLLM."""
     text = headers.get(PRIORITY_HEADER, "")
-    given = int(text) if _PRIORITY.fullmatch(text) else read.urgency
+    given = int(text) if _PRIORITY.fullmatch(text) else number_of(read.priority)
     return min(max(-PRIORITY_MAX, given or 0), PRIORITY_MAX)
 
 

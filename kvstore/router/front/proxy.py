@@ -612,8 +612,11 @@ class Proxy:
                     await asyncio.wait((prefilling, decoding), return_when=FIRST_COMPLETED)
                     # One that computes goes on until a prefill has parameters, one that waits for
                     # blocks as long as the prefill has not failed.
-                    is_of_use = _is_prefilled(prefilling) is (early is not None)
-                    if early is None and (error := _failure_of(prefilling)) is not None:
+                    error = prefilling.exception() if prefilling.done() else None
+                    is_over = prefilling.done() and error is None
+                    is_prefilled = is_over and prefilling.result() is not None
+                    is_of_use = is_prefilled is (early is not None)
+                    if early is None and isinstance(error, LegFailure):
                         its.life.prefilled(error.fault)
                     if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
@@ -682,15 +685,6 @@ class Proxy:
     @property
     def _authorization(self) -> str | None:
         return self._engines.authorization or ("" if self._intake.tenants else None)
-
-
-def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
-    return leg.done() and leg.exception() is None and leg.result() is not None
-
-
-def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
-    error = leg.exception() if leg.done() else None
-    return error if isinstance(error, LegFailure) else None
 
 
 def _without_slash(request: web.BaseRequest) -> web.Response | None:

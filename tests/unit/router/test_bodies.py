@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -14,10 +15,12 @@ from kvstore.router.front.intake import (
     STRIPPED,
     BadBody,
     edited,
+    number_of,
     peek,
     peek_form,
     peek_unknown,
     plain,
+    text_of,
 )
 from kvstore.router.keys.prefixes import (
     PIECE_BYTES,
@@ -85,11 +88,12 @@ def test_what_no_engine_reads_stays_refused(body: bytes) -> None:
 
 def test_fields_are_read_whatever_else_is_there() -> None:
     read = peek(b'{"model":"m","prompt":[1,2,3],"max_tokens":7,"user":"u","stream":true,"y":{}}')
-    assert (read.model, read.output_tokens, read.session) == ("m", 7, "u")
+    assert (read.model, number_of(read.max_tokens), text_of(read.user)) == ("m", 7, "u")
     assert read.is_streamed
     assert not read.given(STRIPPED)
     odd = peek(b'{"model":"m","max_tokens":"many","user":3,"stream":1,"cache_salt":[]}')
-    assert (odd.output_tokens, odd.session, odd.is_streamed, odd.salt) == (None, "", False, "")
+    assert (number_of(odd.max_tokens), text_of(odd.user)) == (None, "")
+    assert (odd.is_streamed, text_of(odd.cache_salt)) == (False, "")
 
 
 @pytest.mark.parametrize(
@@ -146,15 +150,10 @@ def test_a_list_of_prompts_is_known_by_its_parts(prompt: str, count: int) -> Non
         assert [json.loads(bytes(each)) for each in prompts_of(read)] == json.loads(prompt)
 
 
-def test_of_limits_and_names_the_more_specific_one_counts() -> None:
-    read = peek(b'{"max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3}')
-    assert read.output_tokens == 2
-    assert peek(b'{"max_output_tokens":3}').output_tokens == 3
-    assert peek(b'{"user":"u","session_id":"s"}').session == "s"
-    assert peek(b'{"priority":-3}').urgency == -3
-    assert (peek(b'{"priority":true}').urgency, peek(b'{"priority":1.5}').urgency) == (None, None)
-    assert peek(b'{"previous_response_id":"resp_1"}').previous_response == "resp_1"
-    assert peek(b'{"previous_response_id":{}}').previous_response == ""
+def test_numbers_are_whole_and_texts_are_texts() -> None:
+    found = [number_of(msgspec.Raw(each)) for each in (b"-3", b"true", b"1.5", b"null", b"")]
+    assert found == [-3, None, None, None, None]
+    assert [text_of(msgspec.Raw(each)) for each in (b'"a"', b"{}", b"3", b"")] == ["a", "", "", ""]
 
 
 FORM = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n--b--\r\n'

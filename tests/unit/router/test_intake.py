@@ -58,6 +58,14 @@ def test_other_sessions_are_told_apart_by_a_hash() -> None:
     assert all(name.isascii() and len(name) == 64 for name in found)
 
 
+def test_of_limits_and_names_the_more_specific_one_counts() -> None:
+    body = {"model": "m", "max_tokens": 1, "max_completion_tokens": 2, "max_output_tokens": 3}
+    assert Site().job(body).request.output_tokens_max == 2
+    assert Site().job({"model": "m", "max_output_tokens": 3}).request.output_tokens_max == 3
+    asked = Site().job({"model": "m", "user": "u", "session_id": "s", "priority": -3}).request
+    assert (asked.session, asked.priority) == ("s", -3)
+
+
 def test_bodies_headers_and_callers_of_the_route_service_have_these_bounds() -> None:
     long = "s" * 100_000
     ask = pb.Ask(model="m", session=long, output_tokens_max=2**32 - 1)

@@ -12,13 +12,13 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.costs import LEARNED
 from kvstore.routing.events import Ending, FirstToken, RequestEnded, WorkerLeft
 from kvstore.routing.learning import OutputLengths, TermWeights, smoothed_ratio
-from kvstore.routing.policy import PolicyLearning
+from kvstore.routing.policy import parse
 from tests.kit.routing_check import check, check_weights
 from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
 
 
 def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
-    weights = TermWeights(PolicyLearning())
+    weights = TermWeights()
     weights.of(["w1"])
     random = np.random.default_rng(1)
     for _ in range(800):
@@ -31,7 +31,7 @@ def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
 
 
 def test_a_new_worker_starts_with_the_mean() -> None:
-    weights = TermWeights(PolicyLearning())
+    weights = TermWeights()
     weights.of(["a"])
     for _ in range(20):
         weights.learn("b", np.full(LEARNED, 0.1), 6.0)
@@ -42,7 +42,7 @@ def test_a_new_worker_starts_with_the_mean() -> None:
 
 
 def test_the_weights_of_the_others_stay_when_a_worker_leaves() -> None:
-    weights, asked = TermWeights(PolicyLearning()), ["b", "c"]
+    weights, asked = TermWeights(), ["b", "c"]
     weights.of(["a"])
     weights.learn("b", np.full(LEARNED, 0.1), 6.0)
     before = weights.of(asked).tolist()
@@ -51,9 +51,11 @@ def test_the_weights_of_the_others_stay_when_a_worker_leaves() -> None:
 
 
 def test_frozen_weights_stay() -> None:
-    weights = TermWeights(PolicyLearning(is_frozen=True))
-    weights.learn("w0", np.ones(LEARNED), 60.0)
-    assert (weights.of(["w0"]) == 1).all()
+    for is_frozen in (True, False):
+        core = core_of(spec(0), policy=parse({"learning": {"is_frozen": is_frozen}}))
+        routed(arrive(core, request("r")))
+        core.step(FirstToken("r"), 60 * S)
+        assert bool((core.placer.weights.of(["w0"]) == 1).all()) is is_frozen
 
 
 @given(
@@ -65,14 +67,14 @@ def test_frozen_weights_stay() -> None:
     )
 )
 def test_weights_stay_in_bounds(steps: list[tuple[list[float], float]]) -> None:
-    weights = TermWeights(PolicyLearning())
+    weights = TermWeights()
     for raw, achieved_s in steps:
         weights.learn("w0", np.array(raw), achieved_s)
         check_weights(weights)
 
 
 def test_one_wild_time_moves_little() -> None:
-    weights = TermWeights(PolicyLearning())
+    weights = TermWeights()
     weights.learn("w0", np.full(LEARNED, 0.1), 3600.0)
     assert weights.of(["w0"]).max() < 1.1
 
