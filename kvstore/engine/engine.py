@@ -319,18 +319,14 @@ class Engine(Snapshots):
         """Blocks that the tiers hold, one slice per call: from `begin_row` on. Returns the slice
         and the row of the next one, -1 after the last. `Changed` reports changes between two
         slices."""
-        held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
-        return list(self._state.in_words(held)), self._next_row(begin_row)
+        held, next_row = self._state.residency.held(begin_row, HELD_ROWS_MAX)
+        return list(self._state.in_words(held)), next_row
 
     def offered(self, begin_row: int) -> tuple[list[Stored], int]:
         """Blocks that peers can fetch, in slices as in `held`: the slice and the next row, -1 after
         the last. `BlocksChanged` reports changes between two slices."""
-        held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
-        return self._state.offers.held(held), self._next_row(begin_row)
-
-    def _next_row(self, begin_row: int) -> int:
-        end = begin_row + HELD_ROWS_MAX
-        return end if end < len(self._state.residency.table.used_scopes) else -1
+        held, next_row = self._state.residency.held(begin_row, HELD_ROWS_MAX)
+        return self._state.offers.held(held), next_row
 
     def push_counts(self) -> dict[tuple[str], int]:
         """Number of pushes under way, by (side,) of this node in them: decode or prefill."""

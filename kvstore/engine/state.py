@@ -172,7 +172,7 @@ class KnownSpace(msgspec.Struct, frozen=True):
     label: str
 
 
-class Off(msgspec.Struct, frozen=True):
+class Off(msgspec.Struct):
     """A space that is switched off (`trust`)."""
 
     tier: Tier | None

@@ -203,8 +203,7 @@ class Switches:
 
     def emptied(self, address: tuple[str, SpaceId]) -> None:
         """Record that a space that is off has no blocks any more."""
-        off = self._state.off[address]
-        self._state.off[address] = msgspec.structs.replace(off, is_empty=True)
+        self._state.off[address].is_empty = True
         self._state.credits_due = True
 
     def clear(self, tenant: str | None, space: bytes | None) -> None:

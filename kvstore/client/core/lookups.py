@@ -129,7 +129,8 @@ class EngineLookups:
         if request.stage is LookupStage.HELD and request.may_outlive_leases(now_ns):
             self.release(request)
         if request.stage is LookupStage.NONE:
-            wanted = self._wanted_tokens(request)
+            wanted = request.end_tokens or len(self._keys(request, 0)) * self._sizes[0]
+            wanted -= request.local_blocks * self._sizes[0]
             if now_ns < request.pushed_until_ns and self._costs.is_worth(wanted):
                 return PENDING
             if self._has_waited_long(request, wanted, now_ns):
@@ -428,10 +429,6 @@ class EngineLookups:
 
     def _keys(self, request: Request, group: int) -> Sequence[bytes]:
         return block_keys(request.sought, self._config.keys_per_block(group))
-
-    def _wanted_tokens(self, request: Request) -> int:
-        tokens = request.end_tokens or len(self._keys(request, 0)) * self._sizes[0]
-        return tokens - request.local_blocks * self._sizes[0]
 
     def _ask_part(self, request: Request, group: int, blocks: range) -> None:
         """Ask for blocks of a group."""

@@ -286,15 +286,17 @@ class Residency:
         taken, self._changes = self._changes, []
         return taken
 
-    def held(self, begin: int, count: int) -> list[Change]:
-        """All blocks in rows `begin` to `begin + count`, as changes that store them."""
-        used = self.table.used_scopes[begin : begin + count]
-        rows = np.flatnonzero(used) + begin
-        return [
+    def held(self, begin: int, count: int) -> tuple[list[Change], int]:
+        """All blocks in rows `begin` to `begin + count`, as changes that store them, and the row
+        behind them; -1 after the last."""
+        used, end = self.table.used_scopes, begin + count
+        rows = np.flatnonzero(used[begin:end]) + begin
+        changes = [
             change
             for column in self._columns.values()
             for change in self._by_scope(column.tier, rows[column.has(rows)], stored=True)
         ]
+        return changes, end if end < len(used) else -1
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 

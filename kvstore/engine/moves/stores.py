@@ -137,12 +137,10 @@ class Stores:
         active = {size for group in groups for size in group.asker.slot_sizes}
         self._state.slots.forget_pools(keep=active)
         self._count_sharing(groups)
-        for owner in self._state.owners.values():
-            for index, group in enumerate(owner.groups if owner.open_session else ()):
-                if not self._state.is_off(*group.asker.address):
-                    wanted = self._credits_wanted(group)
-                    if wanted:
-                        self._grant(owner, index, wanted, active)
+        for group in groups:
+            is_on = not self._state.is_off(*group.asker.address)
+            if is_on and (wanted := self._credits_wanted(group)):
+                self._grant(group, wanted, active)
 
     def _credits_wanted(self, group: OwnerGroup) -> int:
         """Number of blocks to grant to a group; 0 while more than half of its credits are left."""
@@ -176,8 +174,8 @@ class Stores:
         }
         self._sharing_quota = Counter(group.asker.quota for group in groups)
 
-    def _grant(self, owner: Owner, index: int, wanted: int, active: set[int]) -> None:
-        group = owner.groups[index]
+    def _grant(self, group: OwnerGroup, wanted: int, active: set[int]) -> None:
+        owner, index = group.owner, group.session - group.owner.open_session
         sizes, quota = group.asker.slot_sizes, group.asker.quota
         wanted = min(wanted, wire.KEYS_PER_DATAGRAM_MAX // len(sizes))
         assert owner.scheduler is not None

@@ -239,9 +239,8 @@ class Lookups:
         if self._state.is_off(*address):
             return None
         able = [
-            (name != engine, group.asker)
-            for (_, name, _), owner in self._state.owners.items()
-            for group in (owner.groups if owner.open_session else ())
+            (group.owner.key[1] != engine, group.asker)
+            for group in self._state.open_groups()
             if group.asker.address == address
         ]
         if not able:

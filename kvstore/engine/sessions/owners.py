@@ -169,6 +169,7 @@ class Connection(msgspec.Struct, eq=False):
 class OwnerGroup(msgspec.Struct, eq=False):
     """A KV cache group of a session, with one column per distinct shard."""
 
+    owner: Owner
     asker: Asker
     writers: tuple[int, ...]
     """Rank that writes the shard, by column."""

@@ -199,7 +199,7 @@ class Sessions:
             if _slab_for(hello, state.config.hbm) is not None
         }
         on_gpu = tuple(shard in here for shard in columns) if here else ()
-        return OwnerGroup(its, writers, owner.forming + index, on_gpu)
+        return OwnerGroup(owner, its, writers, owner.forming + index, on_gpu)
 
     def _follow(
         self, id: ConnectionId, hello: wire.HelloScheduler, space: Space, space_id: SpaceId
