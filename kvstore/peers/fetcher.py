@@ -292,21 +292,10 @@ class Fetcher:
             session.give_back(answer.serving, count=served, timeout_s=ASK_TIMEOUT_S),
             _on(self._verifiers, lambda: self._verify(assembly, command, slots, answer)),
         )
-        good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         self._since("verify", moved_ns, size_bytes)
         self._since("fetch", begun_ns, size_bytes)
         self.fetched_bytes += size_bytes
-        behind = count - served
-        checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
-        kept = int(stayed.sum())
-        return Fetched(
-            command.job,
-            good + bytes(behind),
-            checksums,
-            not_served=behind,
-            not_kept=served - kept,
-            damaged=kept - sum(good),
-        )
+        return self._judge(command, stayed, sums, count=count)
 
     def _verify(
         self,
@@ -328,20 +317,28 @@ class Fetcher:
         stayed: NDArray[np.bool_],
         sums: Sequence[Sequence[bytes] | None],
         *,
-        shards: int,
-    ) -> tuple[bytes, bytes]:
-        """(one bool per block: is it good, checksums of our shards). A block that did not stay on
-        the peer does not count as damaged."""
-        self.not_kept += int((~stayed).sum())
-        good, made = bytearray(len(stayed)), bytearray()
-        for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
-            if kept and its is None:
-                self.damaged += 1
-                text = "a block that it served is not what was stored; see its scrub"
-                self._note(_title(command.node), text)
-            good[number] = kept and its is not None
-            made += b"".join(its) if kept and its else bytes(shards * CHECKSUM_BYTES)
-        return bytes(good), bytes(made)
+        count: int,
+    ) -> Fetched:
+        """The end of a fetch of `count` blocks, of which the first were served. A block that did
+        not stay on the peer does not count as damaged."""
+        its = [made if kept else None for kept, made in zip(stayed.tolist(), sums, strict=True)]
+        good, behind = bytes(made is not None for made in its), count - len(its)
+        not_kept = int((~stayed).sum())
+        damaged = len(its) - not_kept - sum(good)
+        self.not_kept += not_kept
+        self.damaged += damaged
+        if damaged:
+            text = "a block that it served is not what was stored; see its scrub"
+            self._note(_title(command.node), text)
+        nothing = [bytes(len(command.targets) * CHECKSUM_BYTES)]
+        return Fetched(
+            command.job,
+            good + bytes(behind),
+            b"".join(b"".join(made or nothing) for made in [*its, *[None] * behind]),
+            not_served=behind,
+            not_kept=not_kept,
+            damaged=damaged,
+        )
 
     async def find_addresses(self) -> dict[str, str]:
         """Peer address of each other member that serves fetches, by name; read anew if the index

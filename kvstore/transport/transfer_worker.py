@@ -249,7 +249,9 @@ class TransferWorkerLoop:
         """Do all that can be done without waiting."""
         for message in itertools.islice(self._node.hear(), DATAGRAMS_PER_TURN):
             self._take(message)
-        self._collect()
+        for outcome in self._transport.poll():
+            self._news_ns = self._now_ns()
+            self._node.say(*self._reads.ended(outcome, self._now_ns()))
         self._post()
         self._has_more = not self._reads.under_way and self._idle()
         if self._now_ns() >= self._next_beat_ns:
@@ -319,8 +321,3 @@ class TransferWorkerLoop:
             except TransportError as error:
                 refused = Outcome(post.number, End.FAILED, str(error))
                 self._node.say(*self._reads.ended(refused, self._now_ns()))
-
-    def _collect(self) -> None:
-        for outcome in self._transport.poll():
-            self._news_ns = self._now_ns()
-            self._node.say(*self._reads.ended(outcome, self._now_ns()))
