@@ -9,8 +9,8 @@ be awaited.
 so, or it is dead and reaped. After a death another one is started, to which peers are connected
 again as they are needed.
 
-Does not cover: when it must be killed (`transport.watch`), messages (`wire.transfer_worker`), whom
-to read from (`fetcher`), what is read (`engine`).
+Does not cover: messages (`wire.transfer_worker`), whom to read from (`fetcher`), what is read
+(`engine`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.errors import ProtocolError
 from kvstore.net.process import Child, spawn
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.pieces import joined, total_bytes
 from kvstore.transport.transfer_worker import Datagrams
-from kvstore.transport.watch import Recycle, Watch
 from kvstore.units import NS_PER_S
 from kvstore.wire import transfer_worker as wire
 from kvstore.wire.transfer_worker import Direction
@@ -37,6 +36,125 @@ from kvstore.wire.transfer_worker import Direction
 PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
 
 _log = logging.getLogger(__name__)
+
+
+# ── watch ─────────────────────────────────────────────────────────────────────────────────────────
+# When a transfer worker must be killed, because nothing else can end what it does. Pure.
+#
+#     posted ──▶ under way ──▶ ended              by its own words
+#                   │  deadline
+#                   ▼
+#                limbo ──▶ the peer is forgotten, and after GRACE_NS without an end: Recycle
+#                   ▲
+#     Limbo ────────┘                             it says that it cannot know; at its deadline,
+#                                                 or when too much of the arena is in limbo: Recycle
+#
+# A transfer worker that does not beat is recycled, too. While this process was stopped itself,
+# nothing was heard: a look that comes late moves the deadlines of beats, not of transfers.
+#
+# All that was under way has ended when the transfer worker is dead and reaped; nothing else says
+# so.
+
+GRACE_NS: Final = NS_PER_S
+SILENT_NS: Final = 5 * NS_PER_S
+START_NS: Final = 60 * NS_PER_S
+"""Limit until a transfer worker's first message: libraries are loaded, and an arena is
+registered.
+"""
+LOOK_LATE_NS: Final = NS_PER_S
+LIMBO_DIVISOR: Final = 16
+"""One part in this many of the arena may be in limbo."""
+PAUSES_NS: Final = (0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
+LONG_NS: Final = 30 * NS_PER_S
+"""A transfer worker that served for longer did not die of its start."""
+
+
+class Recycle(NamedTuple):
+    """The transfer worker must be killed, for this reason."""
+
+    reason: str
+
+
+class WatchedTransfer:
+    """A transfer that has not ended."""
+
+    def __init__(
+        self, peer: str, size_bytes: int, deadline_ns: int, end: Callable[[str], object]
+    ) -> None:
+        """`end`: called when it has ended, with the reason why bytes are missing."""
+        self.peer, self.size_bytes, self.deadline_ns, self.end = peer, size_bytes, deadline_ns, end
+        self.limbo = False
+        self.overdue = False
+
+
+class Watch:
+    """Watches the transfer workers of a node, one after the other."""
+
+    def __init__(self, *, arena_bytes: int) -> None:
+        self._limbo_max = arena_bytes // LIMBO_DIVISOR
+        self.transfers: dict[int, WatchedTransfer] = {}
+        """Transfers that have not ended, by number."""
+        self._silent_at_ns = 0
+        """Time at which it will have been silent for too long; 0: there is no transfer worker."""
+        self._looked_ns = 0
+        self._begun_ns = 0
+        self._deaths = 0
+
+    def began(self, now_ns: int) -> None:
+        """A transfer worker was started."""
+        self._begun_ns = self._looked_ns = now_ns
+        self._silent_at_ns = now_ns + START_NS
+
+    def heard(self, now_ns: int) -> None:
+        """A message of the transfer worker came."""
+        self._silent_at_ns = now_ns + SILENT_NS
+
+    def in_limbo(self, transfer: int) -> None:
+        """The transfer worker reports that it cannot know the end of a transfer."""
+        if transfer in self.transfers:
+            self.transfers[transfer].limbo = True
+
+    def look(self, now_ns: int) -> set[str] | Recycle:
+        """Actions that are due now: the peers to be forgotten, since a transfer is past its
+        deadline; or Recycle, to end the transfer worker.
+        """
+        if now_ns - self._looked_ns > LOOK_LATE_NS:
+            self._silent_at_ns = max(self._silent_at_ns, now_ns + SILENT_NS)
+        self._looked_ns = now_ns
+        if now_ns >= self._silent_at_ns:
+            return Recycle("it is silent")
+        overdue = set()
+        for each in self.transfers.values():
+            if now_ns < each.deadline_ns:
+                continue
+            if each.overdue and now_ns >= each.deadline_ns + GRACE_NS:
+                return Recycle(f"a read from {each.peer} has no end")
+            if not each.overdue:
+                each.overdue = True
+                overdue.add(each.peer)
+        # The end of these only the transfer worker's death would prove.
+        limbo = (each.size_bytes for each in self.transfers.values() if each.limbo)
+        if sum(limbo) > self._limbo_max:
+            return Recycle("too many reads have no end")
+        return overdue
+
+    def next_ns(self) -> int:
+        """Time at which to look again at the latest, in ns."""
+        times = [each.deadline_ns + GRACE_NS * each.overdue for each in self.transfers.values()]
+        return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
+
+    def died(self, now_ns: int) -> int:
+        """The transfer worker is dead and reaped, and all transfers have ended with it. Returns how
+        many ns to wait before another is started.
+        """
+        self.transfers.clear()
+        soon = now_ns - self._begun_ns <= LONG_NS
+        self._deaths = self._deaths + 1 if soon else 1
+        self._silent_at_ns = 0
+        return PAUSES_NS[min(self._deaths, len(PAUSES_NS)) - 1]
+
+
+# ── its process ───────────────────────────────────────────────────────────────────────────────────
 
 
 class TransferWorkerChild(Child, Datagrams[wire.FromTransferWorker]):
@@ -97,8 +215,6 @@ class TransferWorker:
         """Whether an operator must repair something first: no other child is started."""
         self._has_served = False
         self._numbers = itertools.count(1)
-        self._awaited: dict[int, tuple[str, asyncio.Future[str]]] = {}
-        """Transfers that have not ended, each with its peer and its result for `move`."""
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the child is connected to."""
         self._to_forget: set[str] = set()
@@ -171,10 +287,9 @@ class TransferWorker:
             self._say(wire.Connect(peer, descriptor))
         number = next(self._numbers)
         end: asyncio.Future[str] = self._loop.create_future()
-        self._awaited[number] = peer, end
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
-        size_bytes = total_bytes(pieces)
-        self._watch.posted(number, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
+        its = peer, total_bytes(pieces), deadline_ns, end.set_result
+        self._watch.transfers[number] = WatchedTransfer(*its)
         self._say(*wire.parts_of(number, peer, pieces, direction))
         self._plan()
         return await asyncio.shield(end)
@@ -182,7 +297,8 @@ class TransferWorker:
     def forget(self, peer: str) -> None:
         """Disconnect from a peer that nothing more is read from, as far as is known; deferred while
         a read is under way that the back end cannot end."""
-        if not self._forgets_reads and any(peer == each for each, _ in self._awaited.values()):
+        transfers = self._watch.transfers.values()
+        if not self._forgets_reads and any(peer == its.peer for its in transfers):
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
             self._say(wire.Forget(peer))
@@ -253,9 +369,9 @@ class TransferWorker:
             self._loop.remove_reader(fd)
         why = f"{reason} with status {child.close()}"
         why, self._killed = self._killed or why, ""
-        pause_ns = self._watch.died(self._clock.now_ns())
-        for number in list(self._awaited):
+        for number in list(self._watch.transfers):
             self._end(number, why)
+        pause_ns = self._watch.died(self._clock.now_ns())
         self._connected.clear()
         self.restarts += 1
         return why, pause_ns
@@ -306,11 +422,10 @@ class TransferWorker:
 
     def _end(self, number: int, trouble: str) -> None:
         """A transfer has ended, if there is one of this number."""
-        if number not in self._awaited:
+        its = self._watch.transfers.pop(number, None)
+        if its is None:
             return
-        self._watch.ended(number)
-        peer, end = self._awaited.pop(number)
-        end.set_result(trouble)
-        if peer in self._to_forget:
-            self._to_forget.discard(peer)
-            self.forget(peer)  # or not yet: it may be read from still
+        its.end(trouble)
+        if its.peer in self._to_forget:
+            self._to_forget.discard(its.peer)
+            self.forget(its.peer)  # or not yet: it may be read from still

@@ -3,7 +3,6 @@ process in which they run.
 
 transfer_worker   the loop of that process: messages of the node → transfers → outcomes; page tables
 reads       which part of which transfer is moved next, and how much may be under way (pure)
-watch       when a transfer worker must be killed (pure)
 pieces      neighbours joined, limits checked, cut into parts; base of back ends (pure)
 backends    a back end by its name
 nixl tcp ucx   the back ends

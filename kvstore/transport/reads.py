@@ -10,7 +10,7 @@ known it is in limbo at once, and for ever.
 
 Reads go first: an engine waits for them, while pushes run beside a prefill.
 
-Does not cover: moving bytes (`ports.Transport`), deadlines (`watch`, on the node's side).
+Does not cover: moving bytes (`ports.Transport`), deadlines (`peers.transfer_worker`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ out.
 
 The child holds no state that the node does not, waits for no peer, and ends with its socket. Does
 not cover: how the process is made (`peers.transfer_worker_process`), when it must be killed
-(`watch`).
+(`peers.transfer_worker`).
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) 
     node, peer = _node(opened, TCP), _peer(opened, TCP)
     peer.pause()
     reads = [node.begin(peer.descriptor()) for _ in range(2)]
-    node.until(lambda: len(node.worker._awaited) == 2)
+    node.until(lambda: len(node.worker._watch.transfers) == 2)
     pid = node.pid
     os.kill(pid, signal.SIGKILL)
     assert node.end(*reads) == ["it ended with status -9"] * 2
@@ -252,7 +252,7 @@ def test_the_end_of_one_that_was_killed_is_awaited_without_haste(
     node, peer = _node(opened, TCP), _peer(opened, TCP)
     peer.pause()
     read = node.begin(peer.descriptor())
-    node.until(lambda: node.worker._awaited)
+    node.until(lambda: node.worker._watch.transfers)
     stop_process(node.pid)
     monkeypatch.setattr(TransferWorkerChild, "signal", lambda *_: None)  # a kernel that is busy
     node.worker.recycle("for this")

@@ -7,7 +7,7 @@ A party that a check leaves as it was serves the next one: most of the time is t
 
 A back end of one's own: give `make` a Party that speaks to it, such as those of
 `tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.reads`), when a
-transfer worker is killed (`transport.watch`).
+transfer worker is killed (`peers.transfer_worker`).
 """
 
 from __future__ import annotations

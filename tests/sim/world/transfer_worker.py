@@ -6,7 +6,8 @@ does, bring other bytes than lie there; and go on to write for a while after the
 word that a read has ended is true: after it nothing is written (ADR 11). The oracle looks at the
 source, too: what each slot's bytes were, of whom, when the read of it had ended.
 
-Does not cover: when a real transfer worker is killed (`transport.watch`), back ends (`transport`).
+Does not cover: when a real transfer worker is killed (`peers.transfer_worker`), back ends
+(`transport`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import itertools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvstore.peers.transfer_worker import GRACE_NS
 from kvstore.ports import Pieces
-from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.transfer_worker import Descriptor, Direction, encode

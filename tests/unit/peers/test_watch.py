@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.transport.watch import (
+from kvstore.peers.transfer_worker import (
     GRACE_NS,
     LIMBO_DIVISOR,
     LONG_NS,
@@ -13,6 +13,7 @@ from kvstore.transport.watch import (
     START_NS,
     Recycle,
     Watch,
+    WatchedTransfer,
 )
 from kvstore.units import NS_PER_S
 
@@ -28,15 +29,15 @@ def watch() -> Watch:
 
 
 def _post(watch: Watch, number: int, *, size: int = 1, deadline_ns: int = NS_PER_S) -> None:
-    watch.posted(number, f"peer-{number}", size_bytes=size, deadline_ns=deadline_ns)
+    its = WatchedTransfer(f"peer-{number}", size, deadline_ns, lambda _: None)
+    watch.transfers[number] = its
 
 
 def test_what_ends_in_time_is_left_alone(watch: Watch) -> None:
     _post(watch, 1)
     assert watch.look(NS_PER_S - 1) == set()
-    watch.ended(1)
+    del watch.transfers[1]
     assert watch.look(NS_PER_S + GRACE_NS) == set()
-    watch.ended(1)  # of one that is not known
 
 
 def test_a_late_one_is_forgotten_first_and_then_the_transfer_worker_is_recycled(
@@ -56,7 +57,7 @@ def test_a_late_one_is_forgotten_first_and_then_the_transfer_worker_is_recycled(
 def test_a_late_one_that_ends_when_forgotten_costs_no_transfer_worker(watch: Watch) -> None:
     _post(watch, 1)
     assert watch.look(NS_PER_S) == {"peer-1"}
-    watch.ended(1)
+    del watch.transfers[1]
     assert watch.look(NS_PER_S + GRACE_NS) == set()
 
 
