@@ -186,7 +186,6 @@ class EngineFeed:
         """Number of the batch that comes next; None: any."""
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
-        self._waiting_bytes = 0
         self._events: deque[wire.EngineEvent] = deque()
         """Pieces of received batches that are not applied yet."""
         self._in_order = 0
@@ -214,7 +213,7 @@ class EngineFeed:
         self._void()
         self.phase, self._next, self._asked, self._rest_due_ms = Phase.UNREACHABLE, None, None, None
         self.lookahead_tokens = 0
-        self._drop_waiting()
+        self._waiting.clear()
 
     def take_ask(self) -> int | None:
         """Number from which on to request a replay now, in place of any replay under way; None:
@@ -300,7 +299,6 @@ class EngineFeed:
                     self._fill(now_ms)
                     break
                 self._waiting.popleft()
-                self._waiting_bytes -= len(payload)
                 work += 1 + len(payload) // _WORK_BYTES
                 self._live(number, payload)
             else:
@@ -353,15 +351,10 @@ class EngineFeed:
         self._take(number, payload)
 
     def _wait(self, number: int, payload: bytes) -> None:
-        full = len(self._waiting) >= WAITING_BATCHES_MAX
-        if full or self._waiting_bytes + len(payload) > WAITING_BYTES_MAX:
-            self._drop_waiting()  # which shows as a gap
+        size_bytes = sum(len(each) for _, each in self._waiting) + len(payload)
+        if len(self._waiting) >= WAITING_BATCHES_MAX or size_bytes > WAITING_BYTES_MAX:
+            self._waiting.clear()  # which shows as a gap
         self._waiting.append((number, payload))
-        self._waiting_bytes += len(payload)
-
-    def _drop_waiting(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
 
     def _void(self) -> None:
         self.counters.voids += bool(len(self.blocks))

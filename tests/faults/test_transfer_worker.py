@@ -23,12 +23,13 @@ import pytest
 
 from kvstore.arena import Arena, wait_for_holders
 from kvstore.node.node import MonotonicClock
+from kvstore.peers import transfer_worker as worker_module
 from kvstore.peers.transfer_worker import (
     TransferWorker,
     TransferWorkerChild,
 )
 from kvstore.testing.process import Lab, stop_process
-from kvstore.transport import guests, watch
+from kvstore.transport import guests
 from kvstore.transport.tcp import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
@@ -167,7 +168,7 @@ def test_a_peer_that_stopped_costs_no_transfer_worker_where_its_reads_can_be_end
     opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine a transfer worker needs more than a second to end a read.
-    monkeypatch.setattr(watch, "GRACE_NS", 60 * NS_PER_S)
+    monkeypatch.setattr(worker_module, "GRACE_NS", 60 * NS_PER_S)
     node, peer = _node(opened, TCP), _peer(opened, TCP)
     peer.pause()
     assert node.end(node.begin(peer.descriptor(), after_s=0.2)) != [""]
