@@ -2,7 +2,7 @@
 (`Peering`) its exchange of blocks with peers.
 
     node's loop     Executor ─carry_out(command)─▶ call_soon_threadsafe ─▶ handler     asyncio loop
-                    Attach ◀─read()─ Mailbox ◀───────────── post(event) ─┘
+                    Attach ◀─read()─ Mailbox ◀────────────── put(event) ─┘
 
 Neither loop waits for the other (`Exchange`).
 
@@ -75,41 +75,24 @@ WHOLE: Final = {"fetch", "push", "push_token", "write"}
 _log = logging.getLogger(__name__)
 
 
-class Exchange:
-    """Both directions between the two loops. `handle` is called on the asyncio loop, once for each
-    command, in order."""
+class Exchange(Mailbox[events.PeerEvent]):
+    """Both directions between the two loops: events for the engine as a mailbox, and commands that
+    `handle` is called with on the asyncio loop, once for each, in order."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, handle: Callable[[events.PeerCommand], None]
     ) -> None:
-        self._loop = loop
-        self._handle = handle
-        self._events = Mailbox[events.PeerEvent]()
-
-    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
-
-    def fileno(self) -> int:
-        """Readable when `read` has something."""
-        return self._events.fileno()
+        super().__init__()
+        self._loop, self._handle = loop, handle
 
     def read(self, _mask: int) -> Iterator[events.Event]:
-        """Events that were posted, a part of them at a time."""
-        return itertools.islice(self._events.take(), READ_EVENTS_MAX)
+        """Events that were put, a part of them at a time. Of the node's loop."""
+        return itertools.islice(self.take(), READ_EVENTS_MAX)
 
     def carry_out(self, command: events.PeerCommand) -> None:
-        """Pass a command to `handle` on the asyncio loop."""
+        """Pass a command to `handle` on the asyncio loop. Of the node's loop."""
         with contextlib.suppress(RuntimeError):  # the asyncio loop has ended, and the node ends
             self._loop.call_soon_threadsafe(self._handle, command)
-
-    # ── of any thread ────────────────────────────────────────────────────────────────────────────
-
-    def post(self, event: events.PeerEvent) -> None:
-        """Pass an event to the engine."""
-        self._events.put(event)
-
-    def close(self) -> None:
-        """Close the mailbox; no event is passed on any more."""
-        self._events.close()
 
 
 class Peering:
@@ -146,7 +129,7 @@ class Peering:
         self.exchange, self.transport = Exchange(loop.loop, self._handle), transport.name
         slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
         self._context = PeerContext(
-            self.exchange.post,
+            self.exchange.put,
             PeerHello(cluster.node, incarnation),
             self.transfer_worker,
             arena.array,

@@ -91,7 +91,7 @@ def _channel(
 class PeerContext(NamedTuple):
     """Common parts of a node's exchange with peers."""
 
-    post: Callable[[PeerEvent], None]
+    post: Callable[[PeerEvent], object]
     """Passes an event to the engine."""
     who: wire.PeerHello
     """This node."""

@@ -186,32 +186,29 @@ class Stream:
         return self.events
 
 
-class _Places:
+class _Places(deque[memoryview]):
     """Bytes to receive or to send, one place after the other, without copies of them."""
 
     def __init__(self, *places: memoryview) -> None:
-        self._places = deque[memoryview]()
+        super().__init__()
         self.put(*places)
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def put(self, *places: memoryview) -> None:
-        self._places.extend(place for place in places if len(place))
+        self.extend(place for place in places if len(place))
 
     def move(self, how: Callable[[memoryview], int], budget: int) -> int:
         """Number of bytes moved by `how` (`receive` or `send` of a stream), at most about `budget`.
         Raises OSError, ConnectionClosed.
         """
         moved = 0
-        while self._places and moved < budget:
-            count = how(self._places[0])
+        while self and moved < budget:
+            count = how(self[0])
             if not count:
                 break
             moved += count
-            rest = self._places.popleft()[count:]
+            rest = self.popleft()[count:]
             if len(rest):
-                self._places.appendleft(rest)
+                self.appendleft(rest)
         return moved
 
 

@@ -127,7 +127,7 @@ def check_awaited(awaited: Awaited) -> None:
     told = ExpectedKeys()
     for its in [*awaited.expects, *awaited._ended]:
         told.add(its.asker.scopes, its.missing[~its.has_come])
-    assert told._counts == awaited._coming._counts, "what is expected is miscounted"
+    assert told == awaited._coming, "what is expected is miscounted"
 
 
 def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -> None:

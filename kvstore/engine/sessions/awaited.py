@@ -232,34 +232,24 @@ class Expectations:
         return len(self.engines)
 
 
-class ExpectedKeys:
+class ExpectedKeys(dict[tuple[int, ...], Counter[bytes]]):
     """Expected keys, counted by expectation, grouped by the scopes (all shards) in which they are
     wanted."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, ...], Counter[bytes]] = {}
 
     def add(self, scopes: tuple[int, ...], keys: Keys) -> None:
         """Count one more expectation that wants these keys in these scopes."""
         if len(keys):
-            self._counts.setdefault(scopes, Counter()).update(each(keys))
+            self.setdefault(scopes, Counter()).update(each(keys))
 
     def remove(self, scopes: tuple[int, ...], keys: Keys) -> None:
         """Count one expectation less that wants these keys in these scopes."""
-        its = self._counts.get(scopes, Counter())
+        its = self.get(scopes, Counter())
         for key in each(keys):
             its[key] -= 1
             if not its[key]:
                 del its[key]
         if not its:
-            self._counts.pop(scopes, None)
-
-    def flags(self, scopes: Sequence[int], keys: Keys) -> NDArray[np.bool_]:
-        """Flags of the keys that are expected, [S][n]."""
-        return flags_of(self._counts, scopes, keys)
-
-    def __bool__(self) -> bool:
-        return bool(self._counts)
+            self.pop(scopes, None)
 
 
 # ── awaited ───────────────────────────────────────────────────────────────────────────────────────
@@ -343,7 +333,7 @@ class Awaited:
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name) -> Flags:
         """Flags [S][n] of the keys that are expected (`arrivals.Source`)."""
         del rows, name
-        return self._coming.flags(scopes, keys)
+        return flags_of(self._coming, scopes, keys)
 
     def run(self, asker: Asker, keys: Keys) -> int:
         """How many leading keys are in dram or expected; 0 if none of them is expected."""

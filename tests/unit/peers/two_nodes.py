@@ -159,7 +159,7 @@ class Together(Node, PeerParts):
 
     def _post(self, event: PeerEvent) -> None:
         assert self.exchange is not None
-        self.exchange.post(event)
+        self.exchange.put(event)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
