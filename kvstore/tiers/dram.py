@@ -61,16 +61,11 @@ class DramTier:
         """Number of checks that found pages lost."""
         arena.set_ready(ready_bytes)
         self._stop = threading.Event()
-        self._done = threading.Event()
         self._thread = threading.Thread(target=self._populate, name="prefault", daemon=True)
 
     def start(self) -> None:
         """Begin to take the pages. Once."""
         self._thread.start()
-
-    def wait_populated(self, timeout_s: float) -> bool:
-        """Wait until all pages are taken, or no more come. False: still at work."""
-        return self._done.wait(timeout_s)
 
     def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         which, values = np.asarray(slots, np.uint32), np.asarray(generations, np.uint64)
@@ -117,8 +112,6 @@ class DramTier:
                 format_size(self.capacity_bytes),
                 error.strerror,
             )
-        finally:
-            self._done.set()
         while not self._stop.wait(LOOK_S):
             self.look()
 

@@ -12,7 +12,7 @@ from kvstore.arena import Arena
 from kvstore.ports import Memory
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
-from tests.kit.memory_tier import MemoryTier
+from tests.kit.memory_tier import MemoryTier, until_populated
 
 CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
 SLOTS = [SlotId(n * PAGES_PER_GENERATION) for n in range(8)]
@@ -21,7 +21,7 @@ SLOTS = [SlotId(n * PAGES_PER_GENERATION) for n in range(8)]
 def _dram() -> Memory:
     tier = DramTier(Arena(arena_bytes=CAPACITY_BYTES, incarnation=Incarnation(1)))
     tier.start()
-    assert tier.wait_populated(10)
+    until_populated(tier)
     return tier
 
 

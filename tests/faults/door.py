@@ -35,6 +35,7 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from tests.kit.memory_tier import until_populated
 from tests.kit.set_clock import SetClock
 from tests.unit.engine.harness import Hellos, arrays, checksum, keys, pairs
 
@@ -51,7 +52,7 @@ class Door:
         arena = Arena(arena_bytes=slots * SLOT_BYTES_MIN, incarnation=Incarnation(7))
         self.tier = DramTier(arena)
         self.tier.start()
-        assert self.tier.wait_populated(60)
+        until_populated(self.tier)
         self.attach = Attach(
             Listener(self.path, others_may_connect=False),
             allow_uids=frozenset({os.geteuid()}),

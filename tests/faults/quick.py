@@ -18,6 +18,7 @@ from kvstore.tier_events import RaiseGenerations
 from kvstore.tiers.dram import DramTier
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Incarnation
 from kvstore.wire.messages import LeaseAsk, LeaseReply, Seal
+from tests.kit.memory_tier import until_populated
 from tests.unit.engine.harness import Node, Peer, arrays
 
 
@@ -28,7 +29,7 @@ class Quick(Node):
         self.arena = Arena(arena_bytes=slots * SLOT_BYTES_MIN, incarnation=Incarnation(7))
         self.tier = DramTier(self.arena)
         self.tier.start()
-        assert self.tier.wait_populated(60)
+        until_populated(self.tier)
         self.generations = GenerationView(
             self.arena.generation_fd,
             size_bytes=self.arena.generation_bytes,

@@ -29,6 +29,7 @@ from kvstore.wire.segment import SegmentHead, segment_page
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth
 from tests.kit.engine_check import check_engine
+from tests.kit.memory_tier import until_populated
 from tests.unit.engine.harness import Node, Peer, keys
 from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, Driver, checksum, key, payload
 
@@ -52,7 +53,7 @@ class Twin:
         self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(7))
         self.tier = DramTier(self.arena)
         self.tier.start()
-        assert self.tier.wait_populated(60)
+        until_populated(self.tier)
         self.used = 0
         for number in range(3):
             self.peer.store(number)

@@ -5,11 +5,24 @@ The contract suite of every tier runs on it, and simulations use it in place of 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.ports import Memory
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
+
+PATIENCE_S = 60.0
+
+
+def until_populated(tier: Memory) -> None:
+    """Wait until all pages of a tier have arrived."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while tier.ready_bytes < tier.capacity_bytes:
+        assert time.monotonic() < deadline_s, "still at work"
+        threading.Event().wait(0.001)
 
 
 class MemoryTier:

@@ -12,6 +12,7 @@ import pytest
 from kvstore.arena import Arena
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
+from tests.kit.memory_tier import until_populated
 from tests.unit.test_arena import punch
 
 CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
@@ -44,7 +45,7 @@ def test_capacity_grows_as_pages_arrive_and_never_ahead_of_them() -> None:
         assert arena.arrived.acquire(timeout=10)
         seen.append((tier.ready_bytes, os.fstat(arena.arena_fd).st_blocks * 512))
         arena.gate.release()
-    assert tier.wait_populated(10)
+    until_populated(tier)
     assert seen == [(n * 2 * SLOT_BYTES_MIN,) * 2 for n in range(4)]
     assert tier.ready_bytes == tier.capacity_bytes == CAPACITY_BYTES
     tier.close()
@@ -56,7 +57,10 @@ def test_want_of_memory_leaves_a_smaller_tier(caplog: pytest.LogCaptureFixture) 
     arena.gate.release(10)
     with caplog.at_level(logging.WARNING):
         tier.start()
-        assert tier.wait_populated(10)
+        for _ in range(3):
+            assert arena.arrived.acquire(timeout=10)
+        tier._stop.set()
+        tier._thread.join(10)
     assert tier.ready_bytes == 4 * SLOT_BYTES_MIN
     assert "dram stays at 256 KiB of 512 KiB" in caplog.text
     tier.read(SlotId(0), memoryview(bytearray(tier.ready_bytes)))
@@ -86,7 +90,7 @@ def test_pages_that_an_engine_gave_back_are_seen_and_taken_again(
     room_bytes = [0]
     tier = DramTier(arena, room_bytes=lambda: room_bytes[0])
     tier.start()
-    assert tier.wait_populated(10)
+    until_populated(tier)
     arena.array[:] = 1
     tier.look()
     assert (tier.losses, caplog.text) == (0, "")
