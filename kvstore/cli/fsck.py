@@ -371,7 +371,7 @@ def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
         OSError: the medium failed otherwise than at a bad sector.
     """
     found, bad = file.contents(), []
-    for row, (_, good, error) in enumerate(walk(file, found.table, Pages(_PIECE_BYTES).view)):
+    for row, (*_, good, error) in enumerate(walk(file, found.table, Pages(_PIECE_BYTES).view)):
         if error is not None and error.errno != errno.EIO:
             raise error
         bad += [] if good else [row]

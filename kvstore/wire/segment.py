@@ -83,6 +83,10 @@ class Table(msgspec.Struct, frozen=True):
     keys: Any
     checksums: Any
 
+    def block(self, row: int) -> record.BlockPage:
+        scope = self.scopes[int(self.scope_of[row])]
+        return record.BlockPage(scope, self.keys[row].tobytes(), self.checksums[row].tobytes())
+
     def living(self, number: int, voids: Sequence[record.Void]) -> NDArray[np.bool_]:
         """Which records no void covers, of this table or of `voids`; bool [n]."""
         alive = np.ones(len(self.pages), np.bool_)

@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvstore.tier_events import FileKnown
@@ -28,7 +27,6 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import (
     PAGE_MAGIC,
     BlockPage,
-    Scope,
     Void,
     checksum_of,
     parse_page,
@@ -175,30 +173,6 @@ def record_sets(
 # ── intact ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Record(msgspec.Struct, frozen=True):
-    """Place of a block in its segment, and the scope, key and checksum expected there."""
-
-    scope: Scope
-    page: int
-    key: bytes
-    checksum: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its header's page and its payload."""
-        return record_pages(self.scope) * PAGE_BYTES
-
-
-def record_at(table: Table, row: int) -> Record:
-    """A row of a segment's table."""
-    return Record(
-        table.scopes[int(table.scope_of[row])],
-        int(table.pages[row]),
-        table.keys[row].tobytes(),
-        table.checksums[row].tobytes(),
-    )
-
-
 def walk(
     file: SegmentFile,
     table: Table,
@@ -206,9 +180,9 @@ def walk(
     *,
     rows: Iterable[int] | None = None,
     before_read: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[Record, bool, OSError | None]]:
-    """Records in the order in which they lie, each with whether it is intact (`is_intact`), and
-    with the error if the medium failed.
+) -> Iterator[tuple[int, BlockPage, bool, OSError | None]]:
+    """Records in the order in which they lie: page and block of each, whether it is intact
+    (`is_intact`), and the error if the medium failed.
 
     Args:
         file, buffer, before_read: as of `is_intact`.
@@ -216,47 +190,47 @@ def walk(
         rows: of the table; None: all.
     """
     for row in range(len(table.pages)) if rows is None else rows:
-        record = record_at(table, row)
+        page, block = int(table.pages[row]), table.block(row)
         try:
-            yield record, is_intact(file, record, buffer, before_read), None
+            yield page, block, is_intact(file, page, block, buffer, before_read), None
         except OSError as error:
-            yield record, False, error
+            yield page, block, False, error
 
 
 def is_intact(
     file: SegmentFile,
-    record: Record,
+    page: int,
+    block: BlockPage,
     buffer: memoryview,
     before_read: Callable[[int], None] = lambda _: None,
 ) -> bool:
-    """Whether the record is there, every byte of it.
+    """Whether the record of a block is there, every byte of it.
 
     Args:
         file: its segment.
-        record: what should be there.
+        page: where it should be.
+        block: what its page should say.
         buffer: for a piece, whole pages; a record that fits it is in there afterwards.
         before_read: called with the size of each piece before it is read.
 
     Raises:
         OSError: the medium failed.
     """
-    pieces = _read(file, record, buffer, before_read)
+    end = PAGE_BYTES + block.scope.block_bytes
+    size = record_pages(block.scope) * PAGE_BYTES
+
+    def read() -> Iterator[memoryview]:
+        """Header and payload, piece by piece, in `buffer`; ends early with its file."""
+        for begin in range(0, size, len(buffer)):
+            piece = buffer[: min(len(buffer), size - begin)]
+            before_read(len(piece))
+            if read_all(file.disk, file.fd, [piece], page * PAGE_BYTES + begin) != len(piece):
+                return
+            yield piece[: end - begin]
+
+    pieces = read()
     first = next(pieces, memoryview(b""))
-    page = file.parsed(first[:PAGE_BYTES], record.page)
-    if page != BlockPage(record.scope, record.key, record.checksum):
+    if file.parsed(first[:PAGE_BYTES], page) != block:
         return False
     payload = itertools.chain([first[PAGE_BYTES:]], pieces)
-    return checksum_of(record.scope.prefix() + record.key, payload) == record.checksum
-
-
-def _read(
-    file: SegmentFile, record: Record, buffer: memoryview, before_read: Callable[[int], None]
-) -> Iterator[memoryview]:
-    """Header and payload of a record, piece by piece, in `buffer`; ends early with its file."""
-    end = PAGE_BYTES + record.scope.block_bytes
-    for begin in range(0, record.size_bytes, len(buffer)):
-        piece = buffer[: min(len(buffer), record.size_bytes - begin)]
-        before_read(len(piece))
-        if read_all(file.disk, file.fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
-            return
-        yield piece[: end - begin]
+    return checksum_of(block.scope.prefix() + block.key, payload) == block.checksum

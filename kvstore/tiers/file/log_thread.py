@@ -39,7 +39,7 @@ from kvstore.tier_events import (
     WriteFile,
 )
 from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.contents import Record, is_intact, record_sets
+from kvstore.tiers.file.contents import is_intact, record_sets
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Pages
 from kvstore.tiers.file.parts import Parts
@@ -47,7 +47,7 @@ from kvstore.tiers.file.reader import PAGE_MASK, RUN_BYTES_MAX, RUN_RECORDS_MAX
 from kvstore.tiers.file.writer import AppendOutcome, Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.record import Void, record_pages
+from kvstore.wire.record import BlockPage, Void, record_pages
 from kvstore.wire.segment import Table
 
 _BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
@@ -400,9 +400,10 @@ class Reclaimer:
         keys, sums = keys[rows], sums[rows]
         good = []
         for row, place in enumerate(places.tolist()):
-            record = Record(scope, place & PAGE_MASK, keys[row].tobytes(), sums[row].tobytes())
+            block = BlockPage(scope, keys[row].tobytes(), sums[row].tobytes())
+            record = scratch[row * size : (row + 1) * size]
             with contextlib.suppress(OSError), self._catalog.reading(segment) as file:
-                if is_intact(file, record, scratch[row * size : (row + 1) * size]):
+                if is_intact(file, place & PAGE_MASK, block, record):
                     good.append(row)
         slots = np.array(good, np.uint32) * np.uint32(pages) + np.uint32(1)
         order = WriteFile(0, scope, keys[good].tobytes(), slots, sums[good].tobytes())

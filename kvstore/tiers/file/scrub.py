@@ -23,12 +23,13 @@ from typing import Final
 from kvstore.tier_events import FileGone, Scrubbed
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
-from kvstore.tiers.file.contents import Record, SegmentFile, walk
+from kvstore.tiers.file.contents import SegmentFile, walk
 from kvstore.tiers.file.disk import Pages, forget_cached
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.parts import Leaving, Parts
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
+from kvstore.wire.record import BlockPage, record_pages
 from kvstore.wire.segment import Table, place_of
 
 PIECE_BYTES: Final = MIB
@@ -88,10 +89,10 @@ class Scrub:
                 alive = table.living(segment.number, self._log.writer.voids)
                 rows = alive.nonzero()[0].tolist()
                 walked = walk(file, table, self._buffer, rows=rows, before_read=self._take_turn)
-                for record, good, error in walked:
+                for page, block, good, error in walked:
                     if error is not None and not self._failed(error):
                         continue
-                    self._verified(segment, file.fd, record, good=good)
+                    self._verified(segment, file.fd, page, block, good=good)
                     if self._catalog.get(segment.number) is not segment:
                         return  # reclaimed meanwhile
         except FileNotFoundError:
@@ -105,19 +106,22 @@ class Scrub:
         self._take_turn(PIECE_BYTES)
         return file.contents().table
 
-    def _verified(self, segment: Segment, fd: int, record: Record, *, good: bool) -> None:
+    def _verified(
+        self, segment: Segment, fd: int, page: int, block: BlockPage, *, good: bool
+    ) -> None:
+        size = record_pages(block.scope) * PAGE_BYTES
         if not self._direct:
-            forget_cached(fd, record.page * PAGE_BYTES, record.size_bytes)
+            forget_cached(fd, page * PAGE_BYTES, size)
         self._blocks += 1
-        self._bytes += record.size_bytes
-        place = place_of(segment.number, record.page)
+        self._bytes += size
+        place = place_of(segment.number, page)
         is_news = not good and place not in self._known_bad
         if is_news and self._catalog.get(segment.number) is segment:
             if len(self._known_bad) < KNOWN_BAD_MAX:
                 self._known_bad.add(place)
             packed = place.to_bytes(8, "little")
-            self._outbox.put(FileGone(record.scope, record.key, packed, damaged=True))
-            self._tell(bad_key=record.key)
+            self._outbox.put(FileGone(block.scope, block.key, packed, damaged=True))
+            self._tell(bad_key=block.key)
         elif self._bytes >= TELL_BYTES:
             self._tell()
 

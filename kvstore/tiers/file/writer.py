@@ -387,8 +387,8 @@ class Writer:
         rows = range(opened.synced_records, len(found.pages))
         walked = walk(opened.file, found.table(), Pages(MIB).view, rows=rows)
         return [
-            FileGone(record.scope, record.key, np.uint64(place_of(number, record.page)).tobytes())
-            for record, good, _ in walked
+            FileGone(block.scope, block.key, np.uint64(place_of(number, page)).tobytes())
+            for page, block, good, _ in walked
             if not good
         ]
 

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.tiers.file.contents import (
-    Record,
     SegmentFile,
     is_intact,
-    record_at,
 )
 from kvstore.tiers.file.disk import Disk, Pages, open_regular
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.record import write_block_page
+from kvstore.wire.record import BlockPage, record_pages, write_block_page
 from kvstore.wire.segment import parse_segment_page, place_of
 from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key, payload
 
@@ -38,10 +36,10 @@ class Stored:
         assert head is not None
         self.file = SegmentFile(DISK, self.fd, head, size)
         table = self.file.scan().table
-        self.records = [record_at(table, row) for row in range(len(table.pages))]
+        self.records = [(page, table.block(row)) for row, page in enumerate(table.pages.tolist())]
 
-    def is_intact(self, record: Record, piece_bytes: int = 1 << 20) -> bool:
-        return is_intact(self.file, record, Pages(piece_bytes).view)
+    def is_intact(self, record: tuple[int, BlockPage], piece_bytes: int = 1 << 20) -> bool:
+        return is_intact(self.file, *record, Pages(piece_bytes).view)
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_every_byte_counts_whatever_the_piece(
 ) -> None:
     first, second = stored.records
     if at is not None:
-        where = first.page * PAGE_BYTES + at
+        where = first[0] * PAGE_BYTES + at
         (byte,) = os.pread(stored.fd, 1, where)
         os.pwrite(stored.fd, bytes([byte ^ 1]), where)
     assert stored.is_intact(first, piece_bytes) == (at is None)
@@ -67,31 +65,34 @@ def test_every_byte_counts_whatever_the_piece(
 
 def test_a_record_that_fits_the_buffer_is_in_there_afterwards(stored: Stored) -> None:
     first, _ = stored.records
-    buffer = Pages(first.size_bytes).view
+    size = record_pages(first[1].scope) * PAGE_BYTES
+    buffer = Pages(size).view
     turns: list[int] = []
-    assert is_intact(stored.file, first, buffer, turns.append)
+    assert is_intact(stored.file, *first, buffer, turns.append)
     assert bytes(buffer[PAGE_BYTES:]) == payload(1)
-    assert turns == [first.size_bytes]
+    assert turns == [size]
 
 
 def test_a_page_that_tells_of_another_block_is_no_page_of_this_one(stored: Stored) -> None:
     """Its own checksum and the payload's are right."""
     first, second = stored.records
+    where, block = first
     page = bytearray(PAGE_BYTES)
     write_block_page(
         memoryview(page),
-        prefix=first.scope.prefix(),
+        prefix=block.scope.prefix(),
         key=key(9),
-        checksum=first.checksum,
+        checksum=block.checksum,
         segment_id=stored.file.head.segment_id,
-        place=place_of(stored.file.head.number, first.page),
+        place=place_of(stored.file.head.number, where),
     )
-    os.pwrite(stored.fd, page, first.page * PAGE_BYTES)
+    os.pwrite(stored.fd, page, where * PAGE_BYTES)
     assert not stored.is_intact(first)
     assert stored.is_intact(second)
 
 
 def test_a_record_that_ends_outside_the_file_is_none(stored: Stored) -> None:
     _, second = stored.records
-    os.truncate(stored.path, second.page * PAGE_BYTES + second.size_bytes - PAGE_BYTES)
+    page, block = second
+    os.truncate(stored.path, (page + record_pages(block.scope) - 1) * PAGE_BYTES)
     assert not stored.is_intact(second)
