@@ -248,11 +248,13 @@ class NodeAssembly:
         if not size:
             return None
         # Only here: a node without hbm loads nothing of CUDA.
-        from kvstore.tiers.hbm import open_hbm
+        from kvstore.tiers.hbm import HbmTier, device_for_hbm
 
         try:
-            room_s_max = HBM_ROOM_S_MAX if self._life else 0.0
-            hbm = open_hbm(gpu, dram, size, self._incarnation, room_s_max=room_s_max)
+            with device_for_hbm(gpu, size) as device:
+                room_s = HBM_ROOM_S_MAX if self._life else 0.0
+                its = self._incarnation
+                hbm = HbmTier(device, dram, capacity_bytes=size, incarnation=its, room_s_max=room_s)
         except ConfigError as error:
             if self._life == 0:
                 raise

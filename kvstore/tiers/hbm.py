@@ -268,28 +268,15 @@ class HbmTier:
             _log.error("the hbm tier is off until the node is restarted: %s", error)
 
 
-def open_hbm(
-    ordinal: int,
-    dram: Memory,
-    capacity_bytes: int,
-    incarnation: Incarnation,
-    *,
-    room_s_max: float = 0.0,
-) -> HbmTier:
-    """The tier on a CUDA device; arguments as of `HbmTier`.
+@contextlib.contextmanager
+def device_for_hbm(ordinal: int, capacity_bytes: int) -> Iterator[Device]:
+    """A CUDA device, for a tier that the block makes.
 
     Raises:
         ConfigError: there is no such device, or it has no such memory.
     """
     try:
-        device = CudaDevice(ordinal, engine_stream=lambda: 0)
-        return HbmTier(
-            device,
-            dram,
-            capacity_bytes=capacity_bytes,
-            incarnation=incarnation,
-            room_s_max=room_s_max,
-        )
+        yield CudaDevice(ordinal, engine_stream=lambda: 0)
     except DeviceError as error:
         advice = _ADVICE.get(str(error).rpartition(" ")[2])
         raise ConfigError(

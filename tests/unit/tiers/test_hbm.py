@@ -16,7 +16,7 @@ from kvstore.installation import pip_install
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.port import Addresses, DeviceError
 from kvstore.tiers import hbm
-from kvstore.tiers.hbm import NO_ROOM, HbmTier, open_hbm
+from kvstore.tiers.hbm import NO_ROOM, HbmTier, device_for_hbm
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from kvstore.wire.space import begin_of
 from tests.kit.copy_parties import noise
@@ -208,7 +208,12 @@ def test_memory_that_is_not_there_is_refused_with_the_way_to_mend_it(
     with pytest.raises(DeviceError, match="no room"):
         HbmTier(device, dram, capacity_bytes=2 * SLOT_BYTES_MIN, incarnation=Incarnation(9))
     with pytest.raises(ConfigError, match=r"GPU 3: no NVIDIA driver .*; or leave --hbm out$"):
-        open_hbm(3, dram, SLOT_BYTES_MIN, Incarnation(9))
+        open_hbm(3, dram)
+
+
+def open_hbm(ordinal: int, dram: MemoryTier) -> None:
+    with device_for_hbm(ordinal, SLOT_BYTES_MIN) as device:
+        HbmTier(device, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_each_cause_has_its_own_way_to_mend_it(
 ) -> None:
     monkeypatch.setattr("kvstore.tiers.hbm.CudaDevice", mock.Mock(side_effect=DeviceError(error)))
     with pytest.raises(ConfigError, match=rf"GPU 1:.*{re.escape(advice)}") as raised:
-        open_hbm(1, dram, SLOT_BYTES_MIN, Incarnation(9))
+        open_hbm(1, dram)
     assert "smaller --hbm" not in str(raised.value) or error is NO_ROOM
 
 
@@ -239,7 +244,7 @@ def test_without_the_extra_it_names_what_to_install(
         monkeypatch.setitem(sys.modules, module, None)
     end = re.escape(f"{pip_install('cuda')}; or leave --hbm out")
     with pytest.raises(ConfigError, match=f"GPU 0: NVIDIA's bindings are missing .*: {end}$"):
-        open_hbm(0, dram, SLOT_BYTES_MIN, Incarnation(9))
+        open_hbm(0, dram)
 
 
 def test_memory_that_engines_still_hold_is_waited_for(
