@@ -86,7 +86,7 @@ class Node:
         end_s = time.monotonic() + LIMIT_S
         while not done():
             assert time.monotonic() < end_s, self.worker.trouble
-            self._loop.run_until_complete(asyncio.sleep(0.001))
+            self._loop.run_until_complete(asyncio.sleep(0.01))
 
     def is_up(self, restarts: int = 0) -> None:
         """Runs the loop until a transfer worker is ready after so many before it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,21 @@ from kvstore.testing.process import ChildServer, NodeProcess, children_of
 TIMEOUT_S: Final = 10.0
 
 
+def page(process: ChildServer, path: str) -> tuple[int, str]:
+    """Status and text of one of its pages. Raises OSError when it does not answer."""
+    url = process.metrics_url.removesuffix("/metrics") + path
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 def samples(process: ChildServer) -> dict[str, float]:
     """Numbers of its /metrics by name, with labels as they stand there. Raises OSError when it does
     not answer."""
-    with urllib.request.urlopen(process.metrics_url, timeout=TIMEOUT_S) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = page(process, "/metrics")[1].splitlines()
     words = (line.rpartition(" ") for line in lines if line[:1] not in ("", "#"))
     return {name: float(value) for name, _, value in words}
 

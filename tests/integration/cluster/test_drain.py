@@ -66,18 +66,15 @@ def test_the_hottest_blocks_are_in_another_node_when_one_has_left(site: Site) ->
         assert "hottest blocks are in dram of 1 other nodes" in leaves.log
 
 
-def test_nothing_waits_where_nobody_takes_a_block(site: Site) -> None:
-    with two(site) as (leaves, _), attached(leaves.socket) as writer:
-        writer.store(make_keys(HOT, seed="hot"))
+def test_an_upgrade_drains_nothing_and_nothing_waits_where_nobody_takes_a_block(
+    site: Site,
+) -> None:
+    with two(site) as (leaves, _):
+        with attached(leaves.socket) as writer:
+            writer.store(make_keys(HOT, seed="hot"))
+            done = kvstore("upgrade", "--socket", str(leaves.socket))
+            assert done.returncode == 0, done.stderr
+        assert "blocks go to" not in leaves.log
         leaves.process.send_signal(signal.SIGTERM)
         assert leaves.process.wait(CONVERGES_S) == 0
     assert "drained: 0 of the 12" in leaves.log
-
-
-def test_an_upgrade_drains_nothing(site: Site) -> None:
-    with two(site) as (leaves, _), attached(leaves.socket) as writer:
-        keys = make_keys(HOT, seed="hot")
-        writer.store(keys)
-        done = kvstore("upgrade", "--socket", str(leaves.socket))
-        assert done.returncode == 0, done.stderr
-    assert "blocks go to" not in leaves.log

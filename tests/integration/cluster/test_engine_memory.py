@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import Holder, Trust
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
-from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site
+from tests.integration.cluster.kit import CONVERGES_S, SPACE, TENANT, Site
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.engine_publisher import (
@@ -25,6 +24,7 @@ from tests.kit.engine_publisher import (
     removed,
     stored,
 )
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +63,7 @@ def test_an_engine_without_a_connector_is_in_the_index_whatever_restarts(tmp_pat
                 (row,) = json.loads(shown.stdout)["engines"]
                 assert (row["engine"], row["rank"], row["state"]) == ("gpu0", 1, "live")
                 assert (row["blocks"], row["space"]) == (3, SPACE.hex()[:16])
-                with urllib.request.urlopen(node.metrics_url, timeout=ASK_S) as page:
-                    assert "kvstore_engine_blocks 3.0" in page.read().decode()
+                assert samples(node)["kvstore_engine_blocks"] == 3
                 assert index.stop() == 0
                 with site.index("i2", listen=address):
                     assert becomes(client, {gpu: (3, 3)}), "by a snapshot"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from tests.integration.cluster.kit import (
 )
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
+from tests.kit.gauges import page
 from tests.kit.processes import IndexProcess
 from tests.leaks import Baseline
 
@@ -49,7 +49,7 @@ class System(NamedTuple):
     node: NodeProcess
     address: str
     client: IndexClient
-    metrics_url: str
+    pages: IndexProcess | NodeProcess
 
 
 KINDS = ("by itself", "inside a node")
@@ -71,7 +71,7 @@ def started(kind: str, directory: Path) -> Iterator[System]:
         node = stack.enter_context(site.node("n1", *flags, with_index=not index))
         address = index.address if index else node.index
         client = stack.enter_context(site.client(address))
-        yield System(site, node, address, client, (index or node).metrics_url)
+        yield System(site, node, address, client, index or node)
     assert not baseline.wait()
 
 
@@ -165,13 +165,11 @@ def test_health_reflection_and_pages(system: System) -> None:
         assert "kvstore.index.v1.Index" in {
             each.name for each in reply.list_services_response.service
         }
-    with urllib.request.urlopen(system.metrics_url, timeout=ASK_S) as page:
-        text = page.read().decode()
+    text = page(system.pages, "/metrics")[1]
     exported = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
     listed = {metric.name for metric in INDEX_METRICS} - {"kvstore_index_info"}
     assert listed <= exported
-    with urllib.request.urlopen(system.metrics_url.replace("metrics", "healthz")) as page:
-        assert page.read().startswith(b"ok")
+    assert page(system.pages, "/healthz")[1].startswith("ok")
 
 
 def test_questions_that_make_no_sense_are_refused_and_cost_nobody_else(system: System) -> None:

@@ -230,11 +230,9 @@ def test_top_waits_for_an_index_that_is_not_there(tmp_path: Path) -> None:
         assert b"Traceback" not in terminal.seen
 
 
-def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> None:
-    with (
-        PeerPair.start(tmp_path, transport="tcp") as pair,
-        IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index,
-    ):
+def test_a_node_that_stops_is_shown_so_and_the_others_go_on(system: System) -> None:
+    pair = system.pair
+    with IndexClient([pair.a.index], tls=Lab(system.folder).files("client", "ops")) as index:
         tops = Sampler({"index": functools.partial(of_index, index)})
 
         def trusts() -> dict[str, str]:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.client.certificates import load
 from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes
+from tests.integration.cluster.kit import CONVERGES_S, Site, becomes
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
 KEYS = make_keys(3, seed="renewal")
-
-
-def ends_s(metrics_url: str) -> float:
-    """When the certificate that a component was started with ends, as it tells."""
-    with urllib.request.urlopen(metrics_url, timeout=ASK_S) as page:
-        families = text_string_to_metric_families(page.read().decode())
-    name = "kvstore_certificate_expires_timestamp_seconds"
-    (sample,) = next(each.samples for each in families if each.name == name)
-    return float(sample.value)
+ENDS = "kvstore_certificate_expires_timestamp_seconds"
+"""When the certificate ends that a component was started with."""
 
 
 def test_an_upgrade_takes_up_a_new_certificate_and_keeps_what_is_in_memory(tmp_path: Path) -> None:
@@ -36,10 +28,10 @@ def test_an_upgrade_takes_up_a_new_certificate_and_keeps_what_is_in_memory(tmp_p
         site.node("n1", "--index", index.address, "--peer-listen", "127.0.0.1:0") as node,
     ):
         assert "the certificate of i1.index.kvstore ends at" in index.log
-        assert ends_s(index.metrics_url) == load(site.lab.files("index", "i1")).ends_s
+        assert samples(index)[ENDS] == load(site.lab.files("index", "i1")).ends_s
         assert "the certificate of n1.node.kvstore ends at" in node.log
         old = site.lab.files("node", "n1")
-        assert ends_s(node.metrics_url) == load(old).ends_s
+        assert samples(node)[ENDS] == load(old).ends_s
         with RawEngine(node.socket) as engine:
             engine.open()
             engine.store(KEYS)
@@ -49,7 +41,7 @@ def test_an_upgrade_takes_up_a_new_certificate_and_keeps_what_is_in_memory(tmp_p
         new = load(site.lab.files("node", "n1", days=90))
         said = len(node.log)
         assert "3 blocks" in ask_for_upgrade(node.socket)
-        assert ends_s(node.metrics_url) == new.ends_s
+        assert samples(node)[ENDS] == new.ends_s
         assert "the certificate of" not in node.log[said:]
         with RawEngine(node.socket) as engine:  # of which the node learns what a whole block is
             engine.open()

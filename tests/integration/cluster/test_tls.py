@@ -42,6 +42,7 @@ from kvstore.wire.identity import Identity
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, feed, member, trust
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import page
 from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
@@ -149,8 +150,8 @@ def test_nothing_listens_without_tls_but_by_insecure(tmp_path: Path, *, is_insid
         with NodeProcess.start(
             tmp_path, flags=["--index-listen", "127.0.0.1:0", "--insecure"]
         ) as node:
-            process, log, page = psutil.Process(node.pid), node.log, node.metrics_url
-            seen = listeners(process), "no authentication; for labs only" in log, health(page)
+            process, log, health = psutil.Process(node.pid), node.log, page(node, "/healthz")[1]
+            seen = listeners(process), "no authentication; for labs only" in log, health
     else:
         with pytest.raises(NodeFailed) as refused:
             IndexProcess.start(tmp_path, ())
@@ -158,8 +159,9 @@ def test_nothing_listens_without_tls_but_by_insecure(tmp_path: Path, *, is_insid
         (sentence,) = refused.value.stderr.splitlines()
         assert sentence.startswith("kvstore: an index needs TLS: give --ca, --cert and --key")
         with IndexProcess.start(tmp_path) as index:
-            process, log, page = psutil.Process(index.process.pid), index.log, index.metrics_url
-            seen = listeners(process), "no authentication; for labs only" in log, health(page)
+            process, log = psutil.Process(index.process.pid), index.log
+            health = page(index, "/healthz")[1]
+            seen = listeners(process), "no authentication; for labs only" in log, health
     assert seen[0] == ["127.0.0.1", "127.0.0.1"]  # metrics, and the index
     assert seen[1]
     assert "it serves without TLS (--insecure)" in seen[2]
@@ -173,7 +175,7 @@ def test_blocks_do_not_move_in_plain_unless_told_and_then_it_is_said(
     flags += ["--peer-listen", "127.0.0.1:0", *(["--transport", chosen] if chosen else [])]
     with NodeProcess.start(tmp_path, flags=flags) as node:
         warning = "blocks are transferred without encryption"
-        told = warning in node.log, "unencrypted" in health(node.metrics_url)
+        told = warning in node.log, "unencrypted" in page(node, "/healthz")[1]
         assert told == (bool(chosen),) * 2
         assert f"/{chosen or 'tcp'}" in node.ready_line
 
@@ -181,17 +183,6 @@ def test_blocks_do_not_move_in_plain_unless_told_and_then_it_is_said(
 def listeners(process: psutil.Process) -> list[str]:
     found = (c for c in process.net_connections(kind="inet") if c.status == "LISTEN")
     return [connection.laddr.ip.removeprefix("::ffff:") for connection in found]
-
-
-def health(metrics_url: str) -> str:
-    host, _, _ = metrics_url.removeprefix("http://").partition("/")
-    name, _, port = host.rpartition(":")
-    with socket.create_connection((name, int(port)), timeout=ASK_S) as sock:
-        sock.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        answer = b""
-        while piece := sock.recv(4096):
-            answer += piece
-    return answer.decode()
 
 
 def test_a_node_of_a_cluster_listens_where_it_was_told_and_nowhere_else(site: Site) -> None:
@@ -289,7 +280,7 @@ def test_a_node_that_is_refused_says_why_and_goes_on(
         engine.store(make_keys(2))
         assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
         assert "its certificate was not issued by the CA of --ca" in node.log
-        assert f"but the index at {index.address} is not reached (" in health(node.metrics_url)
+        assert f"but the index at {index.address} is not reached (" in page(node, "/healthz")[1]
         assert member(client, "foreign") is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -26,14 +27,27 @@ KEYS: list[bytes] = list(block_keys(TOKENS, block_tokens=BLOCK_TOKENS, seed="0")
 STORED = 3
 
 
-@pytest.fixture
-def engine(node: NodeProcess) -> Iterator[RawEngine]:
-    """One that has stored the first blocks of a prompt."""
+@contextlib.contextmanager
+def storing(node: NodeProcess) -> Iterator[RawEngine]:
+    """An engine that has stored the first blocks of a prompt."""
     with RawEngine(node.socket, engine_id="one", model="llama") as engine:
         engine.open()
         engine.store(KEYS[:STORED])
         engine.release(engine.lease_stored(KEYS[:STORED]))
         yield engine
+
+
+@pytest.fixture
+def engine(node: NodeProcess) -> Iterator[RawEngine]:
+    with storing(node) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """One node with such an engine, for tests that only ask where a prompt is."""
+    with NodeProcess.start(tmp_path_factory.mktemp("node")) as node, storing(node):
+        yield node
 
 
 def end_request(node: NodeProcess, engine: RawEngine, request: str, **changes: Any) -> None:
@@ -83,10 +97,6 @@ def test_the_story_of_one_request(node: NodeProcess, engine: RawEngine) -> None:
     text = re.sub(r"space [0-9a-f]{16}", "space SPACE", done.stdout)
     text = re.sub(r"ended    [0-9.]+ m?s", "ended    AGE", text)
     assert [line.rstrip() for line in text.splitlines()] == GOLDEN.splitlines()
-
-
-def test_json_says_the_same(node: NodeProcess, engine: RawEngine) -> None:
-    end_request(node, engine, "cmpl-4f1a-0-1f2e3d4c")
     done = kvstore("explain", "4f1a", "--json", "--socket", str(node.socket))
     (found,) = json.loads(done.stdout)["requests"]
     assert (found["request"], found["engine_id"]) == ("cmpl-4f1a-0-1f2e3d4c", "one")
@@ -137,12 +147,10 @@ def test_what_was_cleared_is_told(node: NodeProcess, engine: RawEngine) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "numbers"])
-def test_where_a_prompt_is_now(
-    node: NodeProcess, engine: RawEngine, tmp_path: Path, form: str
-) -> None:
+def test_where_a_prompt_is_now(stored: NodeProcess, tmp_path: Path, form: str) -> None:
     file = tmp_path / "tokens"
     file.write_text(json.dumps(TOKENS) if form == "json" else "\n".join(map(str, TOKENS)))
-    arguments = ["inspect", "prefix", "--tokens-file", str(file), "--socket", str(node.socket)]
+    arguments = ["inspect", "prefix", "--tokens-file", str(file), "--socket", str(stored.socket)]
     found = json.loads(kvstore(*arguments, "--json").stdout)["prefix"]
     assert (found["prompt_tokens"], found["held_tokens"]) == (83, 48)
     assert [(r["first_block"], r["blocks"], r["tier"], r["reason"]) for r in found["ranges"]] == [
@@ -154,16 +162,11 @@ def test_where_a_prompt_is_now(
     assert "in dram" in text
 
 
-def test_a_prompt_of_more_keys_than_one_question_takes(
-    node: NodeProcess, engine: RawEngine, tmp_path: Path
-) -> None:
+def test_a_prompt_of_more_keys_than_one_question_takes(stored: NodeProcess, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(json.dumps(TOKENS[: 16 * 5] + [1] * 16 * 1100))
-    found = json.loads(
-        kvstore(
-            "inspect", "prefix", "--tokens-file", str(file), "--json", "--socket", str(node.socket)
-        ).stdout
-    )["prefix"]
+    where = ("--tokens-file", str(file), "--socket", str(stored.socket))
+    found = json.loads(kvstore("inspect", "prefix", "--json", *where).stdout)["prefix"]
     assert [r["first_block"] for r in found["ranges"]] == [0, 3, 1024]
     assert sum(r["blocks"] for r in found["ranges"]) == 1105
 
@@ -177,8 +180,7 @@ def test_a_prompt_of_more_keys_than_one_question_takes(
     ],
 )
 def test_wrong_prompts_are_one_sentence(
-    node: NodeProcess,
-    engine: RawEngine,
+    stored: NodeProcess,
     tmp_path: Path,
     content: str,
     arguments: list[str],
@@ -187,12 +189,8 @@ def test_wrong_prompts_are_one_sentence(
 ) -> None:
     file = tmp_path / "tokens"
     file.write_text(content)
-    done = kvstore(
-        "inspect",
-        "prefix",
-        *("--tokens-file", str(file), "--socket", str(node.socket)),
-        *arguments,
-    )
+    where = ("--tokens-file", str(file), "--socket", str(stored.socket))
+    done = kvstore("inspect", "prefix", *where, *arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1

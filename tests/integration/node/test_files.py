@@ -18,8 +18,8 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.load import decode_learned
 from tests.integration.node.conftest import eventually, has_all_dram, tiers
-from tests.integration.node.test_process import page, sample
 from tests.kit.command import kvstore
+from tests.kit.gauges import page, samples
 
 pytestmark = pytest.mark.slow
 
@@ -237,7 +237,7 @@ def test_two_nodes_on_one_directory_are_told_apart(tmp_path: Path) -> None:
 
 
 def metric(node: NodeProcess, name: str) -> float:
-    return sample(page(node, "/metrics")[1], f"kvstore_{name}")
+    return samples(node)[f"kvstore_{name}"]
 
 
 def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> N
         assert written(node, 10)
         assert [tiers(node)[t]["policy"] for t in ("dram", "file")] == ["reuse", "second-sight"]
         assert metric(node, 'file_blocks_not_written_total{reason="admission"}') == 40
-        assert "\nkvstore_file_budget_left_bytes " not in page(node, "/metrics")[1]
+        assert "kvstore_file_budget_left_bytes" not in samples(node)
         node.kill()
     with start(tmp_path / "a", tmp_path / "files", flags=flags) as node:
         assert written(node, 10), "and nothing else was"

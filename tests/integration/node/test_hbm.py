@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
 from kvstore.wire.space import begin_of
 from tests.integration.node.conftest import eventually, rows, tiers
+from tests.kit.gauges import samples
 from tests.kit.simulated_device import UUID, SimulatedDevice
 from tests.style.tree import ROOT
 
@@ -94,10 +94,10 @@ def test_copies_are_made_and_another_process_reads_them(
         blocks_of = {name: tier["blocks"] for name, tier in tiers(node).items()}
         assert blocks_of == {"dram": 4, "file": 0, "hbm": 4}
         assert [row["tiers"] for row in rows(node, "blocks")] == ["hbm+dram"] * len(KEYS)
-        node_metrics = urllib.request.urlopen(node.metrics_url, timeout=10).read().decode()
-        assert 'kvstore_blocks{tier="hbm"} 4.0' in node_metrics
-        assert 'kvstore_capacity_bytes{tier="hbm"} 4.194304e+06' in node_metrics
-        assert "kvstore_hbm_blocks_promoted_total 4.0" in node_metrics
+        metrics = samples(node)
+        assert metrics['kvstore_blocks{tier="hbm"}'] == 4
+        assert metrics['kvstore_capacity_bytes{tier="hbm"}'] == 4 << 20
+        assert metrics["kvstore_hbm_blocks_promoted_total"] == 4
 
 
 def test_a_next_process_begins_with_an_empty_slab_and_all_of_dram(

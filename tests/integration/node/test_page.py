@@ -118,7 +118,9 @@ def test_a_node_in_any_look(browser: Any, node: NodeProcess, engine: RawEngine) 
             button.focus()
             shown = button.inner_text()
             page.wait_for_function(
-                "shown => document.querySelector('[data-request]').innerText !== shown", arg=shown
+                "shown => document.querySelector('[data-request]').innerText !== shown",
+                arg=shown,
+                polling=200,
             )  # drawn again
             assert button.evaluate("each => each === document.activeElement")
             page.keyboard.press("Enter")

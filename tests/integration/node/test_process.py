@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -29,26 +28,9 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, mak
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import page, samples
 
 pytestmark = pytest.mark.slow
-
-
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def page(node: NodeProcess, path: str) -> tuple[int, str]:
-    return get(node.metrics_url.removesuffix("/metrics") + path)
-
-
-def sample(metrics: str, name: str) -> float:
-    (line,) = [line for line in metrics.splitlines() if line.startswith(name + " ")]
-    return float(line.split()[-1])
 
 
 def place_of(thread: int) -> tuple[int, int]:
@@ -72,7 +54,7 @@ def preferred() -> tuple[int, int]:
 
 def test_the_loop_is_preferred_and_no_other_thread(started: NodeProcess) -> None:
     node = started
-    assert get(node.metrics_url)[0] == 200  # the threads that answer are there
+    assert page(node, "/metrics")[0] == 200  # the threads that answer are there
     assert eventually(lambda: place_of(node.pid) == preferred())
     threads = {int(task.name) for task in Path(f"/proc/{node.pid}/task").iterdir()} - {node.pid}
     assert len(threads) > 3
@@ -210,9 +192,7 @@ def test_it_leaves_no_name_in_shared_memory_and_keeps_prompts_out_of_cores(
 
 def test_its_memory_is_the_arena_and_little_more(started: NodeProcess) -> None:
     node = started
-    assert eventually(
-        lambda: sample(page(node, "/metrics")[1], 'kvstore_ready_bytes{tier="dram"}') == 64 << 20
-    )
+    assert eventually(lambda: samples(node)['kvstore_ready_bytes{tier="dram"}'] == 64 << 20)
     info = psutil.Process(node.pid).memory_info()
     assert info.shared >= 64 << 20, "its own cgroup pays"
     assert info.rss < (64 << 20) + (128 << 20)
@@ -280,10 +260,8 @@ def test_pages(started: NodeProcess) -> None:
     assert page(node, "/healthz") == (200, "ok\n")
     with RawEngine(node.socket) as engine:
         engine.open()
-        name = "kvstore_connections"
-        assert eventually(lambda: sample(page(node, "/metrics")[1], name) == 2), "no others'"
-    metrics = page(node, "/metrics")[1]
-    assert sample(metrics, "kvstore_loop_failures_total") == 0
+        assert eventually(lambda: samples(node)["kvstore_connections"] == 2), "no others'"
+    assert samples(node)["kvstore_loop_failures_total"] == 0
     assert page(node, "/")[1].startswith("<!doctype html>")
     assert page(node, "/favicon.ico")[0] == 404
 
@@ -306,22 +284,22 @@ def test_what_an_engine_does_is_counted(node: NodeProcess) -> None:
         its = {"session": engine.session, "leases": [reply.lease], "saved_ns": 3 * NS_PER_S}
         assert engine.scheduler.send(msgspec.structs.replace(story, load_ns=NS_PER_S, **its))
         hit = 'kvstore_blocks_hit_total{tier="dram"}'
-        assert eventually(lambda: sample(page(node, "/metrics")[1], hit) == 7)
-        metrics = page(node, "/metrics")[1]
-    assert sample(metrics, "kvstore_stores_sealed_total") == 7
-    assert sample(metrics, 'kvstore_blocks_missed_total{reason="other"}') == 2, "not asked for"
+        assert eventually(lambda: samples(node)[hit] == 7)
+        metrics = samples(node)
+    assert metrics["kvstore_stores_sealed_total"] == 7
+    assert metrics['kvstore_blocks_missed_total{reason="other"}'] == 2, "not asked for"
     of = '{model="model",tenant="default"}'
-    assert sample(metrics, "kvstore_prompt_tokens_total" + of) == 9 * BLOCK_TOKENS
-    assert sample(metrics, "kvstore_loaded_tokens_total" + of) == 7 * BLOCK_TOKENS
-    assert sample(metrics, "kvstore_stored_bytes_total" + of) == 7 * BLOCK_BYTES
-    assert sample(metrics, 'kvstore_eviction_age_seconds_count{tier="dram"}') == 0
+    assert metrics["kvstore_prompt_tokens_total" + of] == 9 * BLOCK_TOKENS
+    assert metrics["kvstore_loaded_tokens_total" + of] == 7 * BLOCK_TOKENS
+    assert metrics["kvstore_stored_bytes_total" + of] == 7 * BLOCK_BYTES
+    assert metrics['kvstore_eviction_age_seconds_count{tier="dram"}'] == 0
     of_tier = of.replace("}", ',tier="dram"}')
-    assert sample(metrics, "kvstore_saved_seconds_total" + of_tier) == 3
-    assert sample(metrics, "kvstore_spent_seconds_total" + of_tier) == 1
-    assert sample(metrics, 'kvstore_blocks{tier="dram"}') == 7
-    assert sample(metrics, 'kvstore_slots{state="sealed"}') == 7
-    assert sample(metrics, "kvstore_leases") == 1
-    assert sample(metrics, "kvstore_sessions") == 1
+    assert metrics["kvstore_saved_seconds_total" + of_tier] == 3
+    assert metrics["kvstore_spent_seconds_total" + of_tier] == 1
+    assert metrics['kvstore_blocks{tier="dram"}'] == 7
+    assert metrics['kvstore_slots{state="sealed"}'] == 7
+    assert metrics["kvstore_leases"] == 1
+    assert metrics["kvstore_sessions"] == 1
 
 
 def test_a_stopped_loop_is_not_healthy(started: NodeProcess) -> None:

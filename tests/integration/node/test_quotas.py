@@ -9,7 +9,7 @@ import pytest
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.test_inspect import inspected
-from tests.integration.node.test_process import page, sample
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +41,9 @@ def test_a_greedy_model_leaves_another_its_share(tmp_path: Path, name: str) -> N
         assert (own["quota"], own["promised_bytes"]) == (name, 2 << 20)
         assert own["used_bytes"] >= 24 * modest.block_bytes
         assert (others["quota"], others["promised_bytes"]) == ("", 2 << 20)
-        metrics = page(node, "/metrics")[1]
-        assert sample(metrics, f'kvstore_quota_promised_bytes{{quota="{name}"}}') == 2 << 20
-        assert sample(metrics, f'kvstore_quota_used_bytes{{quota="{name}"}}') == own["used_bytes"]
+        metrics = samples(node)
+        assert metrics[f'kvstore_quota_promised_bytes{{quota="{name}"}}'] == 2 << 20
+        assert metrics[f'kvstore_quota_used_bytes{{quota="{name}"}}'] == own["used_bytes"]
 
 
 def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:

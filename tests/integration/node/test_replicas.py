@@ -7,13 +7,9 @@ import pytest
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from tests.integration.node.conftest import eventually
-from tests.integration.node.test_process import page, sample
+from tests.kit.gauges import look
 
 pytestmark = pytest.mark.slow
-
-
-def sealed(node: NodeProcess) -> float:
-    return sample(page(node, "/metrics")[1], 'kvstore_slots{state="sealed"}')
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (4, 2)])
@@ -28,11 +24,9 @@ def test_a_block_is_stored_once_a_shard_and_read_by_every_rank(
         for rank in range(ranks):
             expected = [engine.contents(key, rank=rank) for key in keys]
             assert engine.read(reply, rank=rank) == expected
-        assert sealed(node) == len(keys) * ranks // replicas
+        assert look(node).slots_sealed == len(keys) * ranks // replicas
         # One rank of four is enough to end the session.
         engine.ranks[-1].close()
         with pytest.raises(EngineGone, match="the rank detached"):
             engine.wait(lambda: False)
-    assert eventually(
-        lambda: sample(page(node, "/metrics")[1], 'kvstore_slots{state="granted"}') == 0
-    )
+    assert eventually(lambda: look(node).slots_granted == 0)

@@ -13,7 +13,7 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
 from tests.integration.node.conftest import eventually, tiers
 from tests.integration.node.test_files import start, whole, written
-from tests.integration.node.test_process import page, sample
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +42,10 @@ def test_a_flipped_byte_in_dram_is_found_and_the_block_read_from_disk(tmp_path: 
         again = engine.lease(keys)
         assert engine.read(again) == whole(keys, engine), "from disk, as it was stored"
         assert eventually(lambda: tiers(node)["dram"]["scrub_age_ms"] >= 0)
-        text = page(node, "/metrics")[1]
-        assert sample(text, 'kvstore_scrub_bad_total{tier="dram"}') == 1
-        assert sample(text, 'kvstore_scrubbed_blocks_total{tier="dram"}') >= COUNT
-        assert sample(text, 'kvstore_scrub_age_seconds{tier="dram"}') >= 0
+        found = samples(node)
+        assert found['kvstore_scrub_bad_total{tier="dram"}'] == 1
+        assert found['kvstore_scrubbed_blocks_total{tier="dram"}'] >= COUNT
+        assert found['kvstore_scrub_age_seconds{tier="dram"}'] >= 0
         assert eventually(lambda: "dropped 1 (first: " in node.log)
         assert re.search(r"scrub of dram: .* \(first: [0-9a-f]{8}\)", node.log)
         assert keys[7].hex() not in node.log
@@ -70,9 +70,9 @@ def test_a_flipped_byte_in_a_segment_is_found_and_fsck_agrees(tmp_path: Path) ->
             file.write(bytes([content[at + 1000] ^ 1]))
         assert eventually(lambda: tiers(node)["file"]["scrub_bad"] == 1)
         assert tiers(node)["file"]["blocks"] == COUNT - 1
-        text = page(node, "/metrics")[1]
-        assert sample(text, 'kvstore_scrub_bad_total{tier="file"}') == 1
-        assert sample(text, "kvstore_file_blocks_damaged_total") == 1
+        found = samples(node)
+        assert found['kvstore_scrub_bad_total{tier="file"}'] == 1
+        assert found["kvstore_file_blocks_damaged_total"] == 1
         assert eventually(lambda: tiers(node)["file"]["scrub_age_ms"] >= 0)
         report = fsck(files)
         assert dict(report.problems) == {"damaged records": 1}

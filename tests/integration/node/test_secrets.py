@@ -7,8 +7,6 @@ searched. KV events are left out: to publish hashes is what they are for.
 from __future__ import annotations
 
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from kvstore.wire.messages import Distrust, LeaseAsk, Seal, Story, encode
 from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.integration.node.test_attach import introduce, raw_socket, send
 from tests.kit.command import kvstore
+from tests.kit.gauges import page
 
 pytestmark = pytest.mark.slow
 
@@ -53,13 +52,7 @@ def command(*arguments: str, node: NodeProcess | None = None) -> bytes:
 def pages(node: NodeProcess) -> Iterator[bytes]:
     its = ("/", "/app.js", "/state.json", "/request.json?id=1")
     for path in ("/metrics", "/healthz", *its, f"/{PROMPT[:1]}"):
-        url = node.metrics_url.removesuffix("/metrics") + path
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                yield answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                yield error.read()
+        yield page(node, path)[1].encode()
 
 
 def misuse(node: NodeProcess, engine: RawEngine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 from tests.kit.collector import Collector, check_tree, collecting
 from tests.kit.command import kvstore
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
@@ -56,11 +56,9 @@ def told(engine: RawEngine, request: str, **changes: Any) -> None:
 
 def counted(node: NodeProcess) -> dict[str, float]:
     """The metric, by result."""
-    with urllib.request.urlopen(node.metrics_url, timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    name = "kvstore_traced_requests_total{result="
-    pairs = (line.removeprefix(name).split() for line in lines if line.startswith(name))
-    return {key.strip('"}'): float(value) for key, value in pairs}
+    name = 'kvstore_traced_requests_total{result="'
+    found = samples(node).items()
+    return {key[len(name) : -2]: value for key, value in found if key.startswith(name)}
 
 
 def test_a_request_is_a_trace_below_its_caller(tmp_path: Path, collector: Collector) -> None:
