@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -54,50 +54,41 @@ class Agenda(Generic[T]):
         return None
 
 
-class Groups(Generic[G, T]):
+class Groups(OrderedDict[G, dict[T, None]]):
     """Things by name, several to a name, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[G, dict[T, None]] = OrderedDict()
 
     def add(self, its: T, *names: G) -> None:
         """Add a thing under each of these names."""
         for name in names:
-            self._groups.setdefault(name, {})[its] = None
+            self.setdefault(name, {})[its] = None
 
     def remove(self, its: T, *names: G) -> None:
         """Remove a thing from these names; ignored where a name does not have it."""
         for name in names:
-            group = self._groups.get(name, {})
+            group = self.get(name, {})
             group.pop(its, None)
             if not group:
-                self._groups.pop(name, None)
+                self.pop(name, None)
 
     def of(self, name: G) -> list[T]:
         """All things of this name, in the order in which they were added."""
-        return list(self._groups.get(name, ()))
+        return list(self.get(name, ()))
 
     def first(self, name: G) -> T | None:
         """The thing that was added first to this name; None if it has none."""
-        return next(iter(self._groups.get(name, ())), None)
+        return next(iter(self.get(name, ())), None)
 
     def turn(self) -> T:
         """The first thing of the name whose turn it is; names take turns. There must be a thing."""
-        name = next(iter(self._groups))
-        self._groups.move_to_end(name)
-        return next(iter(self._groups[name]))
-
-    @property
-    def names(self) -> int:
-        """Number of names that have a thing."""
-        return len(self._groups)
+        name = next(iter(self))
+        self.move_to_end(name)
+        return next(iter(self[name]))
 
     def count(self, name: G) -> int:
         """Number of things of this name."""
-        return len(self._groups.get(name, ()))
+        return len(self.get(name, ()))
 
-    def __iter__(self) -> Iterator[G]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._groups.values()))
+    @property
+    def total(self) -> int:
+        """Number of things of all names."""
+        return sum(map(len, self.values()))

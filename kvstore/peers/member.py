@@ -86,11 +86,11 @@ class Exchange(Mailbox[events.PeerEvent]):
         self._loop, self._handle = loop, handle
 
     def read(self, _mask: int) -> Iterator[events.Event]:
-        """Events that were put, a part of them at a time. Of the node's loop."""
+        """Return events that were put, a part of them at a time. The node's loop calls it."""
         return itertools.islice(self.take(), READ_EVENTS_MAX)
 
     def carry_out(self, command: events.PeerCommand) -> None:
-        """Pass a command to `handle` on the asyncio loop. Of the node's loop."""
+        """Pass a command of the node's loop to `handle` on the asyncio loop."""
         with contextlib.suppress(RuntimeError):  # the asyncio loop has ended, and the node ends
             self._loop.call_soon_threadsafe(self._handle, command)
 

@@ -202,7 +202,8 @@ class PeerSession:
         check: Callable[[_Served], _T],
         timeout_s: float,
     ) -> _T:
-        """What `check` makes of the answer, which is of this kind. Raises SessionLost."""
+        """Send an ask and wait for its answer of this kind, which is passed through `check`. Raises
+        SessionLost."""
         if self.lost:
             raise SessionLost(self.lost)
         future = self._waiting[ask.serving] = asyncio.get_running_loop().create_future()

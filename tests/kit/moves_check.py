@@ -100,7 +100,7 @@ def check_pushes(pushes: Pushes) -> None:
         assert (ask in pushes._agenda._entries) is (ask.reason is None), (
             "a grant that nobody looks at"
         )
-    assert len(pushes._groups) == 2 * len(pushes._asks), "grants of peers are miscounted"
+    assert pushes._groups.total == 2 * len(pushes._asks), "grants of peers are miscounted"
 
 
 def check_grants(grants: Grants) -> None:

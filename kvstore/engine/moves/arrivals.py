@@ -140,11 +140,11 @@ class Arrivals:
 
     def awaits(self, keys: Keys) -> bool:
         """Whether a watch needs one of these keys next."""
-        return self._next.names > 0 and any(map(self._next.count, each(keys)))
+        return bool(self._next) and any(key in self._next for key in each(keys))
 
     def settle_keys(self, keys: Keys) -> None:
         """These keys arrived, or will not: queue the watches that need one of them next."""
-        for key in each(keys) if self._next.names else ():
+        for key in each(keys) if self._next else ():
             self._to_look_at |= dict.fromkeys(self._next.of(key))
 
     @property

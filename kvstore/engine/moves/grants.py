@@ -198,7 +198,7 @@ class Grants:
         freed."""
         misses, awaited = 0, self._awaited
         queue = awaited.expects.queue
-        while self._epoch and awaited.budget > 0 and misses < min(MISSES_MAX, queue.names):
+        while self._epoch and awaited.budget > 0 and misses < min(MISSES_MAX, len(queue)):
             expect = queue.turn()
             misses = 0 if self._grant(expect, self._room_of(expect)) else misses + 1
 

@@ -182,7 +182,7 @@ class Expectations:
 
     def too_many(self, process: ProcessName, count: int) -> str:
         """Why this process may not expect `count` more keys; empty: it may."""
-        if self._counted.count(process) >= EXPECTS_MAX or len(self._counted) >= ALL_EXPECTS_MAX:
+        if self._counted.count(process) >= EXPECTS_MAX or self._counted.total >= ALL_EXPECTS_MAX:
             return "too many transfers are expected"
         if self._keys[process] + count > KEYS_MAX or self._keys.total() + count > ALL_KEYS_MAX:
             return "too many blocks are expected"
@@ -229,7 +229,7 @@ class Expectations:
         return (its for engine in list(self.engines) for its in self.engines.of(engine))
 
     def __len__(self) -> int:
-        return len(self.engines)
+        return self.engines.total
 
 
 class ExpectedKeys(dict[tuple[int, ...], Counter[bytes]]):
