@@ -129,7 +129,6 @@ class Router:
             self.engines,
             intake=self.intake,
             origins=Origins(config.allowed_origins),
-            estimates=self.estimates,
             parity=self.parity,
             probes=self.probes,
             traces=self.traces,

@@ -30,7 +30,7 @@ from kvstore.routing.pressure import SATURATED_S
 from kvstore.routing.receipts import Preparation
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.rows import WorkerState
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, RouteRequest, WorkerSpec
+from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerSpec
 from kvstore.types import KEY_BYTES, Latest
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
@@ -76,10 +76,8 @@ class Stays:
 
     def keep(self, request: RouteRequest, pool: str, worker: str, now_ns: int) -> None:
         """Note that a request of a session goes to this worker of this pool, or ended there now."""
-        name = session_name(request)
-        if not name:
-            return
-        self._stays[name] = Stay(pool, worker, now_ns)
+        if name := session_name(request):
+            self._stays[name] = Stay(pool, worker, now_ns)
 
     def home(self, before: str, chosen: str, failed: Collection[str]) -> str:
         """Worker that a session stays at: `before`, the one of its last request, with policy
@@ -307,9 +305,7 @@ class Ahead:
         request = opened.request
         if not request.pin_s and not request.ends_session:
             return None
-        answer = HintAnswer()
-        if request.pin_s:
-            answer = self.pins.take(request, worker, now_ns)
+        answer = self.pins.take(request, worker, now_ns) if request.pin_s else HintAnswer()
         ends = request.ends_session and bool(request.session)
         return msgspec.structs.replace(answer, ends_session=ends)
 
@@ -334,14 +330,10 @@ class Ahead:
         hot and all workers that have it are saturated.
         """
         request, prefix = opened.request, opened.request.answer
-        if (
-            not self._fleet.policy.ahead.is_on
-            or prefix is None
-            or not prefix.matches
-            or request.parts
-        ):
+        is_on = self._fleet.policy.ahead.is_on
+        if not is_on or prefix is None or not prefix.matches or request.parts:
             return []
-        cached = max(map(_longest, prefix.matches))
+        cached = max(match.longest for match in prefix.matches)
         found = self._hottest(request.keys, cached, request.block_tokens, now_ns)
         if found is None or found[1].rest_ns > now_ns:
             return []
@@ -386,7 +378,7 @@ class Ahead:
             crew = self._fleet.crew(pool, prefill=False)
         columns = load_columns(self._fleet, crew, now_ns)
         queue_s, memory = columns[FeatureColumn.QUEUE_S], columns[FeatureColumn.MEMORY]
-        nodes = {m.node for m in prefix.matches if _longest(m) >= blocks}
+        nodes = {m.node for m in prefix.matches if m.longest >= blocks}
         holds = np.array([state.spec.node in nodes for state in crew.states])
         if not holds.any() or queue_s[holds].min() < SATURATED_S:
             return None
@@ -420,10 +412,6 @@ class Ahead:
         lasts_s = max(COPY_S_MIN, size / costs.network_bytes_per_s)
         self._copies.append(now_ns + int(lasts_s * NS_PER_S))
         return True
-
-
-def _longest(match: PrefixMatch) -> int:
-    return max(match.hbm_blocks, match.dram_blocks, match.file_blocks)
 
 
 def _reach(prefix: PrefixAnswer, spec: WorkerSpec) -> tuple[int, int, int]:

@@ -389,7 +389,8 @@ class RouterCore:
     def _race_over(self, opened: OpenRequest, event: its.RaceOver, now_ns: int) -> None:
         if opened.race is not None:
             if event.fault is not None:
-                self.blame.failed(opened, event.worker, event, now_ns)
+                failed = its.LegFailed(event.request_id, its.Leg.DECODE, event.fault)
+                self.blame.failed(opened, event.worker, failed, now_ns)
             else:
                 self.fleet.record_no_fault(event.worker, now_ns)
             self.legs.race_over(opened, event.worker, now_ns)

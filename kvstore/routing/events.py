@@ -100,19 +100,23 @@ class Ending(enum.StrEnum):
     """Its last attempt failed."""
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True):
+class RouteEvent(msgspec.Struct, frozen=True, tag=True):
+    """Base of all events."""
+
+
+class Joined(RouteEvent, frozen=True, tag=True):
     """A worker is there, or its description changed."""
 
     spec: WorkerSpec
 
 
-class WorkerLeft(msgspec.Struct, frozen=True, tag=True):
+class WorkerLeft(RouteEvent, frozen=True, tag=True):
     """A worker is gone. Its legs under way fail on their own (`LegFailed`)."""
 
     worker: str
 
 
-class Judged(msgspec.Struct, frozen=True, tag=True):
+class Judged(RouteEvent, frozen=True, tag=True):
     """Parity check of a worker: its engine's keys of a probe prompt were compared with the
     router's.
     """
@@ -122,7 +126,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
     """The keys differ, or were not compared yet: the worker is chosen by load only."""
 
 
-class Probed(msgspec.Struct, frozen=True, tag=True):
+class Probed(RouteEvent, frozen=True, tag=True):
     """A probe of a worker ended, or is late."""
 
     worker: str
@@ -133,7 +137,7 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
     """Seconds beyond the time in which an answer is expected."""
 
 
-class Scraped(msgspec.Struct, frozen=True, tag=True):
+class Scraped(RouteEvent, frozen=True, tag=True):
     """Numbers from the metrics of a worker."""
 
     worker: str
@@ -142,27 +146,27 @@ class Scraped(msgspec.Struct, frozen=True, tag=True):
     """When the probe was sent: the numbers are from after that."""
 
 
-class Shared(msgspec.Struct, frozen=True, tag=True):
+class Shared(RouteEvent, frozen=True, tag=True):
     """All that another router has in flight; replaces what that router said before."""
 
     router: str
     loads: tuple[SharedLoad, ...]
 
 
-class PrepareAnswered(msgspec.Struct, frozen=True, tag=True):
+class PrepareAnswered(RouteEvent, frozen=True, tag=True):
     """Answer to a Prepare, which always gets one."""
 
     number: int
     its: PrepareReply
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class Arrived(RouteEvent, frozen=True, tag=True):
     """A request, with the answer of the index where there is one."""
 
     request: RouteRequest
 
 
-class RequestEvent(msgspec.Struct, frozen=True, tag=True):
+class RequestEvent(RouteEvent, frozen=True, tag=True):
     """Base of the events about a request under way; ignored if the request has ended."""
 
     request_id: str
@@ -223,22 +227,8 @@ class RequestEnded(RequestEvent, frozen=True, tag=True):
     """Reason, with FAILED; one clause for operators."""
 
 
-class RouteTick(msgspec.Struct, frozen=True, tag=True):
+class RouteTick(RouteEvent, frozen=True, tag=True):
     """Time passed: held requests are routed or expire, stale numbers decay."""
-
-
-RouteEvent = (
-    Joined
-    | WorkerLeft
-    | Judged
-    | Probed
-    | Scraped
-    | Shared
-    | Arrived
-    | RequestEvent
-    | PrepareAnswered
-    | RouteTick
-)
 
 
 class PrepareReason(enum.StrEnum):

@@ -22,7 +22,6 @@ from kvstore.routing.events import (
     Leg,
     LegFailed,
     PrefillDone,
-    RaceOver,
     RequestEnded,
 )
 from kvstore.routing.features import FeatureColumn
@@ -261,30 +260,24 @@ class Blame:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def failed(
-        self, opened: OpenRequest, worker: str, event: LegFailed | RaceOver, now_ns: int
-    ) -> None:
+    def failed(self, opened: OpenRequest, worker: str, event: LegFailed, now_ns: int) -> None:
         """Note that a worker failed at a request, which is not sent there again, and judge whose
         fault it is.
         """
-        fault = event.fault
-        assert fault is not None
-        failure = fault.failure
+        fault, failure = event.fault, event.fault.failure
         opened.failed.add(worker)
         if failure is Failure.SILENT:
             opened.slow.add(worker)
         opened.refusals += failure is Failure.REFUSED
-        if isinstance(event, LegFailed) and event.is_claim:
+        if event.is_claim:
             self._fleet.record_no_fault(worker, now_ns)
             return
         if failure not in _PUT_OFF:
             self._fleet.count_failure(worker)
-        has_streamed = isinstance(event, LegFailed) and event.has_streamed
-        if has_streamed and failure in _SUSPECT:
+        if event.has_streamed and failure in _SUSPECT:
             self._fleet.failed_unproven(worker, fault.why, now_ns)
             return
-        is_prefill = isinstance(event, LegFailed) and event.leg is Leg.PREFILL
-        opened.decode_suspects += failure in _SUSPECT and not is_prefill
+        opened.decode_suspects += failure in _SUSPECT and event.leg is not Leg.PREFILL
         if fault.lack is Lack.CONTEXT:
             opened.failed.update(self._fleet.no_longer(worker, opened.side.model))
         if fault.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:

@@ -14,6 +14,7 @@ or written next.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from typing import Final
 
@@ -122,9 +123,7 @@ class ApproximateTree:
     def _number(self, worker: str) -> int:
         number = self._bit_of.get(worker)
         if number is None:
-            number = 0
-            while number in self._worker_of:
-                number += 1
+            number = next(bit for bit in itertools.count() if bit not in self._worker_of)
             self._bit_of[worker] = number
             self._worker_of[number] = worker
         return number

@@ -92,6 +92,11 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     file_blocks: int = 0
     trust: PrefixTrust = PrefixTrust.EXACT
 
+    @property
+    def longest(self) -> int:
+        """Leading blocks in any of them."""
+        return max(self.hbm_blocks, self.dram_blocks, self.file_blocks)
+
 
 class PrefixAnswer(msgspec.Struct, frozen=True):
     """Answer of the index about the keys of a request. None in place of it: no answer in time."""

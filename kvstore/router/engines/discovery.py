@@ -85,10 +85,9 @@ class Discovery:
         before new ones, so that no other node takes their place and no crowd pushes them out.
         """
         self._listed = tuple(listed)
-        found = list(addresses_listed(self._listed))
-        left_out = [not self._insecure and is_exposed(each.url) for each in found]
-        plain = [each.url for each, is_plain in zip(found, left_out, strict=True) if is_plain]
-        found = [each for each, is_plain in zip(found, left_out, strict=True) if not is_plain]
+        every = list(addresses_listed(self._listed))
+        plain = {} if self._insecure else {a.url: None for a in every if is_exposed(a.url)}
+        found = [each for each in every if each.url not in plain]
         found.sort(key=lambda each: self._workers.get(each.name) is None)
         places = {(each.url, each.rank) for each in found}
         names = {each.name for each in found}
@@ -97,7 +96,7 @@ class Discovery:
             is_taken = each.name in names or (each.url, each.rank) in places
             if not is_taken and worker is not None and worker.is_answering:
                 found.append(each)
-        self.found(INDEX, found, trouble=EXPOSED.format(plain[0]) if plain else "")
+        self.found(INDEX, found, trouble=EXPOSED.format(next(iter(plain))) if plain else "")
 
     def failed(self, source: str, why: str) -> None:
         """A source has no answer: its workers stay."""

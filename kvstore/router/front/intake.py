@@ -59,11 +59,6 @@ Tenants = Mapping[bytes, str]
 """Tenants by the SHA-256 of their API keys."""
 
 
-def salt(tenant: str, given: str) -> str:
-    """`cache_salt` for a tenant's request. `given`: the client's own salt, or empty."""
-    return f"{tenant}/{given}" if given else tenant
-
-
 def load_tenants(path: Path) -> Tenants:
     """Tenants in a file of API keys. Raises ConfigError."""
     content = read_yaml("--api-keys", path)
@@ -640,7 +635,7 @@ class RequestIntake:
         read.model = read.model or self._dispatcher.core.arrivals.models.sole
         salted, put = text_of(read.cache_salt), dict[str, Any]()
         if tenant:
-            salted = put["cache_salt"] = salt(tenant, salted)
+            salted = put["cache_salt"] = f"{tenant}/{salted}" if salted else tenant
         never = TENANTS_STRIPPED if tenant else STRIPPED
         drop = read.given(never)
         if (kept := read.vllm_xargs_without(never)) is not None:

@@ -83,7 +83,6 @@ from kvstore.routing.events import (
     Rejected,
     Routed,
 )
-from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.values import ProbeResult
 
 if TYPE_CHECKING:
@@ -257,20 +256,19 @@ class Proxy:
         *,
         intake: RequestIntake,
         origins: Origins,
-        estimates: TokenEstimates,
         parity: Parity | None,
         probes: Probes,
         traces: RouteTraces | None = None,
     ) -> None:
         """
         Args:
-            estimates, parity: learn from tokens that engines report; parity None: no index.
+            parity: learns from cached tokens that engines report; None: no index.
             traces: None: headers of traces are passed on as the client sent them.
         """
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, dispatcher.workers, engines
         self._intake, self._origins = intake, origins
-        self._estimates, self._parity, self._probes = estimates, parity, probes
+        self._parity, self._probes = parity, probes
         self._begun_s = int(time.time())
         self.name = engines.name
         self.counts = Counter[str]()
@@ -672,7 +670,8 @@ class Proxy:
         """Learn from an engine's own token counts of a request that it answered."""
         prefix = job.request
         if prefix.text_bytes:
-            self._estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
+            estimates = self._intake.prefixes.estimates
+            estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
         if cached is None:
             return
         predicted = predicted_tokens(prefix, worker.address)

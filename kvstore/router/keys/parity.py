@@ -192,7 +192,7 @@ class Parity:
                 answer = await self._index.match(tenant, space, keys)
                 for match in answer.matches if answer is not None else ():
                     if match.node == worker.address.node:
-                        most = max(most, match.hbm_blocks, match.dram_blocks, match.file_blocks)
+                        most = max(most, match.longest)
             if most >= min(BLOCKS, wanted):
                 return ""
             await asyncio.sleep(ASK_AGAIN_S)

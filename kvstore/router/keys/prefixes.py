@@ -53,7 +53,7 @@ class Prefixes:
         spaces: Spaces | None = None,
     ) -> None:
         """`rendering`, `spaces`: None: there is no index, and keys are of bytes."""
-        self._estimates, self._rendering, self._spaces = estimates, rendering, spaces
+        self.estimates, self._rendering, self._spaces = estimates, rendering, spaces
 
     async def of(
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
@@ -102,11 +102,11 @@ class Prefixes:
     def _of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
         """Facts about a prompt that is not rendered."""
         text, media = found
-        tokens = self._estimates.tokens(read.model, len(text), media)
+        tokens = self.estimates.tokens(read.model, len(text), media)
         seed = f"{read.model}\0{request_salt}".encode(errors="replace")
         prompts = [bytes(each) for each in prompts_of(read)[:PROMPTS_MAX]]
         chains = [keys_of_bytes(each, seed) for each in prompts or [text]]
-        per_token = self._estimates.bytes_per_token(read.model)
+        per_token = self.estimates.bytes_per_token(read.model)
         return Prefix(
             tokens,
             b"".join(chains),
@@ -151,7 +151,7 @@ def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
     if prefix.answer is None or worker.name in prefix.load_only:
         return 0
     blocks = (
-        max(each.hbm_blocks, each.dram_blocks, each.file_blocks)
+        each.longest
         for each in prefix.answer.matches
         if each.node == worker.node and each.engine in ("", worker.engine)
     )
