@@ -95,8 +95,7 @@ class SchedulerSide:
         self._unsent: deque[Message] = deque()
         """Messages that a full socket did not take yet; bounded: no lookup begins meanwhile."""
         self._unsent_since_ns = 0
-        self.pool: BlockPool | None = None
-        """Pool of the engine's own blocks, once it exists: it shows whether a reset emptied it."""
+        self._pool: BlockPool | None = None
         self._promised: LoadJob | None = None
         """A load that the core may not have planned yet."""
         self._unreturned: StepPlan | None = None
@@ -422,10 +421,14 @@ class SchedulerSide:
         """Whether an idle engine should keep stepping for running copies."""
         return self._core.stores.running(time.monotonic_ns())
 
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """Keep the pool of the engine's own blocks, which shows whether a reset emptied it."""
+        self._pool = pool
+
     def reset(self, epoch: str) -> bool:
         """Move to a space of its own: nothing stored before is served again. False when the engine
         still holds blocks of before, which its own reset, just tried, then left in its cache."""
-        now_ns, pool = time.monotonic_ns(), self.pool
+        now_ns, pool = time.monotonic_ns(), self._pool
         # One block, which pads tables, is never free.
         emptied = pool is not None and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         self._core.new_weights(epoch, now_ns, emptied=emptied)

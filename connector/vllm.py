@@ -286,7 +286,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @_guarded(lambda self: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool of the engine's own blocks, once it exists."""
-        self._in_scheduler.pool = gpu_block_pool
+        self._in_scheduler.bind_block_pool(gpu_block_pool)
 
     @_guarded(lambda self: True)  # a cache that is off serves nothing, old or new
     def reset_cache(self) -> bool | None:

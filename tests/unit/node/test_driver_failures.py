@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,7 +222,8 @@ def test_a_scrub_whose_word_fails_tries_again(
         return step(events, now_ns)
 
     monkeypatch.setattr(loop.engine, "step", fail_twice)
-    monkeypatch.setattr(loop.engine, "sealed", lambda _: Sealed([], 0), raising=False)
+    scrubs = SimpleNamespace(sealed=lambda _: Sealed([], 0))
+    monkeypatch.setattr(loop.engine, "scrubs", scrubs, raising=False)
     for pause in ("BUSY_PAUSE_S", "IDLE_PAUSE_S"):
         monkeypatch.setattr(scrub_module, pause, 0.001)
     scrub = DramScrub(loop.driver, loop.tier, ScrubRate(1, daily=False))

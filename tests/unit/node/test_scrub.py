@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pytest
@@ -53,6 +53,10 @@ class ScrubbedNode:
 
     def checksum(self, number: int) -> bytes:
         return checksum(SCOPE.prefix() + self.key(number), bytes(self.payload(number)))
+
+    @property
+    def scrubs(self) -> Self:
+        return self
 
     def sealed(self, first_word: int) -> Sealed:
         blocks = [
