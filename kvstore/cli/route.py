@@ -17,6 +17,7 @@ import click
 from kvstore.cli.commands import A_FILE, as_json, fail, option, options
 from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
 from kvstore.config.settings import Settings
+from kvstore.errors import AttachError, ConfigError
 from kvstore.units import US_PER_S, format_us
 
 if TYPE_CHECKING:
@@ -140,7 +141,6 @@ def _read(path: Path) -> Iterator[Receipt]:
 def _dry(its: RouteSettings, body: Path) -> Receipt:
     import msgspec
 
-    from kvstore.errors import AttachError, ConfigError
     from kvstore.routing.receipts import Receipt
 
     site, path, url = _site(its), f"/kvstore/explain{its.path}", its.router
@@ -169,7 +169,6 @@ def _site(its: RouteSettings) -> Site:
     files.
     """
     from kvstore.cli.ask import Site, tls_context
-    from kvstore.errors import ConfigError
 
     url, name = its.router, its.server_name
     if (scheme := url.partition("://")[0].lower()) not in ("http", "https"):

@@ -32,9 +32,12 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ConfigError: the file cannot be read.
     """
-    merged = {} if path is None else _read_lines(path)
+    lines = None if path is None else read_yaml("--config", path)
+    lines = {} if lines is None else lines
+    if not isinstance(lines, dict) or not all(isinstance(key, str) for key in lines):
+        raise ConfigError(f"--config {path} must hold lines such as 'log-level: info'")
     given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
-    return merged | given
+    return lines | given
 
 
 def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
@@ -90,15 +93,6 @@ def _number(row: Setting, value: object, least: int, most: int) -> int:
             f" {row.default_text}{short}"
         )
     return number
-
-
-def _read_lines(path: Path) -> dict[str, Any]:
-    content = read_yaml("--config", path)
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"--config {path} must hold lines such as 'log-level: info'")
-    return content
 
 
 # ── YAML ──────────────────────────────────────────────────────────────────────────────────────────

@@ -301,7 +301,7 @@ def test_a_reset_tells_whether_the_engine_still_holds_blocks(
     side = make_side(FullSocket(room=100))
     if free is not None:
         pool: Any = SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: free)
-        side.pool = pool
+        side.bind_block_pool(pool)
     told = []
     monkeypatch.setattr(
         side._core, "new_weights", lambda epoch, now_ns, *, emptied: told.append(emptied)
