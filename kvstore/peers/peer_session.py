@@ -174,15 +174,12 @@ class PeerSession:
 
     async def tell(self, ask: wire.Ask, *, timeout_s: float) -> None:
         """Send a message that has no direct answer. Raises SessionLost."""
-        trouble = ""
         try:
             async with asyncio.timeout(timeout_s), self._writing:
                 if not self.lost:
                     await self._call.write(ask)
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
-            trouble = _sentence(self.node, error)
-        if trouble:
-            self._end(trouble)
+            self._end(_sentence(self.node, error))
         if self.lost:
             raise SessionLost(self.lost)
 
