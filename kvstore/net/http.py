@@ -101,7 +101,7 @@ def metrics_page(read: Callable[[], Values], *, busy: str = "") -> PageMaker:
 
 
 class ClientPhase(enum.IntEnum):
-    """What a client does: of two silent ones the lesser gives way."""
+    """Phase of a client. Where places are short, silent clients in the lesser phase leave first."""
 
     HEAD, ANSWER, PAGE = range(3)
     """Its head arrives; its answer goes; it waits for its page, and is not silent."""

@@ -135,7 +135,7 @@ class FileEnd:
         return is_new or news_bytes * SPENT_SHARE > self._day_bytes
 
     def look_after(self, engine: Engine, now_ns: int) -> None:
-        """Tell an operator of budget and table, and keep what a kill would forget. Once a tick."""
+        """Log news of budget and table, and keep what a kill would forget. Once a tick."""
         self.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
         self.tell_table(
             left_out_blocks=engine.left_out_blocks,
