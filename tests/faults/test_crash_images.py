@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -49,10 +49,11 @@ IMAGES_MIN = amount(15_000, nightly=200_000)
 OPENED_MIN = amount(500, nightly=2_000)
 PARTS = amount(2, nightly=8)
 LIVES_SAMPLED = 15
-IMAGE_SHARE = 0.06
-"""Of the images of these lives, opened by the whole tier, in each part."""
+OPENED_PER_LIFE = amount(17, nightly=40)
+"""Images of each of these lives, opened by the whole tier, in each part."""
 CUTS = (0, 1, 512, PAGE_BYTES // 2, PAGE_BYTES - 512, PAGE_BYTES)
 """Bytes of a page that a crash left of it: none, sectors, all; and no whole sector."""
+_T = TypeVar("_T")
 _PAGE_MASK = (1 << PAGE_SHIFT) - 1
 _expected = functools.cache(payload)
 
@@ -245,6 +246,17 @@ def opened(directory: Path) -> tuple[set[Address], set[Address]]:
     return good, double
 
 
+def sampled(every: Iterable[_T], count: int, source: random.Random) -> list[_T]:
+    """So many of them, each with the same chance; of few, all."""
+    kept: list[_T] = []
+    for number, each in enumerate(every):
+        if number < count:
+            kept.append(each)
+        elif (place := source.randrange(number + 1)) < count:
+            kept[place] = each
+    return kept
+
+
 def make(directory: Path, store_id: bytes, files: dict[int, bytes]) -> None:
     directory.mkdir()
     (directory / "store").write_bytes(store_page(store_id))
@@ -258,18 +270,16 @@ def test_the_whole_tier_agrees_on_a_sample(
 ) -> None:
     monkeypatch.setattr(kit, "ARENA_SLOTS", 32)
     source, count = random.Random(part), 0
-    lives, stores = tmp_path / "lives", tmp_path / "stores"
-    lives.mkdir()
-    stores.mkdir()
-    some = source.sample(list(words(3)), LIVES_SAMPLED)
-    for word, store_id, image in every_image(lives, some):
-        if source.random() >= IMAGE_SHARE:
-            continue
-        make(stores / str(count), store_id, image.files)
-        handed_out, double = opened(stores / str(count))
-        verify(image._replace(owed=image.owed - double), handed_out, word)
-        assert handed_out <= served(image.files, store_id), word
-        count += 1
+    for word in source.sample(list(words(3)), LIVES_SAMPLED):
+        life = tmp_path / word
+        life.mkdir()
+        for so_far, store_id, image in sampled(every_image(life, [word]), OPENED_PER_LIFE, source):
+            store = tmp_path / str(count)
+            make(store, store_id, image.files)
+            handed_out, double = opened(store)
+            verify(image._replace(owed=image.owed - double), handed_out, so_far)
+            assert handed_out <= served(image.files, store_id), so_far
+            count += 1
     assert count >= OPENED_MIN // PARTS
     covered("crash images opened by the whole tier", count)
 
