@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kvstore.testing import process
-from kvstore.testing.process import NodeProcess, popen_tied
+from kvstore.testing.process import NodeProcess
 from tests.kit.nursery import ROOT, Forked, Nursery
 
 KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
@@ -61,26 +61,15 @@ def nursery(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
 def test_forked_processes_are_made_of_what_those_by_exec_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")  # as importing vLLM leaves it
     with NodeProcess.start(tmp_path) as node:
         assert isinstance(node.process, Forked)
         forked = [_made_of(pid) for pid in (node.supervisor_pid, node.pid)]
         assert node.stop() == 0
-    monkeypatch.setattr(process, "launch", popen_tied)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")  # read too early for a fork
     with NodeProcess.start(tmp_path) as node:
         assert not isinstance(node.process, Forked)
         assert [_made_of(pid) for pid in (node.supervisor_pid, node.pid)] == forked
-
-
-@pytest.mark.usefixtures("nursery")
-def test_variables_that_are_read_early_need_exec(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")  # as importing vLLM leaves it
-    with NodeProcess.start(tmp_path) as node:
-        assert isinstance(node.process, Forked)
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with NodeProcess.start(tmp_path) as node:
-        assert not isinstance(node.process, Forked)
 
 
 def test_a_nursery_that_is_gone_is_said_and_no_process_is_taken_for_its_answer(

@@ -64,8 +64,9 @@ def test_the_loop_is_preferred_and_no_other_thread(started: NodeProcess) -> None
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.by_exec
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.by_exec)]
+)
 def test_a_stop_is_clean_and_waits_for_nobody(node: NodeProcess, number: signal.Signals) -> None:
     port = int(node.metrics_url.split(":")[2].split("/")[0])
     with RawEngine(node.socket) as engine, socket.create_connection(("127.0.0.1", port)) as slow:

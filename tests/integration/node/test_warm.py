@@ -39,8 +39,11 @@ def dram(node: NodeProcess) -> dict[str, Any]:
     return tiers(node)["dram"]
 
 
-@pytest.mark.by_exec
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.by_exec), signal.SIGTERM],
+    ids=lambda each: each.name,
+)
 def test_what_was_in_memory_is_served_by_the_next_process(
     node: NodeProcess, number: signal.Signals
 ) -> None:
