@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, TypeVar
 
 from kvstore.config.router import load_router_config
@@ -40,7 +39,7 @@ class Calls(Protocol):
     def close(self) -> None: ...
 
 
-class RouterThread(AbstractContextManager["RouterThread"]):
+class RouterThread:
     """One router and its core."""
 
     _calls: Calls
