@@ -166,7 +166,13 @@ class MemorySocket(asyncio.Protocol):
         self._transport.write(data)
 
     def recv(self, size: int) -> bytes:
-        self._loop.until(lambda: bool(self.coming or self._has_ended), limit_s=self._timeout_s)
+        end_s = self._loop.now_s + self._timeout_s
+        self._loop.until(
+            lambda: bool(self.coming or self._has_ended or self._loop.now_s >= end_s),
+            limit_s=self._timeout_s + 1,
+        )
+        if not (self.coming or self._has_ended):
+            raise TimeoutError
         if self._error is not None and not self.coming:
             raise self._error
         piece = bytes(self.coming[:size])

@@ -78,11 +78,10 @@ def test_follow_ups_at_either_router_are_served_by_the_engine_that_has_the_respo
         assert [talk.go_on(pair[talk.number % 2]) for talk in talks] == [200] * 12
         homes = [talk.keeper for talk in talks]
         assert set(homes) == {"a", "b", "c"}, "cold ones spread"
-        before = counts(engines)
         found = [talk.go_on(pair[(talk.number + turn) % 2]) for turn in range(3) for talk in talks]
         assert found == [200] * 36
         assert [talk.keeper for talk in talks] == homes
-        assert sum(counts(engines)) - sum(before) == 36, "each at the first try"
+        assert sum(counts(engines)) == 12 + 36, "each at the first try"
         asked = len(about(engines))
         for number, talk in enumerate(talks):
             for router in pair:

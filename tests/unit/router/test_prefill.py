@@ -41,8 +41,6 @@ Engines = dict[str, VirtualWorker]
 
 @pytest.fixture
 def engines(crew: Engines) -> Engines:
-    for name in ROLES:
-        crew[name].script("ok")
     return {name: crew[name] for name in ROLES}
 
 
@@ -123,14 +121,13 @@ def test_a_long_prompt_is_two_legs_of_one_transfer(engines: Engines, together: b
 def test_what_needs_no_prefiller_goes_to_one_engine(
     engines: Engines, more: dict[str, object]
 ) -> None:
-    before = engines["p"].seen()["prefills"]
     engines["d"].script("ok", push_s=0.2)  # else it may answer before the prefiller is asked
     with routed(engines, "pd", together=True) as router:
         status, headers, _ = router.ask(body() | more)
         assert status == 200
         is_remote = more == {"echo": False}
         assert ("x-kvstore-prefill-worker" in headers) == is_remote
-        assert engines["p"].seen()["prefills"] - before == is_remote
+        assert engines["p"].seen()["prefills"] == is_remote
         if not is_remote:
             assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
 
@@ -151,14 +148,13 @@ def test_one_of_two_always_failing_fails_no_request(
     for name in "de":  # counts of few tokens would make all prompts short ones for the router
         engines[name].script("ok", push_s=0.02, prompt_tokens=1000)
     engines[bad].script(**how)
-    before = engines[bad].seen()["requests"]
     with routed(engines, together=together) as router:
         statuses = []
         for first in range(0, REQUESTS, 8):
             asked = [router.begin(body(n, stream=n % 2 == 0)) for n in range(first, first + 8)]
             statuses += [each.result()[0] for each in asked]
         assert statuses == [200] * REQUESTS
-        assert engines[bad].seen()["requests"] > before, "it was tried"
+        assert engines[bad].seen()["requests"], "it was tried"
         splits = router.router.proxy.splits
         assert splits["long"] > REQUESTS / 2, splits
     covered("requests with a failing leg", REQUESTS)
@@ -208,7 +204,6 @@ def test_every_prefiller_failing_fails_no_request(engines: Engines, together: bo
         engines[name].script("fail")
     for name in "de":
         engines[name].script("ok", push_s=0.02)
-        engines[name].bodies()
     with routed(engines, together=together) as router:
         asked = [router.ask(body(n)) for n in range(12)]
         assert [status for status, *_ in asked] == [200] * 12
@@ -249,7 +244,6 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
 ) -> None:
     engines["p"].script("refuse", status=404)
     engines["d"].script("ok", push_s=60 * together)
-    engines["d"].bodies()
     with routed(engines, "pd", together=together) as router:
         assert router.ask(body())[0] == 200
         # The leg that was given up may come to its engine after the one that was sent for it.

@@ -130,14 +130,13 @@ def test_an_engine_that_answers_quickly_with_its_own_fault_fails_no_request(
     workers: list[VirtualWorker], status: int, headers: dict[str, str], state: str
 ) -> None:
     workers[1].script("fail", status=status, headers=headers)
-    before = workers[1].seen()["requests"]
     core = RouterCore(RoutingPolicy(), seed=1)
     with VirtualRouter([each.flag for each in workers], core=cast("TurnsCore", core)) as router:
         until(lambda: set(router.words().values()) == {"up"})
         begin_s = router.loop.time()
         assert {router.ask()[0] for _ in range(100)} == {200}
         spans = 1 + (router.loop.time() - begin_s) / 0.25
-        assert 0 < workers[1].seen()["requests"] - before <= 4 + spans
+        assert 0 < workers[1].seen()["requests"] <= 4 + spans
         assert router.words()["b"] == state
 
 
@@ -193,13 +192,12 @@ def test_a_client_that_leaves_aborts_the_engine(
     workers: list[VirtualWorker], mode: dict[str, Any]
 ) -> None:
     workers[0].script(**mode)
-    before = workers[0].seen()["aborted"]
     with VirtualRouter([workers[0].flag]) as router:
         asked = router.begin(ASK | {"stream": True})
         until(lambda: workers[0].seen()["running"] == 1)
         asked.leave()
         left_s = router.loop.time()
-        until(lambda: workers[0].seen()["aborted"] > before)
+        until(lambda: workers[0].seen()["aborted"] == 1)
         assert router.loop.time() - left_s < 1.0
         until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
 
