@@ -133,9 +133,9 @@ def _values_of_engine(engine: Engine) -> Values:
         "leases": node.leases,
         "landing_bytes": engine.grants.landing_bytes(),
         "pushes": engine.push_counts(),
-        **_values_of_ledger(engine.explain.ledger),
+        **_values_of_ledger(engine.ledger),
         "eviction_age_seconds": {
-            tier.name.lower(): _age_buckets(ages) for tier, ages in engine.eviction_ages().items()
+            tier.name.lower(): _age_buckets(ages) for tier, ages in engine.ages.items()
         },
         "expected_hit_ratio": {
             r.capacity: r.hit_ratio for r in engine.curve() if r.hit_ratio is not None
@@ -222,7 +222,7 @@ def _state(driver: Driver) -> dict[str, Any]:
 
 
 def _sections(engine: Engine) -> dict[str, Any]:
-    (node,), ledger, ages = engine.nodes(), engine.explain.ledger, engine.eviction_ages()
+    (node,), ledger, ages = engine.nodes(), engine.ledger, engine.ages
     facts = {"engines": node.sessions, "leases": node.leases, "restarts": node.restarts}
     mean_s = {
         k.name.lower(): a.total_ns / NS_PER_S / max(1, sum(a.counts)) for k, a in ages.items()

@@ -112,7 +112,6 @@ class Explain:
         self._told = Latest[int, _Told](STORIES_MAX)
         """The latest requests by number."""
         self._numbers = itertools.count(1)
-        self.ledger = state.ledger
 
     def tell(self, connection: Connection, story: Story) -> None:
         """A request ended: keep its Story with the findings of its lookups, and count it in the
@@ -140,7 +139,7 @@ class Explain:
         told = self._told[row.number] = _Told(row, story, state.now_ns - story.age_ns, found)
         gpu_count = owner.rank_count if owner.scheduler is not None else 1
         row, table = self._joined(told)
-        self.ledger.count((row.label, row.tenant), story, table, gpu_count=gpu_count)
+        state.ledger.count((row.label, row.tenant), story, table, gpu_count=gpu_count)
         if state.config.tell_stories:
             block_bytes = whole_block_bytes(known.space) if known is not None else 0
             state.say(StoryTold(row, tuple(table), story, told.ended_ns, block_bytes))

@@ -27,7 +27,7 @@ from kvstore.wire.space import group_kind
 if TYPE_CHECKING:
     from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.trust import TierScrub
-    from kvstore.engine.why.curve import Ages, CurveReport
+    from kvstore.engine.why.curve import CurveReport
 
 
 ROWS_MAX = 10_000
@@ -168,6 +168,8 @@ class Snapshots:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.ledger, self.ages = state.ledger, state.ages
+        """Sums over requests; ages of evicted blocks, by tier."""
 
     def nodes(self) -> list[NodeReport]:
         """State of this node, as one row."""
@@ -277,10 +279,6 @@ class Snapshots:
             engines=sum(bool(owner.open_session) for owner in state.owners.values()),
             slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),
         )
-
-    def eviction_ages(self) -> dict[Tier, Ages]:
-        """Ages of evicted blocks, by tier."""
-        return self._state.ages
 
     def savings(self) -> list[SavingsReport]:
         """Savings and costs of loads, by model, tenant and tier."""

@@ -95,14 +95,14 @@ class Accounts:
             self._count_times(told.story)
             self.misses += total - own - loaded
         self._last = stories[-1].row.number if stories else 0
-        ledger = engine.explain.ledger
+        ledger = engine.ledger
         found = sum(ledger.hits.values()), sum(ledger.misses.values())
         if found != (self._hits, self.misses):
             raise Violation(
                 f"hits and misses are {(self._hits, self.misses)}, counted as {found}:"
                 f" {ledger.misses}"
             )
-        ages = engine.eviction_ages()[Tier.DRAM]
+        ages = engine.ages[Tier.DRAM]
         if sum(ages.counts) != engine.counters.evictions:
             raise Violation(f"{engine.counters.evictions} evictions, ages of {sum(ages.counts)}")
         its = ledger.total()

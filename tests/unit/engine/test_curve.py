@@ -178,7 +178,7 @@ def test_evictions_are_as_old_as_the_last_use_of_their_blocks() -> None:
     node = Node()
     peer = Peer(node)
     node.tick()
-    made = node.engine.eviction_ages()[Tier.DRAM]
+    made = node.engine.ages[Tier.DRAM]
     number = itertools.count(1)
     peer.store(next(number))
     node.now_ns += 100 * SECOND

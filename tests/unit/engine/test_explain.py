@@ -91,7 +91,7 @@ def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
     peer.lease(1, 1, 2, 3)
     told(node, peer, blocks=3, loaded=2, outcome="not stored")
     assert rows(node) == [(0, 2, "", Reason.NONE), (2, 1, "", Reason.NEVER_STORED)]
-    ledger = node.engine.explain.ledger
+    ledger = node.engine.ledger
     assert (sum(ledger.hits.values()), sum(ledger.misses.values())) == (2, 1)
 
 

@@ -99,7 +99,7 @@ class Machine(CountedMachine):
         )
         commands = self.node.hear(self.peer.scheduler, story)
         self.missed += len(some)
-        ledger = self.node.engine.explain.ledger
+        ledger = self.node.engine.ledger
         assert (sum(ledger.misses.values()), sum(ledger.hits.values())) == (self.missed, 0)
         (row,) = self.node.engine.explain.requests(f"r{lease}", limit=1)
         ranges = self.node.engine.explain.request(row.number)[1]

@@ -319,7 +319,7 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node.tick()
     node.tick(ms=700_000)
     node.step(FileReclaim(4, (part,)))
-    assert node.engine.eviction_ages()[Tier.FILE].counts == [0, 0, 7, 0, 0, 0], "written 700 s ago"
+    assert node.engine.ages[Tier.FILE].counts == [0, 0, 7, 0, 0, 0], "written 700 s ago"
     (answer,) = node.reclaimed
     assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}

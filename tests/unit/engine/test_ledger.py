@@ -80,7 +80,7 @@ def test_sums_have_the_classes_of_what_explain_tells(monkeypatch: pytest.MonkeyP
     peer.lease(1, 1, 2, 3, 4)
     told(node, peer, blocks=6, loaded=2, saved_ns=7, lookup_ns=1, promotion_ns=2, load_ns=3)
     told(node, peer, blocks=3, leases=[], outcome="node unreachable", local_tokens=TOKENS)
-    sums = node.engine.explain.ledger
+    sums = node.engine.ledger
     assert sums.hits == {"dram": 2, "file": 0, "peer": 0}
     assert {k: n for k, n in sums.misses.items() if n} == {
         "never-stored": 2,  # 3, and 4 behind it
