@@ -292,8 +292,11 @@ class Probes:
             self._awake_s = now_s
         self._looked_s = now_s
         present = list(self._workers)
-        for gone in {*self._open, *self._readings}.difference(present):
-            self._left(gone)
+        for gone in {*self._open, *self._readings}.difference(present):  # nobody waits for it
+            if gone in self._open:
+                self._open[gone][1].cancel()
+            if (reading := self._readings.pop(gone, None)) is not None:
+                reading.cancel()
         for worker in list(self._open):
             self._look(worker, now_s)
         period_s = max(settings.period_s, len(present) / PROBES_PER_S)
@@ -314,13 +317,6 @@ class Probes:
                 share = xxhash.xxh32_intdigest(worker.name.encode()) / 2**32
             worker.probe_due_s = now_s + period_s * share
             worker.probe_count += 1
-
-    def _left(self, gone: Worker) -> None:
-        """End what is asked of a worker that left."""
-        if gone in self._open:
-            self._open[gone][1].cancel()
-        if (reading := self._readings.pop(gone, None)) is not None:
-            reading.cancel()
 
     def _over(self, worker: Worker, task: asyncio.Task[None]) -> None:
         del self._open[worker]

@@ -68,11 +68,6 @@ class IndexCalls:
         fetches blocks.
         """
 
-    @property
-    def peers(self) -> frozenset[str]:
-        """Nodes that serve blocks and fetch them."""
-        return frozenset(self.addresses)
-
     async def match(self, tenant: str, space: bytes, keys: bytes) -> PrefixAnswer | None:
         """Matches of keys in a space; None: no answer in time."""
         if not self._breaker.allows(time.monotonic_ns()):
@@ -101,7 +96,8 @@ class IndexCalls:
             )
             for each in reply.holders
         )
-        return PrefixAnswer(_trust(reply.trust), tuple(matches), self.epoch, self.peers)
+        peers = frozenset(self.addresses)  # others neither serve blocks nor fetch them
+        return PrefixAnswer(_trust(reply.trust), tuple(matches), self.epoch, peers)
 
     def _failed(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         self.late_count += 1

@@ -240,7 +240,7 @@ def test_nodes_that_fetch_are_those_with_an_address_for_others(
         index = router.router.index
         assert index is not None
         assert router.ask(ASK | {"prompt": TEXT})[0] == 200
-        assert index.peers == frozenset()
+        assert not index.addresses
         flags = ["--index", node.index, "--insecure", "--node-name", "n2"]
         flags += ["--peer-listen", "127.0.0.1:0"]
         with NodeProcess.start(second, dram="16MiB", flags=flags):
