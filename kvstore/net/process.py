@@ -23,7 +23,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -70,12 +70,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) -> Spawned:
+def spawn(program: Sequence[str]) -> Spawned:
     """Start the code on disk as a process of its own, out of reach of the terminal's signals.
 
     Args:
         program: arguments of Python, before a descriptor and our pid.
-        environment: added to ours.
 
     Raises:
         OSError: the machine has no room for it.
@@ -90,7 +89,7 @@ def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) 
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 # Nothing of ours multiplies matrices, and numpy would start a thread for each core.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError:
             ours.close()

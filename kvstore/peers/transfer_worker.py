@@ -21,7 +21,7 @@ import itertools
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.errors import ProtocolError
@@ -166,12 +166,10 @@ class TransferWorkerChild(Child, Datagrams[wire.FromTransferWorker]):
         hold_fd: int,
         begin: wire.Begin,
         *,
-        environment: Mapping[str, str] | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """Start the process. `environment`: added to ours. Raises OSError if the machine has no
-        room for it."""
-        Child.__init__(self, spawn(program, environment))
+        """Start the process. Raises OSError if the machine has no room for it."""
+        Child.__init__(self, spawn(program))
         Datagrams.__init__(self, self.socket, wire.decode_from_transfer_worker)
         with contextlib.suppress(OSError):  # its pidfd tells the rest
             socket.send_fds(self.socket, [wire.encode(begin)], [arena_fd, hold_fd])
@@ -187,12 +185,9 @@ class TransferWorker:
         hold_fd: int,
         begin: wire.Begin,
         clock: Clock,
-        *,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Nothing is started yet. Both descriptors (of `arena.Arena`) stay the caller's, and open
-        as long as this object is used. `begin`: back end and memory. `environment`: variables added
-        to the child's, such as UCX_*."""
+        as long as this object is used. `begin`: back end and memory."""
         self.descriptor = b""
         """Descriptor that peers need to read here; empty while no transfer worker is ready."""
         self.trouble = "the transfer worker is starting"
@@ -206,7 +201,7 @@ class TransferWorker:
         self._refused = 0
         """The same number for the present child."""
         self._arena, self._begin = (arena_fd, hold_fd), begin
-        self._environment, self._clock = environment, clock
+        self._clock = clock
         self._watch = Watch(arena_bytes=begin.arena_bytes)
         self._child: TransferWorkerChild | None = None
         self._killed = ""
@@ -239,9 +234,7 @@ class TransferWorker:
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            self._child = TransferWorkerChild(
-                *self._arena, self._begin, environment=self._environment
-            )
+            self._child = TransferWorkerChild(*self._arena, self._begin)
         except OSError:
             self._call_later(max(self._watch.died(now_ns), NS_PER_S), self.start)
             return

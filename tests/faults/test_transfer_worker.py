@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -69,8 +70,8 @@ class Node:
                 settings.backend, settings.name, ARENA_BYTES, dict(settings.options), paced=False
             ),
             MonotonicClock(),
-            environment=settings.environment,
         )
+        opened.enter_context(patch.dict(os.environ, settings.environment))
         self._loop = opened.enter_context(asyncio.Runner()).get_loop()
         opened.callback(self.worker.close)
         self._loop.call_soon(self.worker.start)

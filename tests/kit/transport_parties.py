@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,9 +118,8 @@ class TransferWorkerParty:
             landing_begin=offset,
             landing_bytes=size_bytes,
         )
-        self.child = TransferWorkerChild(
-            self._arena.arena_fd, self._arena.hold_fd, begin, environment=environment
-        )
+        with patch.dict(os.environ, environment or {}):
+            self.child = TransferWorkerChild(self._arena.arena_fd, self._arena.hold_fd, begin)
         self._ends: dict[int, End] = {}
         self._beats = 0
         self._unreachable: dict[str, str] = {}

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+from unittest.mock import patch
 
 import pytest
 
@@ -22,7 +23,8 @@ PROGRAM = ("-c", TALKER)
 
 @pytest.fixture
 def child() -> Child:
-    return Child(spawn(PROGRAM, {"COLOUR": "red"}))
+    with patch.dict(os.environ, COLOUR="red"):
+        return Child(spawn(PROGRAM))
 
 
 def test_it_has_its_end_of_the_pair_its_parent_and_its_environment(child: Child) -> None:
