@@ -32,28 +32,26 @@ class Store:
         self.has_worked.set()
 
 
-def test_a_bug_in_regular_work_is_logged_once_and_the_work_goes_on(
+@on_loop
+async def test_a_bug_in_regular_work_is_logged_once_and_the_work_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(index, "TICK_S", 0)
 
-    async def body() -> None:
-        store = Store()
-        service = IndexService(cast("IndexStore", store), demands_names=False)
-        work = persist("regular work", service.tick, pause_s=0)
-        task = asyncio.create_task(work)
-        await asyncio.wait(
-            [task, waiter := asyncio.create_task(store.has_worked.wait())],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        assert not task.done()
-        waiter.cancel()
-        task.cancel()
-        await asyncio.wait([task, waiter])
-        assert task.cancelled()
-        service.close()
-
-    asyncio.run(body())
+    store = Store()
+    service = IndexService(cast("IndexStore", store), demands_names=False)
+    work = persist("regular work", service.tick, pause_s=0)
+    task = asyncio.create_task(work)
+    await asyncio.wait(
+        [task, waiter := asyncio.create_task(store.has_worked.wait())],
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    assert not task.done()
+    waiter.cancel()
+    task.cancel()
+    await asyncio.wait([task, waiter])
+    assert task.cancelled()
+    service.close()
     assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["one", "'two'"]
 
 

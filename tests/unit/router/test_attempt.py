@@ -241,20 +241,18 @@ async def test_an_answer_arrives_whole_in_any_framing(
         (HEAD + b"Content-Length: 400000\r\n\r\nhello", True),
     ],
 )
-def test_an_answer_that_is_none_or_half_of_one_fails_the_attempt(
+@on_loop
+async def test_an_answer_that_is_none_or_half_of_one_fails_the_attempt(
     answer: bytes, *, has_streamed: bool
 ) -> None:
-    async def broken() -> LegFailure:
-        async with scripted() as engine:
-            running = run(engine.attempt(Client()))
-            writer = await engine.asked.get()
-            writer.write(answer)
-            writer.close()
-            with pytest.raises(LegFailure) as failed:
-                await running
-            return failed.value
-
-    found = asyncio.run(broken())
+    async with scripted() as engine:
+        running = run(engine.attempt(Client()))
+        writer = await engine.asked.get()
+        writer.write(answer)
+        writer.close()
+        with pytest.raises(LegFailure) as failed:
+            await running
+    found = failed.value
     assert (found.fault.failure, found.has_streamed) == (Failure.BROKEN, has_streamed)
 
 
@@ -315,20 +313,18 @@ async def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew()
 
 
 @pytest.mark.parametrize("said", [b"", b"H", SIZED[:-3]])
-def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) -> None:
-    async def broken() -> LegFailure:
-        async with scripted() as engine:
-            running = run(engine.attempt(Client()))
-            writer = await engine.asked.get()
-            writer.write(said)
-            await writer.drain()
-            writer.close()
-            with pytest.raises(LegFailure) as failed:
-                await running
-            assert engine.asked.empty(), "and is not tried again"
-            return failed.value
-
-    found = asyncio.run(broken())
+@on_loop
+async def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) -> None:
+    async with scripted() as engine:
+        running = run(engine.attempt(Client()))
+        writer = await engine.asked.get()
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+        with pytest.raises(LegFailure) as failed:
+            await running
+        assert engine.asked.empty(), "and is not tried again"
+    found = failed.value
     assert (found.fault.failure, found.has_streamed) == (Failure.BROKEN, False)
 
 

@@ -79,31 +79,26 @@ class Played:
         return await running
 
 
-def test_an_attempt_that_has_answered_in_time_has_no_rival() -> None:
+@on_loop
+async def test_an_attempt_that_has_answered_in_time_has_no_rival() -> None:
     asked = list[int]()
 
     def second() -> None:
         asked.append(1)
 
-    async def alone() -> None:
-        played = Played()
-        cast("Any", played.pair[0]).has_answered = True
-        running = asyncio.create_task(played.race.run(played.decode, 0.0, second))
-        await asyncio.sleep(0.01)
-        played.piece.set()
-        assert cast("int", await running) == 0
-
-    asyncio.run(alone())
+    played = Played()
+    cast("Any", played.pair[0]).has_answered = True
+    running = asyncio.create_task(played.race.run(played.decode, 0.0, second))
+    await asyncio.sleep(0.01)
+    played.piece.set()
+    assert cast("int", await running) == 0
     assert not asked
 
 
-def test_pieces_in_the_same_turn_are_one_answer() -> None:
-    async def both() -> Played:
-        played = Played()
-        assert await played.run() == 0
-        return played
-
-    played = asyncio.run(both())
+@on_loop
+async def test_pieces_in_the_same_turn_are_one_answer() -> None:
+    played = Played()
+    assert await played.run() == 0
     assert played.written == [0, 0]
     assert (played.over, played.cancelled) == ([(1, False)], [1])
     assert played.race.attempt is played.pair[0]
@@ -112,27 +107,21 @@ def test_pieces_in_the_same_turn_are_one_answer() -> None:
 
 
 @pytest.mark.parametrize("loser", [0, 1])
-def test_a_failure_and_a_piece_in_the_same_turn(loser: int) -> None:
-    async def both() -> Played:
-        played = Played()
-        played.fails = {loser}
-        assert await played.run() == 1 - loser
-        return played
-
-    played = asyncio.run(both())
+@on_loop
+async def test_a_failure_and_a_piece_in_the_same_turn(loser: int) -> None:
+    played = Played()
+    played.fails = {loser}
+    assert await played.run() == 1 - loser
     assert played.written == [1 - loser] * 2
     assert [place for place, _ in played.over] == [loser]
 
 
-def test_two_failures_in_the_same_turn_are_the_failure_of_the_last() -> None:
-    async def both() -> Played:
-        played = Played()
-        played.fails = {0, 1}
-        with pytest.raises(LegFailure, match="attempt 1"):
-            await played.run()
-        return played
-
-    played = asyncio.run(both())
+@on_loop
+async def test_two_failures_in_the_same_turn_are_the_failure_of_the_last() -> None:
+    played = Played()
+    played.fails = {0, 1}
+    with pytest.raises(LegFailure, match="attempt 1"):
+        await played.run()
     assert (played.written, played.over) == ([], [(0, True)])
     assert played.race.attempt is played.pair[1]
 
@@ -158,72 +147,63 @@ async def test_a_client_that_leaves_ends_both() -> None:
     assert sorted(played.cancelled) == [0, 1]
 
 
-def test_a_failure_that_nobody_has_seen_yet_is_over_before_the_claim() -> None:
+@on_loop
+async def test_a_failure_that_nobody_has_seen_yet_is_over_before_the_claim() -> None:
     """Else the first token would be counted at the worker that failed."""
 
-    async def both() -> tuple[Played, list[tuple[int, bool]]]:
-        played = Played()
-        at_claim: list[tuple[int, bool]] = []
+    played = Played()
+    at_claim: list[tuple[int, bool]] = []
 
-        async def decode(each: Attempt) -> web.StreamResponse:
-            if each is played.pair[0]:
-                await played.piece.wait()
-                raise LegFailure(Failure.BROKEN, "attempt 0")
+    async def decode(each: Attempt) -> web.StreamResponse:
+        if each is played.pair[0]:
             await played.piece.wait()
-            await asyncio.sleep(0)  # a callback of a connection between the end and the race's turn
-            played.race.claim(each)
-            at_claim.extend(played.over)
-            return cast("web.StreamResponse", 1)
+            raise LegFailure(Failure.BROKEN, "attempt 0")
+        await played.piece.wait()
+        await asyncio.sleep(0)  # a callback of a connection between the end and the race's turn
+        played.race.claim(each)
+        at_claim.extend(played.over)
+        return cast("web.StreamResponse", 1)
 
-        assert await played.run(decode) == 1
-        return played, at_claim
-
-    played, at_claim = asyncio.run(both())
+    assert await played.run(decode) == 1
     assert at_claim == played.over == [(0, True)]
     assert played.race.attempt is played.pair[1]
 
 
-def test_a_beaten_refusal_and_the_failure_of_the_other_are_that_failure() -> None:
-    async def both() -> Played:
-        played = Played(statuses=(200, 429))
-        played.fails = {0}
+@on_loop
+async def test_a_beaten_refusal_and_the_failure_of_the_other_are_that_failure() -> None:
+    played = Played(statuses=(200, 429))
+    played.fails = {0}
 
-        async def decode(each: Attempt) -> web.StreamResponse:
-            if each is played.pair[1]:
-                await played.piece.wait()
-                played.race.claim(each)
+    async def decode(each: Attempt) -> web.StreamResponse:
+        if each is played.pair[1]:
             await played.piece.wait()
-            await asyncio.sleep(0)
-            raise LegFailure(Failure.BROKEN, "attempt 0")
+            played.race.claim(each)
+        await played.piece.wait()
+        await asyncio.sleep(0)
+        raise LegFailure(Failure.BROKEN, "attempt 0")
 
-        with pytest.raises(LegFailure, match="attempt 0"):
-            await played.run(decode)
-        return played
-
-    played = asyncio.run(both())
+    with pytest.raises(LegFailure, match="attempt 0"):
+        await played.run(decode)
     assert played.over == [(1, False)]
     assert played.race.attempt is played.pair[0]
 
 
-def test_the_first_ends_where_the_second_answers() -> None:
-    async def second() -> Played:
-        played = Played()
+@on_loop
+async def test_the_first_ends_where_the_second_answers() -> None:
+    played = Played()
 
-        async def decode(each: Attempt) -> web.StreamResponse:
-            if each is played.pair[1]:
-                return await played.decode(each)
-            silent = cast("Silent", each)
-            await silent.ended.wait()
-            assert silent.error is not None
-            played.cancelled.append(0)
-            raise silent.error
+    async def decode(each: Attempt) -> web.StreamResponse:
+        if each is played.pair[1]:
+            return await played.decode(each)
+        silent = cast("Silent", each)
+        await silent.ended.wait()
+        assert silent.error is not None
+        played.cancelled.append(0)
+        raise silent.error
 
-        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
-        played.piece.set()
-        assert cast("int", await running) == 1
-        return played
-
-    played = asyncio.run(second())
+    running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
+    played.piece.set()
+    assert cast("int", await running) == 1
     assert (played.written, played.over, played.cancelled) == ([1, 1], [(0, False)], [0])
     with pytest.raises(Beaten):
         played.race.claim(played.pair[0])

@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.router.receipt_log import TURN_COUNT, ReceiptFile, older, read_receipts
 from kvstore.routing.receipts import Receipt
+from tests.kit.coroutines import on_loop
 from tests.kit.turns_core import RECEIPT
 
 ROUNDS_OF_THE_LOOP = 4
@@ -27,18 +28,16 @@ def numbers_in(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("rounds", range(ROUNDS_OF_THE_LOOP + 1))
-def test_a_write_that_is_cancelled_loses_no_receipt(tmp_path: Path, rounds: int) -> None:
-    async def stop_amid_a_write() -> None:
-        file = ReceiptFile(tmp_path / "receipts", bytes_max=1 << 20)
-        writing = asyncio.ensure_future(file.write(numbered(1, 2)))
-        await asyncio.sleep(0)  # it has begun: the core has given its receipts away
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        writing.cancel()
-        await file.write(numbered(3))
-        assert file.written_count == 3
-
-    asyncio.run(stop_amid_a_write())
+@on_loop
+async def test_a_write_that_is_cancelled_loses_no_receipt(tmp_path: Path, rounds: int) -> None:
+    file = ReceiptFile(tmp_path / "receipts", bytes_max=1 << 20)
+    writing = asyncio.ensure_future(file.write(numbered(1, 2)))
+    await asyncio.sleep(0)  # it has begun: the core has given its receipts away
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    writing.cancel()
+    await file.write(numbered(3))
+    assert file.written_count == 3
     assert numbers_in(tmp_path / "receipts") == [1, 2, 3]
 
 
@@ -86,25 +85,22 @@ def test_without_a_file_no_receipt_is_made() -> None:
     assert not read
 
 
-def test_requests_go_on_while_many_receipts_are_made(tmp_path: Path) -> None:
-    async def turns_between() -> list[int]:
-        turns = 0
-        at = list[int]()
+@on_loop
+async def test_requests_go_on_while_many_receipts_are_made(tmp_path: Path) -> None:
+    turns = 0
+    at = list[int]()
 
-        async def others() -> None:
-            nonlocal turns
-            while len(at) < 3 * TURN_COUNT:
-                turns += 1
-                await asyncio.sleep(0)
+    async def others() -> None:
+        nonlocal turns
+        while len(at) < 3 * TURN_COUNT:
+            turns += 1
+            await asyncio.sleep(0)
 
-        def made() -> Iterator[Receipt]:
-            for each in numbered(*range(3 * TURN_COUNT)):
-                at.append(turns)
-                yield each
+    def made() -> Iterator[Receipt]:
+        for each in numbered(*range(3 * TURN_COUNT)):
+            at.append(turns)
+            yield each
 
-        file = ReceiptFile(tmp_path / "receipts", bytes_max=1 << 20)
-        await asyncio.gather(file.write(made()), others())
-        return at
-
-    at = asyncio.run(turns_between())
+    file = ReceiptFile(tmp_path / "receipts", bytes_max=1 << 20)
+    await asyncio.gather(file.write(made()), others())
     assert at[0] < at[TURN_COUNT] < at[2 * TURN_COUNT]
