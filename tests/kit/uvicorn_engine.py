@@ -1,7 +1,7 @@
-"""An engine whose HTTP is that of vLLM's API server: uvicorn over httptools, with vLLM's bounds.
+"""An engine whose HTTP is that of vLLM's API server: uvicorn over httptools, with vLLM's bounds, on
+the virtual loop that is set.
 
-    with UvicornEngine() as engine:
-        engine.flag("a")                 # for --worker
+    UvicornEngine().flag("a")            # for --worker
 
 Routes are those of `METHODS`, and the management of `MANAGED`; each answers with what it saw, as
 JSON. All other paths are 404, and other methods 405, as by FastAPI.
@@ -9,15 +9,13 @@ JSON. All other paths are 404, and other methods 405, as by FastAPI.
 
 from __future__ import annotations
 
+import functools
 import json
-import socket
-import threading
-import urllib.request
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
+
+from tests.kit.virtual_router import virtual_loop
 
 uvicorn: Any = pytest.importorskip("uvicorn", reason="it comes with vLLM")
 
@@ -43,8 +41,8 @@ MANAGED = (
 )
 
 
-class UvicornEngine(AbstractContextManager["UvicornEngine"]):
-    """One such engine, in a thread."""
+class UvicornEngine:
+    """One such engine."""
 
     def __init__(self, *names: str) -> None:
         """`names`: of the models that it lists; none: `m`."""
@@ -57,8 +55,6 @@ class UvicornEngine(AbstractContextManager["UvicornEngine"]):
         """Of its answers to what it takes."""
         self.seen: list[tuple[str, str, list[tuple[bytes, bytes]], bytes]] = []
         """(method, target, headers, body) of each request besides probes."""
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             self._answer,
             loop="asyncio",
@@ -68,28 +64,15 @@ class UvicornEngine(AbstractContextManager["UvicornEngine"]):
             access_log=False,
         )
         config.h11_max_incomplete_event_size = 4 << 20
-        self._server = uvicorn.Server(config)
-        run = {"target": self._server.run, "kwargs": {"sockets": [self._socket]}}
-        self._thread = threading.Thread(**run, name="uvicorn")
+        config.load()
+        more = {"server_state": uvicorn.server.ServerState(), "app_state": {}}
+        loop = virtual_loop()
+        made = functools.partial(config.http_protocol_class, config=config, _loop=loop, **more)
+        self.port = loop.serve(made).port[1]
 
     def flag(self, name: str, more: str = "") -> str:
         """For `--worker`."""
         return f"{name}=http://127.0.0.1:{self.port}{more}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30).close()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
 
     async def _answer(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         body, is_over = b"", False

@@ -19,6 +19,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self, TypeVar, cast
 
 HIGH_WATER = 1 << 16
+READ_BYTES = 1 << 18
+"""Most that a protocol is given in a turn, as asyncio reads from a socket."""
 _TURNS_MAX: Final = 100_000
 """Of one `go_on`: more is a loop that never waits."""
 _T = TypeVar("_T")
@@ -46,9 +48,11 @@ class MemoryTransport(asyncio.Transport):
         if self._is_closing or self._is_lost or not data:
             return
         peer = self.peer
-        peer._coming.append(bytes(data))
-        peer._coming_bytes += len(data)
-        self._loop.call_soon(peer._deliver)
+        whole = bytes(data)
+        for at in range(0, len(whole), READ_BYTES):
+            peer._coming.append(whole[at : at + READ_BYTES])
+            self._loop.call_soon(peer._deliver)
+        peer._coming_bytes += len(whole)
         if peer._coming_bytes > HIGH_WATER and not self._is_full:
             self._is_full = True
             cast("asyncio.Protocol", self._protocol).pause_writing()
@@ -64,7 +68,8 @@ class MemoryTransport(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._is_paused = False
-        self._loop.call_soon(self._deliver)
+        for _ in self._coming or (b"",):
+            self._loop.call_soon(self._deliver)
 
     def is_reading(self) -> bool:
         return not self._is_paused
@@ -97,7 +102,7 @@ class MemoryTransport(asyncio.Transport):
 
     def _deliver(self) -> None:
         protocol = cast("asyncio.Protocol", self._protocol)
-        while self._coming and not (self._is_paused or self._is_lost):
+        if self._coming and not (self._is_paused or self._is_lost):
             piece = self._coming.popleft()
             self._coming_bytes -= len(piece)
             protocol.data_received(piece)

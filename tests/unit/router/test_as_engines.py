@@ -5,26 +5,36 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvstore.router.front.door import HEAD_BYTES_MAX
-from tests.kit.router_thread import RouterThread, until
 from tests.kit.uvicorn_engine import MANAGED, UvicornEngine
+from tests.kit.virtual_loop import VirtualLoop
+from tests.kit.virtual_router import VirtualRouter, until, virtual_loop
 
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[UvicornEngine, UvicornEngine]]:
-    with UvicornEngine() as one, UvicornEngine() as other:
-        yield one, other
+pytestmark = pytest.mark.usefixtures("virtual")
+Pair = tuple[UvicornEngine, UvicornEngine]
 
 
 @pytest.fixture
-def router(pair: tuple[UvicornEngine, UvicornEngine]) -> Iterator[RouterThread]:
-    with RouterThread([pair[0].flag("a"), pair[1].flag("b")]) as started:
+def pair(virtual: VirtualLoop) -> Pair:
+    return UvicornEngine(), UvicornEngine()
+
+
+@pytest.fixture
+def router(pair: Pair) -> Iterator[VirtualRouter]:
+    with routed(pair[0].flag("a"), pair[1].flag("b")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def routed(*flags: str, **settings: Any) -> Iterator[VirtualRouter]:
+    """Which has read the models of all."""
+    with VirtualRouter(flags, **settings) as started:
         until(lambda: all(worker.models for worker in started.router.workers))
         yield started
 
@@ -42,10 +52,9 @@ def head(*lines: bytes, line: bytes = LINE) -> bytes:
 
 def status(port: int, text: bytes) -> int:
     """Status of the answer to bytes; 0: there is none."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-        with contextlib.suppress(ConnectionError):  # a refusal comes before all is read
-            client.sendall(text)
-        answer = http.client.HTTPResponse(client, method="POST")
+    with virtual_loop().connected(("127.0.0.1", port), 20) as client:
+        client.sendall(text)
+        answer = http.client.HTTPResponse(cast("Any", client), method="POST")
         try:
             answer.begin()
         except (http.client.HTTPException, ConnectionError):
@@ -68,18 +77,16 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_that_an_engine_takes_is_taken(
-    router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine], name: str
-) -> None:
+def test_a_head_that_an_engine_takes_is_taken(router: VirtualRouter, pair: Pair, name: str) -> None:
     for port in (pair[0].port, router.port):
         assert status(port, HEADS[name] + BODY) == 200
 
 
-def test_long_heads_use_the_memory_of_bodies_and_give_it_back(router: RouterThread) -> None:
+def test_long_heads_use_the_memory_of_bodies_and_give_it_back(router: VirtualRouter) -> None:
     left = router.on_loop(lambda: router.router.intake.bodies.left)
     endless = head(b"X: " + b"x" * HEAD_BYTES_MAX)[:-2]
     assert status(router.port, endless) == 400
-    with socket.create_connection(("127.0.0.1", router.port), timeout=20) as client:
+    with router.connected() as client:
         client.sendall(endless[: 1 << 20])
         until(lambda: left - router.router.intake.bodies.left == (1 << 20) - (32 << 10))
     until(lambda: router.router.intake.bodies.left == left)
@@ -90,19 +97,13 @@ def test_long_heads_use_the_memory_of_bodies_and_give_it_back(router: RouterThre
 
 
 def test_heads_that_never_end_leave_memory_for_bodies(
-    pair: tuple[UvicornEngine, UvicornEngine],
+    pair: Pair,
 ) -> None:
-    with (
-        RouterThread([pair[0].flag("a")], body_max=1 << 20) as router,
-        contextlib.ExitStack() as clients,
-    ):
-        until(lambda: all(worker.models for worker in router.router.workers))
+    with routed(pair[0].flag("a"), body_max=1 << 20) as router, contextlib.ExitStack() as clients:
         refused = 0
         for _ in range(10):
-            address = ("127.0.0.1", router.port)
-            client = clients.enter_context(socket.create_connection(address, timeout=0.5))
-            with contextlib.suppress(ConnectionError):
-                client.sendall(head(b"X: " + b"x" * 1_000_000)[:-4])
+            client = clients.enter_context(router.connected(timeout_s=0.5))
+            client.sendall(head(b"X: " + b"x" * 1_000_000)[:-4])
             with contextlib.suppress(TimeoutError, ConnectionError):
                 refused += client.recv(12) == b"HTTP/1.1 503"
         assert refused >= 6
@@ -136,7 +137,9 @@ ASKED: list[tuple[str, str, bytes | None]] = [
 
 
 def ask(port: int, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    """Its status and its body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.sock = cast("Any", virtual_loop().connected(("127.0.0.1", port), 20))
     try:
         connection.request(method, path, body, {"Content-Type": "application/json", "X-A": "b"})
         answer = connection.getresponse()
@@ -146,7 +149,7 @@ def ask(port: int, method: str, path: str, body: bytes | None) -> tuple[int, byt
 
 
 def test_a_path_that_the_router_does_not_know_is_the_engines(
-    router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine]
+    router: VirtualRouter, pair: Pair
 ) -> None:
     for method, path, body in ASKED:
         expected = ask(pair[0].port, method, path, body)
@@ -164,11 +167,7 @@ def test_a_path_that_the_router_does_not_know_is_the_engines(
         assert (b"x-a", b"b") in seen[0][2]
 
 
-def test_both_engines_get_their_share_of_such_requests(
-    router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine]
-) -> None:
-    for each in pair:
-        each.seen.clear()
+def test_both_engines_get_their_share_of_such_requests(router: VirtualRouter, pair: Pair) -> None:
     for _ in range(40):
         assert ask(router.port, "GET", "/version", None)[0] == 200
     assert min(len(each.seen) for each in pair) > 5
@@ -183,10 +182,8 @@ MORE_MANAGED = (
 
 
 def test_management_of_engines_and_the_routers_own_paths_are_not_passed_on(
-    router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine]
+    router: VirtualRouter, pair: Pair
 ) -> None:
-    for each in pair:
-        each.seen.clear()
     for path in (*MANAGED, *MORE_MANAGED, "/%73leep", "/kvstore/x", "/kvstore/explain/version"):
         for method in ("GET", "POST"):
             assert ask(router.port, method, path, b"{}")[0] == 404, path
@@ -203,40 +200,26 @@ def test_management_of_engines_and_the_routers_own_paths_are_not_passed_on(
         '{"text": "x", "bootstrap_host": "evil"}'.encode("utf-16"),
     ],
 )
-def test_no_such_request_steers_an_engine(
-    router: RouterThread, pair: tuple[UvicornEngine, UvicornEngine], body: bytes
-) -> None:
-    for each in pair:
-        each.seen.clear()
+def test_no_such_request_steers_an_engine(router: VirtualRouter, pair: Pair, body: bytes) -> None:
     status, content = ask(router.port, "POST", "/inference/v1/generate", body)
     assert (status, b"a field that no client may set" in content) == (400, True)
     assert [each for engine in pair for each in engine.seen] == []
 
 
 def test_it_goes_to_an_engine_that_serves_its_model_and_that_works() -> None:
-    with UvicornEngine("m") as one, UvicornEngine("n") as other:
-        with RouterThread([one.flag("a"), other.flag("b")]) as router:
-            until(lambda: all(worker.models for worker in router.router.workers))
-            for _ in range(20):
-                assert ask(router.port, "POST", "/invocations", b'{"model": "n"}')[0] == 200
-            assert one.seen == []
-        closed = socket.create_server(("127.0.0.1", 0))
-        gone = f"c=http://127.0.0.1:{closed.getsockname()[1]}"
-        closed.close()
-        with RouterThread([gone, other.flag("b")]) as router:
-            for _ in range(10):
-                assert ask(router.port, "GET", "/version", None)[0] == 200, ask(
-                    router.port, "GET", "/version", None
-                )
+    one, other = UvicornEngine("m"), UvicornEngine("n")
+    with routed(one.flag("a"), other.flag("b")) as router:
+        for _ in range(20):
+            assert ask(router.port, "POST", "/invocations", b'{"model": "n"}')[0] == 200
+        assert one.seen == []
+    with VirtualRouter(["c=http://127.0.0.1:1", other.flag("b")]) as router:
+        for _ in range(10):
+            assert ask(router.port, "GET", "/version", None)[0] == 200
 
 
 def test_what_may_have_had_an_effect_is_not_repeated_elsewhere() -> None:
-    with (
-        UvicornEngine("m") as one,
-        UvicornEngine("m") as other,
-        RouterThread([one.flag("a"), other.flag("b")]) as router,
-    ):
-        until(lambda: all(worker.models for worker in router.router.workers))
+    one, other = UvicornEngine("m"), UvicornEngine("m")
+    with routed(one.flag("a"), other.flag("b")) as router:
         for status, method, times in ((500, "POST", 1), (500, "GET", 2), (429, "POST", 2)):
             one.status = other.status = status
             path = "/load" if method == "GET" else "/invocations"
@@ -247,20 +230,17 @@ def test_what_may_have_had_an_effect_is_not_repeated_elsewhere() -> None:
 
 
 def test_without_a_worker_such_a_request_may_be_tried_again() -> None:
-    with RouterThread(["a=http://127.0.0.1:9"]) as router:
+    with VirtualRouter(["a=http://127.0.0.1:9"]) as router:
         router.on_loop(lambda: router.router.workers.replace([]))
         for path in ("/version", "/v1/models"):
             assert ask(router.port, "GET", path, None)[0] == 503
         assert ask(router.port, "GET", "/v1/responses/resp_1", None)[0] == 404
 
 
-def test_tenants_reach_only_paths_whose_bodies_get_their_salt(
-    pair: tuple[UvicornEngine, UvicornEngine], tmp_path: Path
-) -> None:
+def test_tenants_reach_only_paths_whose_bodies_get_their_salt(pair: Pair, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("team-a: key-of-team-a-0001\n")
-    with RouterThread([pair[0].flag("a")], api_keys=str(keys), insecure=True) as router:
-        until(lambda: all(worker.models for worker in router.router.workers))
+    with routed(pair[0].flag("a"), api_keys=str(keys), insecure=True) as router:
         headers = {"Authorization": "Bearer key-of-team-a-0001"}
         assert router.ask(path="/version", method="GET", headers=headers)[0] == 200
         assert router.ask(path="/version", method="GET")[0] == 401
@@ -273,12 +253,8 @@ def test_tenants_reach_only_paths_whose_bodies_get_their_salt(
 
 
 def test_an_adapter_that_was_just_loaded_is_not_answered_by_an_engine_that_takes_any_name() -> None:
-    with (
-        UvicornEngine("m") as lists,
-        UvicornEngine("base") as takes_any,
-        RouterThread([lists.flag("a"), takes_any.flag("b", ",kind=openai")]) as router,
-    ):
-        until(lambda: all(worker.models for worker in router.router.workers))
+    lists, takes_any = UvicornEngine("m"), UvicornEngine("base")
+    with routed(lists.flag("a"), takes_any.flag("b", ",kind=openai")) as router:
         body = {"model": "any", "prompt": "x"}
         for _ in range(5):
             assert router.ask(body)[1]["x-kvstore-worker"] == "b"
@@ -288,12 +264,8 @@ def test_an_adapter_that_was_just_loaded_is_not_answered_by_an_engine_that_takes
 
 
 def test_a_name_that_is_looked_for_does_not_wait_each_time() -> None:
-    with (
-        UvicornEngine("m") as lists,
-        UvicornEngine("base") as takes_any,
-        RouterThread([lists.flag("a"), takes_any.flag("b", ",kind=openai")]) as router,
-    ):
-        until(lambda: all(worker.models for worker in router.router.workers))
+    lists, takes_any = UvicornEngine("m"), UvicornEngine("base")
+    with routed(lists.flag("a"), takes_any.flag("b", ",kind=openai")) as router:
         before = lists.lists_read
         for _ in range(30):
             assert router.ask({"model": "any", "prompt": "x"})[0] == 200
