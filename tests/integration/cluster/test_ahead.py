@@ -39,6 +39,7 @@ from tests.integration.cluster.kit import (
     member,
 )
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import page
 from tests.kit.peers import attached, metric, session
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         stack.callback(n1.stop)
         n2 = site.node("n2", *peers, "--index", n1.index)
         stack.callback(n2.stop)
+        for node in (n1, n2):  # what is to be fetched is asked for once
+            assert eventually(lambda node=node: page(node, "/healthz") == (200, "ok\n"))  # type: ignore[misc]
         with site.client(n1.index) as client:
             assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
             found = member(client, "n1")
