@@ -17,12 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from aiohttp import web
-
 import kvstore.router
-from kvstore.config.router import load_router_config
-from kvstore.router.process import Router
-from tests.kit.virtual_loop import VirtualLoop
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import RoutingPolicy
+from tests.kit.scripted_worker import VirtualWorker
+from tests.kit.virtual_router import VirtualRouter, until
 
 STAYS_MAX: Final = 15
 HERE: Final = str(Path(kvstore.router.__file__).parent) + "/"
@@ -65,66 +64,27 @@ class Walk:
         return [module for module, _ in groupby(self.modules)]
 
 
-class Client(asyncio.Protocol):
-    def __init__(self) -> None:
-        self.got, self.done = b"", asyncio.Event()
-
-    def data_received(self, data: bytes) -> None:
-        self.got += data
-        if b"[DONE]" in self.got:
-            self.done.set()
-
-
-async def engine(request: web.BaseRequest) -> web.StreamResponse:
-    """Pages of an idle engine, and answers as a stream of pieces."""
-    if request.path == "/v1/models":
-        return web.json_response({"data": [{"id": "m"}]})
-    if request.method == "GET":
-        return web.Response(text="vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n")
-    await request.read()
-    out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await out.prepare(request)
-    for piece in (b"{}", b"{}", b"[DONE]"):
-        await out.write(b"data: %b\n\n" % piece)
-    return out
-
-
-def walk() -> list[str]:
+def walk(worker: VirtualWorker) -> list[str]:
     """Modules of the router in the order in which the second request on a connection is there."""
-    loop = VirtualLoop()
-
-    async def running() -> list[str]:
-        host, port = loop.serve(web.Server(engine, access_log=None)).port
-        given = {"listen": "127.0.0.1:0", "metrics": "off", "worker": [f"a=http://{host}:{port}"]}
-        router = Router(load_router_config(None, given), clock=loop.clock_ns)
-        await router.begin()
-        try:
-            while {each.word.value for each in router.workers} != {"up"}:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            walked = Walk(asyncio.all_tasks())
-            transport, client = await loop.create_connection(Client, *loop.serve(router.door).port)
-            for is_walked in (False, True):
-                client.got = b""
-                client.done.clear()
-                before = sys.gettrace()
-                if is_walked:
-                    sys.settrace(walked.enter)
-                try:
-                    transport.write(ASK)
-                    await client.done.wait()
-                    for _ in range(50):  # what is behind the last byte
-                        await asyncio.sleep(0)
-                finally:
-                    sys.settrace(before)
-                assert client.got.startswith(b"HTTP/1.1 200 OK"), client.got
-            transport.close()
-            return walked.stays
-        finally:
-            await router.close()
-
-    return loop.run(running())
+    worker.script("ok", reports=False)
+    core = RouterCore(RoutingPolicy(), seed=1)
+    with VirtualRouter([worker.flag], core=core) as router, router.connected() as client:
+        until(lambda: router.words() == {"a": "up"})
+        walked = Walk(asyncio.all_tasks(router.loop))
+        for is_walked in (False, True):
+            client.coming.clear()
+            before = sys.gettrace()
+            if is_walked:
+                sys.settrace(walked.enter)
+            try:
+                client.sendall(ASK)
+                until(lambda: b"[DONE]" in client.coming)
+            finally:
+                sys.settrace(before)
+            assert client.coming.startswith(b"HTTP/1.1 200 OK"), client.coming
+        return walked.stays
 
 
-def test_a_request_is_read_in_a_few_stays() -> None:
-    stays = walk()
+def test_a_request_is_read_in_a_few_stays(worker: VirtualWorker) -> None:
+    stays = walk(worker)
     assert len(stays) <= STAYS_MAX, f"{len(stays)} stays: {' '.join(stays)}"
