@@ -1,8 +1,8 @@
-"""A thread with an asyncio loop for all gRPC between processes.
+"""Threads with an asyncio loop each.
 
-One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
-that no task awaits, work without an end, jitter, addresses in DNS. Does not cover: the work itself
-(`index`, `feed`).
+One per process for all gRPC, because gRPC's asyncio side has one poller per process; one for pages
+(`http`). Covers: the thread, work that no task awaits, work without an end, jitter, addresses in
+DNS. Does not cover: the work itself (`index`, `feed`, `http`).
 """
 
 from __future__ import annotations

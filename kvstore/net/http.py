@@ -163,17 +163,23 @@ class HttpServer:
 
     async def _accept(self) -> None:
         while True:
-            if len(self._clients) >= CLIENT_COUNT_MAX and self._silent() is None:
-                await asyncio.sleep(PAUSE_S)
-                continue
             try:
                 sock, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except ConnectionError:  # it has hung up meanwhile
+                continue
             except OSError:  # out of descriptors
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if len(self._clients) >= CLIENT_COUNT_MAX and (silent := self._silent()) is not None:
-                silent.cancel()
-                del self._clients[silent]
+            with contextlib.ExitStack() as held:
+                held.enter_context(sock)  # closed if the server is, while places are short
+                await asyncio.sleep(0)  # those before it first read what has arrived
+                while len(self._clients) >= CLIENT_COUNT_MAX:
+                    if (silent := self._silent()) is not None:
+                        silent.cancel()
+                        del self._clients[silent]
+                    else:  # all of them wait for pages
+                        await asyncio.sleep(PAUSE_S)
+                held.pop_all()
             client = asyncio.create_task(self._serve(sock))
             self._clients[client] = ClientPhase.HEAD
             client.add_done_callback(partial(self._hang_up, sock))

@@ -25,7 +25,7 @@ from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs import reasons
-from kvstore.obs.metrics import STEPS, Buckets, Values, with_absent
+from kvstore.obs.metrics import STEPS, Buckets, Values, copied, with_absent
 from kvstore.peers.changes import EventCounters
 from kvstore.supervisor.handover import LoadedCode
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
@@ -75,7 +75,7 @@ class NodeCollector:
         Raises NodeBusy when the loop does not answer.
         """
         found = self.driver.query(
-            lambda engine: self._values_of_process(engine) | _values_of_engine(engine),
+            lambda engine: copied(self._values_of_process(engine) | _values_of_engine(engine)),
             timeout_s=METRICS_TIMEOUT_S,
         )
         member, traces = self.driver.executor.member, self.driver.executor.traces

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -312,6 +312,12 @@ def families(values: Values) -> Iterator[Family]:
             else:
                 add(labels, value)
         yield made
+
+
+def copied(values: Values) -> Values:
+    """These values for another thread, unchanged while their counters go on."""
+    kept: Any = {k: {**its} if isinstance(its, Mapping) else its for k, its in values.items()}
+    return cast("Values", kept)
 
 
 def with_absent(found: Values) -> Values:

@@ -19,8 +19,12 @@ its next one ends the one before, and all end when this node's transfer worker i
 other memory that peers must learn of. A peer that does not take the rest of its answers within
 HANG_UP_S is cut off.
 
-Does not cover: what is asked for (`fetcher`), what is served (`engine.moves.servings`), grants
-(`pushes`), the bytes (`kvstore.transport`).
+A grant is passed to the engine only if its descriptor is on the machine where certificate and
+membership (`fetcher`) say that the peer is; others are refused with PushOver. A revocation follows
+its grant.
+
+Does not cover: what is asked for (`fetcher`), what is served (`engine.moves.servings`), what is
+written for a grant (`engine.moves.pushes`, `pushes`), the bytes (`kvstore.transport`).
 """
 
 from __future__ import annotations
@@ -407,7 +411,8 @@ class BlockServer:
             self._post(session, its)
 
     def _post(self, session: _Session, ask: wire.OpenAsk) -> None:
-        self._pass_on(PeerAsked(session.number, session.node, ask))
+        if session.number in self.sessions:  # a check of a grant may end behind its session
+            self._pass_on(PeerAsked(session.number, session.node, ask))
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
         """Queue an answer for a peer; dropped if the peer is not connected any more, or is about a

@@ -24,7 +24,7 @@ from kvstore.net.aio import call_on
 from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.server import INSECURE_NOTE, certificate_ends
 from kvstore.net.site import ROWS_MAX, make_site, picked
-from kvstore.obs.metrics import TTFTS, Values
+from kvstore.obs.metrics import TTFTS, Values, copied
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
@@ -264,7 +264,6 @@ def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[s
     healthz, alive = partial(health_of, router), partial(text_page, 200, "ok")
     health, state = partial(page, healthz), partial(_on, loop, partial(_state, router))
     site = make_site(health, state, lambda number: _on(loop, partial(_story, router, number)))
-    metrics = metrics_page(
-        partial(_on, loop, partial(_metrics, router)), busy="the router is busy: ask again later"
-    )
+    values = partial(_on, loop, lambda: copied(_metrics(router)))
+    metrics = metrics_page(values, busy="the router is busy: ask again later")
     return {"/metrics": metrics, "/healthz": health, ALIVE: partial(page, alive), **site}

@@ -41,7 +41,7 @@ from kvstore.tier_events import (
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.contents import is_intact, record_sets
 from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import Pages
+from kvstore.tiers.file.disk import Pages, forget_cached
 from kvstore.tiers.file.parts import Parts
 from kvstore.tiers.file.reader import PAGE_MASK, RUN_BYTES_MAX, RUN_RECORDS_MAX
 from kvstore.tiers.file.writer import AppendOutcome, Writer
@@ -405,6 +405,8 @@ class Reclaimer:
             with contextlib.suppress(OSError), self._catalog.reading(segment) as file:
                 if is_intact(file, place & PAGE_MASK, block, record):
                     good.append(row)
+                if not self._directory.direct:
+                    forget_cached(file.fd, (place & PAGE_MASK) * PAGE_BYTES, size)
         slots = np.array(good, np.uint32) * np.uint32(pages) + np.uint32(1)
         order = WriteFile(0, scope, keys[good].tobytes(), slots, sums[good].tobytes())
         outcome = self._writer.append(order, scratch, spare=True)

@@ -244,7 +244,7 @@ def test_nodes_that_fetch_are_those_with_an_address_for_others(
         flags = ["--index", node.index, "--insecure", "--node-name", "n2"]
         flags += ["--peer-listen", "127.0.0.1:0"]
         with NodeProcess.start(second, dram="16MiB", flags=flags):
-            until(lambda: index.peers == {"n2"})
+            until(lambda: set(index.addresses) == {"n2"})
             until(lambda: state(router) == "up")
             assert router.ask(ASK | {"prompt": TEXT})[0] == 200
         prefix = arrived(router)[-1].request.answer

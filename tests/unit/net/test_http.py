@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -228,6 +229,53 @@ def test_those_who_do_not_take_their_answers_give_way(
             client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
             assert client.recv(1)
         assert ask(server, HEALTHZ).endswith(b"ok\n")
+
+
+def test_those_whose_requests_are_there_are_answered_however_many_come_at_once() -> None:
+    pages: dict[str, PageMaker] = {"/healthz": lambda: text_page(200, "ok")}
+    server = HttpServer(HostPort(host="127.0.0.1", port=0), pages)
+    with closing(server), ExitStack() as stack:
+        crowd = silent_crowd(server, stack, CLIENT_COUNT_MAX + 40)  # in the kernel's queue
+        for client in crowd:
+            client.sendall(HEALTHZ)
+        server.start()
+        answers = [client.makefile("rb").read() for client in crowd]
+    assert all(answer.endswith(b"ok\n") for answer in answers)
+
+
+class Counted(dict[Any, Any]):
+    """Clients of a server, and the most that there were at a time."""
+
+    most = 0
+
+    def __setitem__(self, client: Any, its: Any) -> None:
+        super().__setitem__(client, its)
+        self.most = max(self.most, len(self))
+
+
+def test_those_who_wait_for_a_page_keep_their_places_and_no_more_are_taken() -> None:
+    may_go_on = threading.Event()
+
+    def slow() -> Page:
+        may_go_on.wait(60)
+        return text_page(200, "ok")
+
+    server = HttpServer(HostPort(host="127.0.0.1", port=0), {"/slow": slow})
+    server._clients = clients = Counted()
+    server.start()
+    with closing(server), ExitStack() as stack:
+        stack.callback(may_go_on.set)
+        crowd = []
+        for _ in range(2 * CLIENT_COUNT_MAX):
+            crowd += silent_crowd(server, stack, 1)
+            crowd[-1].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        deadline_s = time.monotonic() + 60
+        while clients.most < CLIENT_COUNT_MAX and time.monotonic() < deadline_s:
+            threading.Event().wait(0.01)
+        may_go_on.set()
+        answers = [client.makefile("rb").read() for client in crowd]
+    assert clients.most == CLIENT_COUNT_MAX
+    assert all(answer.endswith(b"ok\n") for answer in answers)
 
 
 def test_a_page_is_made_once_for_all_who_wait_for_it() -> None:

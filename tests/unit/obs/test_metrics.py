@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 import pytest
 
-from kvstore.obs.metrics import METRICS, Metric, families
+from kvstore.obs.metrics import METRICS, Metric, copied, families
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
@@ -39,3 +40,10 @@ def test_buckets_are_cumulative() -> None:
     (made,) = families({"step_seconds": {(): ({0.1: 1, 0.2: 3, math.inf: 6}, 1.5)}})
     values = [(s.name.removeprefix("kvstore_step_seconds"), s.value) for s in made.samples]
     assert values == [("_bucket", 1), ("_bucket", 3), ("_bucket", 6), ("_count", 6), ("_sum", 1.5)]
+
+
+def test_values_for_another_thread_stay_as_they_were() -> None:
+    counts = Counter({"ok": 1})
+    kept = copied({"router_requests_total": counts, "router_held": 2})
+    counts["failed"] += 1
+    assert kept == {"router_requests_total": {"ok": 1}, "router_held": 2}
