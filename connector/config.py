@@ -71,17 +71,17 @@ def parse_config(extra: Mapping[str, object]) -> ConnectorConfig:
     Raises:
         ValueError: a key is unknown, or its value cannot be; the sentence names it.
     """
-    where = "kv_connector_extra_config in --kv-transfer-config"
+    where = "kv_connector_extra_config in --kv-transfer-config:"
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {why_not(error, ConnectorConfig)}") from None
+        raise ValueError(f"{where} {why_not(error, ConnectorConfig)}") from None
     size = len(config.tenant.encode())
     if size > NAME_BYTES_MAX:
-        raise ValueError(f"{where}: tenant has {size} bytes in UTF-8; at most {NAME_BYTES_MAX}")
+        raise ValueError(f"{where} tenant has {size} bytes in UTF-8; at most {NAME_BYTES_MAX}")
     if config.address and not is_base_url(config.address):
         raise ValueError(
-            f"{where}: address {config.address!r} must be http:// or https://, a host and a port,"
+            f"{where} address {config.address!r} must be http:// or https://, a host and a port,"
             " such as http://10.0.0.7:8000"
         )
     return config

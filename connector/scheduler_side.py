@@ -238,7 +238,7 @@ class SchedulerSide:
 
     def _keys(self, request: Request) -> Sequence[bytes] | str | None:
         """Keys of a request; a text: why it bypasses the cache; None: its adapter is being read.
-        That may change: a session may get images after its first prompt, and the files of an
+        The answer may change: a session may get images after its first prompt, and the files of an
         adapter may change."""
         if reason := why_left_out(request, self._config.images):
             return reason

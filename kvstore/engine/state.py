@@ -186,8 +186,7 @@ class State:
 
     def __init__(self, config: EngineConfig, journal: Journal | None) -> None:
         """`journal`: None makes one that does not outlive this process."""
-        self.config = config
-        self.counters = Counters()
+        self.config, self.counters = config, Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
         self.slots = Slots(

@@ -27,7 +27,6 @@ REFUSALS = {
     "kvstore/engine/moves/grants.py": "PushEnd",
     "kvstore/engine/sessions/awaited.py": "Hangup, PushEnd",
     "kvstore/engine/moves/pushes.py": "the last word about a grant",
-    "kvstore/engine/moves/stores.py": "Hangup",
     "kvstore/engine/sessions/lookups.py": "Hangup; preparations refused, for routers",
     "kvstore/engine/sessions/owners.py": "refused Hellos; engines without a session",
     "kvstore/engine/sessions/sessions.py": "refused Hellos",

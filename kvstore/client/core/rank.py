@@ -183,7 +183,7 @@ class RunningStore(Job):
 
     def forget(self, blocks: frozenset[int]) -> None:
         """Drop the ends of copies from these engine blocks, so that they are not sealed: the bytes
-        may have been another request's. Of a comparison that reads one, all ends are."""
+        may have been another request's. A comparison that reads one loses all its ends."""
         if self.plan.compare and not blocks.isdisjoint(self.plan.block_ids):
             self.ends.clear()
         for index in [i for i in self.ends if self.plan.block_ids[i] in blocks]:
@@ -208,7 +208,7 @@ class RunningStore(Job):
             yield wire.Drop(self.plan.session, *self.places(batch), group=self.plan.group)
 
     def result(self) -> CompareResult:
-        """What a comparison found."""
+        """The result of a comparison."""
         diverged = tuple(sorted(i for i, end in self.ends.items() if end.diverged))
         worst = max((end.error for end in self.ends.values()), default=0.0)
         return CompareResult(self.plan.job, len(self.ends), diverged, worst)
