@@ -32,7 +32,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.config.values import HostPort, joined
 from kvstore.errors import ConfigError, NodeBusy
-from kvstore.net.aio import LoopThread
+from kvstore.net.aio import LoopThread, persist
 from kvstore.obs.metrics import Family, Values, families
 from kvstore.wording import cannot_listen
 
@@ -142,7 +142,8 @@ class HttpServer:
 
     def start(self) -> None:
         """Begin to answer. Once."""
-        asyncio.run_coroutine_threadsafe(self._accept(), self._thread.loop)
+        accepting = persist("the server of pages", self._accept, pause_s=PAUSE_S)
+        asyncio.run_coroutine_threadsafe(accepting, self._thread.loop)
 
     def close(self) -> None:
         """Take no more and cut off the requests in flight: a slow reader delays no exit.

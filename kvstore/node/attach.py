@@ -188,6 +188,7 @@ class Attach:
         self._epoll = select.epoll()
         self._sources: dict[int, TurnSource] = {}
         self._turns = Turns()
+        self.charge = self._turns.charge
         self._unread: dict[OwnerKey, set[ConnectionId]] = {}
         """Ranks of an engine that were ready when the round began and are not read to the end."""
         self._connections: dict[ConnectionId, AttachSocket] = {}
@@ -224,10 +225,6 @@ class Attach:
         """The source behind this descriptor; None if it was closed earlier in this round. Events
         that are not taken from its `read` are there in the next round."""
         return self._sources.get(fd)
-
-    def charge(self, fd: int, party: Party, duration_ns: int) -> None:
-        """Note that serving this descriptor took `duration_ns` of its party's time (`turns`)."""
-        self._turns.charge(fd, party, duration_ns)
 
     def expire(self, now_ns: int) -> None:
         """Hang up on newcomers that stay silent; listen again after a pause. Once a tick."""
