@@ -345,6 +345,19 @@ async def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> N
 
 
 @on_loop
+async def test_a_piece_for_a_client_that_is_leaving_ends_the_attempt() -> None:
+    async with scripted() as engine:
+        client = Client()
+        running = run(engine.attempt(client))
+        writer = await engine.asked.get()
+        client.transport.is_closing = lambda: True
+        writer.write(SIZED)
+        with pytest.raises(ConnectionResetError, match="the client has left"):
+            await running
+        assert client.got == b""
+
+
+@on_loop
 async def test_an_answer_that_has_begun_is_not_given_up() -> None:
     async with scripted() as engine:
         client = Client()
