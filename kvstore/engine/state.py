@@ -323,10 +323,7 @@ class State:
 
     def is_scope_off(self, scope: int, tier: Tier = Tier.DRAM) -> bool:
         """Whether a tier may neither serve nor store blocks of this scope (`is_off`)."""
-        if not self.off:
-            return False
-        tenant, space, _ = self.residency.address(scope)
-        return self.is_off(tenant, space, tier)
+        return bool(self.off) and self.is_off(*self.residency.address(scope)[:2], tier)
 
     def forget_unused_scopes(self) -> None:
         """Drop scopes that neither blocks nor sessions use, when there are many. Called before a

@@ -213,9 +213,11 @@ def _check_pins(state: State) -> None:
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert not (slots.leases[slots.state != SlotState.SEALED]).any(), "a lease without a block"
     pinned = bytes_by_group(slots, np.flatnonzero(writable | (slots.leases > 0)))
-    assert pinned == quotas.pinned, "what is pinned is miscounted"
+    assert pinned == pins.node.held, "what is pinned is miscounted"
     most = np.maximum(np.maximum(quotas.share, quotas.floor), pins.block_bytes_max)
-    assert bool((np.array(quotas.pinned) <= most).all()), "more is pinned than the share of a group"
+    assert bool((np.array(pins.node.held) <= most).all()), (
+        "more is pinned than the share of a group"
+    )
     counts = {name: np.zeros_like(slots.leases) for name in pins.accounts}
     for _, _, lease in state.leases.items():
         for words, generations in lease.pieces:

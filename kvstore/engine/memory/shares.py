@@ -52,8 +52,6 @@ class Quotas:
         self.names = ["", *(name for name, _ in quotas)]
         self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
         self.held = np.zeros(len(self.share), dtype=np.int64)
-        self.pinned = [0] * len(self.share)
-        """Bytes of each group's slots that are pinned."""
         self.floor = [0] * len(self.share)
         """Bytes pinned by group when an earlier process's state was taken over."""
 
@@ -179,7 +177,8 @@ class Pins:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.node = Account((), (1, 1), None, slots.leases, slots.quotas.pinned, members=1)
+        held = [0] * len(slots.quotas.share)
+        self.node = Account((), (1, 1), None, slots.leases, held, members=1)
         """Account of all slots that are pinned, above those of engines and other nodes."""
         self.accounts: dict[tuple[str, ...], Account] = {}
         self._of: dict[int, tuple[Account, ...]] = {}

@@ -544,7 +544,7 @@ class Slots:
             self.writers.name(found.held[found.writers == writer], writer)
         self.writers.name(found.doubtful, UNKNOWN_WRITER)
         self.pins.written(np.flatnonzero(self.writer), 1)
-        self.quotas.floor = self.quotas.pinned.copy()
+        self.quotas.floor = self.pins.node.held.copy()
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it had its stamp, or popped and not yet emptied.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps <= 0)] = 1

@@ -32,7 +32,7 @@ def renew(peer: Peer, first: int, count: int) -> None:
 
 
 def pinned(node: Node) -> int:
-    return sum(node.state.slots.quotas.pinned) // SLOT_BYTES_MIN
+    return sum(node.state.slots.pins.node.held) // SLOT_BYTES_MIN
 
 
 def fetched(node: Node) -> int:
@@ -137,7 +137,7 @@ def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
         assert len(peer.lease(lease, *range(8)).slots) == 8 * 4
     assert pinned(node) == before + 8
     pins, quotas_ = node.state.slots.pins, node.state.slots.quotas
-    assert pins.room(pins.node, 0, 1) == quotas_.share[0] - quotas_.pinned[0] > 0
+    assert pins.room(pins.node, 0, 1) == quotas_.share[0] - pins.node.held[0] > 0
     node.hear(peer.scheduler, LeaseRelease(list(range(1, 101))))
     assert pinned(node) == before
 
