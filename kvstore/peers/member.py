@@ -304,15 +304,8 @@ class ClusterMember:
         warn_of_its_end(tls, renewal="'kvstore upgrade' has it read")
         with contextlib.ExitStack() as stack:
             self._replica: Replica | None = None
-            if config.index_listen is not None:
-                replica = IndexConfig(
-                    listen=config.index_listen,
-                    entries=config.index_entries or DEFAULT_ENTRIES,
-                    option="--index-listen",
-                    plain=True,
-                    tls=tls,
-                )
-                self._replica = Replica(replica, loop)
+            if (index := _own_index(config, tls)) is not None:
+                self._replica = Replica(index, loop)
                 stack.callback(self._replica.close)
             self.peering: Peering | None = None
             if cluster.transport is not None:
@@ -421,6 +414,18 @@ class ClusterMember:
             return self._replica.metrics()
         except TimeoutError:
             return {}
+
+
+def _own_index(config: NodeConfig, tls: Tls | None) -> IndexConfig | None:
+    if config.index_listen is None:
+        return None
+    return IndexConfig(
+        listen=config.index_listen,
+        entries=config.index_entries or DEFAULT_ENTRIES,
+        option="--index-listen",
+        plain=True,
+        tls=tls,
+    )
 
 
 def _open_memory(cluster: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:

@@ -136,7 +136,7 @@ def test_a_page_with_everything_on_has_few_series() -> None:
         preparer=SimpleNamespace(refused_count=0),
         transfer_worker=SimpleNamespace(restarts=0, refused=0),
         transport="nixl",
-        _timings=timings,
+        _context=SimpleNamespace(stages=SimpleNamespace(timings=timings)),
     )
     peering.metrics = lambda: Peering.metrics(cast("Any", peering))
     memory = SimpleNamespace(block_count=1, counters=EngineCounters())
