@@ -519,7 +519,13 @@ class Offers:
 @lru_cache(maxsize=4096)
 def _cover(shards: frozenset[Shard], geometry: Geometry) -> bool:
     """Whether these shards cover all layers and heads."""
-    there = np.zeros(geometry, dtype=bool)
-    for shard in shards:
-        there[shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end] = True
+    # From one edge of shards to the next all is covered, or nothing is: a cell, however large.
+    sides = [((s.layer_begin, s.layer_end), (s.head_begin, s.head_end)) for s in shards]
+    edges = [
+        sorted({0, *(edge for its in sides for edge in its[axis] if edge < end)})
+        for axis, end in enumerate(geometry)
+    ]
+    there = np.zeros(tuple(map(len, edges)), dtype=bool)
+    for its in sides:
+        there[tuple(slice(*np.searchsorted(*each)) for each in zip(edges, its, strict=True))] = True
     return bool(there.all())
