@@ -234,8 +234,8 @@ def place_of(url: str) -> str:
 
 
 def watch(asked: TopSettings, *, has_node: bool) -> None:
-    """Print the states of processes, once or until `q`. `has_node`: that at the socket is one of
-    them, unless it is the index that is asked.
+    """Print the states of processes, once or until `q`. `has_node`: whether the node at the
+    socket is one of them; with --index the index is asked instead.
     """
     if len(urls := dict.fromkeys(asked.page)) > PAGES_MAX:
         raise ConfigError(f"--page was given {len(urls)} times: {PAGES_MAX} at most")

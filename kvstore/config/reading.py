@@ -107,7 +107,7 @@ def read_yaml(option: str, path: Path) -> Any:
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
-            names = [str(key.value) for key, _ in node.value]
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"{option} {path} has {twice[0]!r} twice: keep one of them")
             return node

@@ -134,7 +134,7 @@ def _write_weights(directory: Path, shape: Shape, seed: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # ours is in their place
+    logging.disable_progress_bar()  # the stage says a line for it
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=shape.hidden,

@@ -131,15 +131,17 @@ class Stage(ExitStack):
         """
         super().__init__()
         self.plan, self._console = plan, console
-        self._status = self.enter_context(console.status(""))
+        self._status = console.status("")
         self.nodes: list[NodeProcess] = []
         self.engines: list[VllmServer] = []
         self._logs, model = cache / "demo", cache / "models" / MEDIUM.size
         self._logs.mkdir(parents=True, exist_ok=True)
         self._config = ServerConfig(model=model, max_model_len=MODEL_LEN_MAX)
-        self.note("building the model (once)")
-        self.encode = encoder(build_model(model))
+        with self._status:
+            self.note("building the model (once)")
+            self.encode = encoder(build_model(model))
         self.work = Path(self.enter_context(TemporaryDirectory(prefix="kvstore-demo-")))
+        self.enter_context(self._status)
 
     def note(self, text: str) -> None:
         """Print what begins or has ended."""

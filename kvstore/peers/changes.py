@@ -84,12 +84,14 @@ class ChangeLog(Generic[_RowT]):
 
     def append(self, change: _RowT) -> None:
         """Append a change, in several rows if it has many keys, and wake readers. Never blocks for
-        long."""
-        count = key_count(change)
+        long: others append between the rows."""
+        if (count := key_count(change)) > ROW_KEYS_MAX:
+            for row in pieces(change, ROW_KEYS_MAX):
+                self.append(row)
+            return
         with self.lock:
-            for row in pieces(change, ROW_KEYS_MAX) if count > ROW_KEYS_MAX else (change,):
-                self.rows[self.end] = row
-                self.end += 1
+            self.rows[self.end] = change
+            self.end += 1
             self.keys += count
             places = [reader.number for reader in self._readers]
             needed = min([self.end, self.first + LEAVE_ROWS_MAX, *places])

@@ -139,7 +139,8 @@ class Dispatcher:
 class RoutedLife(msgspec.Struct):
     """One request, from its arrival at the core to its one end, for all front ends.
 
-        enter ─▶ Routed, Rejected     failed ─▶ Routed elsewhere, Rejected     first, end ─▶ core
+        enter ─▶ Routed, Rejected     failed ─▶ Routed elsewhere, Rejected
+        first, prefilled, end ─▶ core
 
     The proxy sends the request itself; behind Envoy and for callers of Route somebody else does.
     All say the same words, and the core judges them by one rule (`kvstore.routing.legs`).

@@ -95,6 +95,7 @@ class _Stream:
         self._is_over = False
         """The request's last part has come: no other part may follow."""
         self._is_refused = False
+        """There was no room for its body: the stream ends."""
         self._status = 0
         self._is_streamed = self._has_begun = False
         self._served = ""

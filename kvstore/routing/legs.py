@@ -322,9 +322,9 @@ class Blame:
     def served(
         self, opened: OpenRequest, served_by: str, why: str, now_ns: int, *, is_whole: bool
     ) -> None:
-        """A worker answers a request, another one than the chosen one (`served_by`) if a gateway
-        chose it for a reason (`why`): earlier failures of the request were the fault of their
-        workers.
+        """A worker answers a request. `served_by`: another one than the chosen one, if a gateway
+        chose it; then `why` is the fault of the chosen one. Earlier failures of the request were
+        the fault of their workers.
         """
         if opened.placement is None:
             return

@@ -91,7 +91,7 @@ class Polled(NamedTuple):
 
 def polled(answer: Sequence[Any]) -> Polled:
     """Decode the answer of the script POLL. Raises ProtocolError."""
-    epoch, _, void, ids, *rest = answer
+    epoch, void, ids, *rest = answer
     if not 0 <= _count("the key ids", ids) < SLOTS_GIVEN_MAX:
         raise ProtocolError(f"the key ids is {int(ids)}, which is no number of a slot")
     entries, rows, evicted = (

@@ -260,7 +260,7 @@ if not redis.call('GET', P .. 'epoch') then redis.call('SET', P .. 'epoch', epoc
 local counts = redis.call('HMGET', P .. 'counts', 'entries', 'rows', 'evicted')
 local answer = {
   redis.call('GET', P .. 'epoch'),
-  redis.call('HLEN', P .. 'slots'), redis.call('SCARD', P .. 'void'),
+  redis.call('SCARD', P .. 'void'),
   redis.call('GET', P .. 'ids') or 0,
   counts[1] or 0, counts[2] or 0, counts[3] or 0
 }
@@ -271,8 +271,8 @@ end
 return answer
 """
 )
-"""Argument: an epoch, which is set if there is none. Answer: epoch, slots, void slots, last slot
-number, entries, rows, evicted, then nodes."""
+"""Argument: an epoch, which is set if there is none. Answer: epoch, void slots, last slot number,
+entries, rows, evicted, then nodes."""
 
 RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
 """Argument: the epoch that replaces the present one."""

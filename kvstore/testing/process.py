@@ -58,11 +58,9 @@ def tie(command: Sequence[str], *, guarded: bool = False) -> list[str]:
     return [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *flags, *command]
 
 
-def popen_tied(
-    command: Sequence[str], *, guarded: bool = False, **options: Any
-) -> subprocess.Popen[Any]:
+def popen_tied(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen` of a child that ends with this process; see `tie`."""
-    return on_lasting_thread(lambda: subprocess.Popen(tie(command, guarded=guarded), **options))
+    return on_lasting_thread(lambda: subprocess.Popen(tie(command), **options))
 
 
 def on_lasting_thread(call: Callable[[], _T]) -> _T:

@@ -243,10 +243,10 @@ def ghost_endpoint_of_a_peer(patch: pytest.MonkeyPatch) -> None:
 
 @instead_of(Fetcher, "_judge")
 def serving_checked_before_the_read_only(
-    judge: Any, self: Fetcher, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
+    judge: Any, self: Fetcher, command: Fetch, stayed: NDArray[np.bool_], *others: Any, count: int
 ) -> Any:
     """That a block did not stay until it had been read does not count against it."""
-    return judge(self, command, np.ones_like(stayed), *others, shards=shards)
+    return judge(self, command, np.ones_like(stayed), *others, count=count)
 
 
 @instead_of(Fetcher, "_fetch_from")

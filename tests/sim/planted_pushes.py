@@ -16,6 +16,7 @@ from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pushes import PushCarrier
+from kvstore.types import KEY_BYTES
 from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord
 from tests.kit.planted import Patch, instead_of
 
@@ -56,10 +57,11 @@ def sealed_before_it_is_verified(copy: Any, self: PushCarrier, command: Land) ->
 @instead_of(PushCarrier, "_move")
 async def grant_of_another_peer_used(move: Any, self: PushCarrier, command: WritePush) -> Any:
     """Grants of all peers are one heap."""
-    heap: dict[int, WritePush] = vars(self).setdefault("heap", {})
-    heap[command.peer] = command
-    others = [each for each in heap.values() if len(each.its.keys) >= len(command.its.keys)]
-    its = next((each for each in others if each.peer != command.peer), command)
+    heap: dict[tuple[int, int], WritePush] = vars(self).setdefault("heap", {})
+    heap[command.peer, command.its.grant] = command
+    blocks = command.first + len(command.slots) // len(command.block_bytes)
+    others = [each for each in heap.values() if len(each.its.keys) >= blocks * KEY_BYTES]
+    its = next((each for each in reversed(others) if each.peer != command.peer), command)
     return await move(self, msgspec.structs.replace(command, node=its.node, its=its.its))
 
 

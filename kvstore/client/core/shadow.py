@@ -74,7 +74,8 @@ class Shadows:
         if not blocks:
             return
         self._stores.compare(
-            *(part, blocks),
+            part,
+            blocks,
             [block_ids[first + b] for b in blocks],
             [bytes(keys[first + b]) for b in blocks],
         )

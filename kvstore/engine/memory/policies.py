@@ -375,21 +375,27 @@ class Reuse:
         self._fresh = OldestFirst(self._stamps, among=lambda: members() & ~self._is_reused)
         self._reused = OldestFirst(self._stamps, among=lambda: members() & self._is_reused)
         self._gone = RecentKeys(key_count=REMEMBERED * slot_count_max, seed=_SEED)
+        self._fresh_count = 0
+        """Where all come in to be used at once, a look for fresh ones would find none each time."""
         self._now = 0
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self._prints[words] = prints
         came_back = self._gone.may_contain(prints)
         self._is_reused[words] = came_back
+        self._fresh_count += int(np.count_nonzero(~came_back))
         self.touch(words, stamps)
         self._fresh.note(words[~came_back], stamps[~came_back])
         self._reused.note(words[came_back], stamps[came_back])
 
     def resume(self, words: Words, prints: Prints) -> None:
         self._prints[words] = prints
+        self._fresh_count += len(words)
         self._fresh.note(words, self._stamps[words])
 
     def use(self, words: Words, stamps: Stamps) -> None:
+        # A hint may name a key twice; the count must not believe it.
+        self._fresh_count -= len(np.unique(words[~self._is_reused[words]]))
         self._is_reused[words] = True
         self.touch(words, stamps)
         self._reused.note(words, stamps)
@@ -399,6 +405,8 @@ class Reuse:
         self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
+        there = words[self._stamps[words] > 0]
+        self._fresh_count -= int(np.count_nonzero(~self._is_reused[there]))
         self._stamps[words] = 0
 
     def pop(self, count: int, may_go: MayGo) -> Words:
@@ -411,6 +419,7 @@ class Reuse:
             for queue, share in ((self._fresh, fresh), (self._reused, reused)):
                 if share:
                     words = queue.take(share, may_go)
+                    self._fresh_count -= len(words) if queue is self._fresh else 0
                     self._stamps[words] *= -1
                     victims.append(words)
                     missing -= len(words)  # it may see less of its queue than the split did
@@ -421,7 +430,8 @@ class Reuse:
     def _split(self, count: int, may_go: MayGo) -> tuple[int, int]:
         """Numbers of fresh and of reused blocks among the next victims, at most `count` together.
         Fewer if not all are visible yet; both 0 only when no block may go."""
-        fresh, reused = self._fresh.peek(count, may_go), self._reused.peek(count, may_go)
+        fresh = self._fresh.peek(count, may_go) if self._fresh_count else NONE
+        reused = self._reused.peek(count, may_go)
         ages = np.concatenate([self._now - fresh, (self._now - reused) * REUSED_AGE])
         order = np.argsort(-ages, kind="stable")[:count]
         is_fresh = order < len(fresh)

@@ -97,7 +97,7 @@ class Residency:
         self.unverified = np.zeros(word_count, dtype=bool)
         """Whether each slot's block was taken over from another process and not compared with its
         checksum since."""
-        self.origin: Origins = np.full(word_count, FROM_DRAM, dtype=np.int64)
+        self.origin: Origins = np.zeros(word_count, dtype=np.int64)
         """Where each slot's block was when it was asked for, until its first lease."""
         self.hbm_of_word = np.full(word_count if hbm_word_count else 0, -1, dtype=np.int32)
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""

@@ -148,7 +148,8 @@ class Account(msgspec.Struct, eq=False):
     held: list[int]
     """Bytes pinned by this account, each slot counted once, by group."""
     members: int = 0
-    """Number of connections or nodes; of an upper account, number of accounts below it."""
+    """Number of connections or nodes; of an upper account, number of accounts below it; of the
+    node's one more, so that it stays."""
 
     def line(self) -> Iterator[Account]:
         """This account and those above it, from the bottom up."""
@@ -342,8 +343,9 @@ class Pins:
             its = words if count == len(words) else words[writers == writer]
             # Below 0 are writers of the node itself, and nodes that fetch.
             accounts = self._of.get(writer) if writer > 0 else None
+            weights = slots.weigh(its)
             for account in accounts or (self.node,):
-                account.add(slots.weigh(its), sign)
+                account.add(weights, sign)
 
 
 def _add(held: list[int], weights: Weights, sign: int) -> None:

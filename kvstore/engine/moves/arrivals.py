@@ -25,7 +25,7 @@ from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import FROM_DISK, FROM_DRAM, Origins
+from kvstore.engine.why.reasons import FROM_DISK, FROM_DRAM, PUSHED_HERE, Origins
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 16
@@ -145,7 +145,7 @@ class Arrivals:
     def settle_keys(self, keys: Keys) -> None:
         """These keys arrived, or will not: queue the watches that need one of them next."""
         for key in each(keys) if self._next else ():
-            self._to_look_at |= dict.fromkeys(self._next.of(key))
+            self._to_look_at |= self._next.get(key, {})
 
     @property
     def has_news(self) -> bool:
@@ -206,7 +206,8 @@ def _counts_of(origins: Origins | None) -> dict[str, int]:
     """Numbers of blocks from disk and from other nodes, by the field of an answer."""
     if origins is None:
         return {}
-    flags = {"from_file": origins == FROM_DISK, "from_peer": origins >= 0}
+    is_from_peer = (origins > 0) | (origins == PUSHED_HERE)
+    flags = {"from_file": origins == FROM_DISK, "from_peer": is_from_peer}
     return {name: int(np.count_nonzero(its)) for name, its in flags.items()}
 
 

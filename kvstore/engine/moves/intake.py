@@ -27,7 +27,7 @@ from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.owners import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import FROM_DISK, Reason
+from kvstore.engine.why.reasons import FROM_DISK, PUSHED_HERE, Reason
 from kvstore.types import Tier
 from kvstore.wire.messages import checksums_array
 from kvstore.wire.record import Scope, scopes_of
@@ -211,7 +211,7 @@ class Intake:
         return absent
 
     def fetch(
-        self, job: Incoming, good: bytes, checksums: bytes, *, search: int = 0
+        self, job: Incoming, good: bytes, checksums: bytes, *, search: int = PUSHED_HERE
     ) -> NDArray[np.bool_]:
         """Seal the good blocks that another node sent, unless they were cleared or switched off on
         their way. Returns flags of the blocks that count. `checksums` [n][S], or empty; `search`:

@@ -160,6 +160,8 @@ class Writes:
 
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """Offer blocks that a new request names to the disk; absent rows are -1."""
+        if not self._state.config.file_bytes:
+            return
         words = self._state.residency.words(rows)
         rows = rows[(words >= 0) & (self._job_of_word[words] == 0)]
         if not has_repeats(rows):
@@ -169,8 +171,10 @@ class Writes:
         """Write those of these blocks in dram, in chain order, that are not on disk, worth it, and
         have room."""
         state = self._state
+        if not state.config.file_bytes:
+            return
         rows = rows[state.residency.file[rows] == 0]
-        if not (state.config.file_bytes and len(rows)) or state.is_scope_off(scope, Tier.FILE):
+        if not len(rows) or state.is_scope_off(scope, Tier.FILE):
             return
         named = prints(scope, state.residency.table.keys[rows])
         admitted = self._admission.admit(named, state.now_ns)

@@ -149,6 +149,8 @@ class Lookups:
         (estimated time in ms, source) of those that take longest, result of asking other nodes)."""
         pushed = self._awaited.run(asker, keys)
         estimate = (0, wire.PUSHED if pushed else "")
+        if not len(keys):
+            return pushed, estimate, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows(), name=name)
         if promoting == REPEATED:
             return REPEATED, estimate, Wanted()

@@ -324,10 +324,11 @@ class Search(msgspec.Struct):
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
 
 Origins = NDArray[np.int64]
-"""Where each leased block was when it was asked for: FROM_DRAM, FROM_DISK, or, on another node, the
-number of the search that led to it; 0 if it was pushed."""
-FROM_DRAM: Final = -2
+"""Where each leased block was when it was asked for: FROM_DRAM, FROM_DISK, PUSHED_HERE, or, on
+another node, the number of the search that led to it."""
+FROM_DRAM: Final = 0
 FROM_DISK: Final = -1
+PUSHED_HERE: Final = -2
 
 
 class Wanted(NamedTuple):

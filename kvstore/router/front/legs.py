@@ -120,7 +120,8 @@ async def prefilled(
         return Fault(Failure.REFUSED)
     parameters = parameters_of(found.body)
     worker.source = source_of(parameters)
-    # Without, it is computed twice: again and again, that is worse than no prefiller.
+    # Without parameters the decoder computes the prompt again: a prefiller that always does so is
+    # worse than none.
     return Fault(Failure.STATUS, why=USELESS) if parameters is None else parameters
 
 
