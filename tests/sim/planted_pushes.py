@@ -14,10 +14,9 @@ from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.sessions.leases import Lease
-from kvstore.peers.peer_session import PeerSession
+from kvstore.peers.peer_session import BlockServer, PeerSession
 from kvstore.peers.pushes import PushCarrier
-from kvstore.types import KEY_BYTES
-from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord
+from kvstore.wire.peers import Pushed, PushGrant, PushOver, PushRevoke, PushWord
 from tests.kit.planted import Patch, instead_of
 
 
@@ -54,15 +53,28 @@ def sealed_before_it_is_verified(copy: Any, self: PushCarrier, command: Land) ->
     return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
 
 
-@instead_of(PushCarrier, "_move")
-async def grant_of_another_peer_used(move: Any, self: PushCarrier, command: WritePush) -> Any:
+def grant_of_another_peer_used(patch: pytest.MonkeyPatch) -> None:
     """Grants of all peers are one heap."""
-    heap: dict[tuple[int, int], WritePush] = vars(self).setdefault("heap", {})
-    heap[command.peer, command.its.grant] = command
-    blocks = command.first + len(command.slots) // len(command.block_bytes)
-    others = [each for each in heap.values() if len(each.its.keys) >= blocks * KEY_BYTES]
-    its = next((each for each in reversed(others) if each.peer != command.peer), command)
-    return await move(self, msgspec.structs.replace(command, node=its.node, its=its.its))
+    post, move = BlockServer._post, PushCarrier._move
+
+    def noted(self: BlockServer, session: Any, ask: Any) -> None:
+        if isinstance(ask, PushGrant):
+            vars(session).setdefault("taken", {})[ask.grant] = ask
+        post(self, session, ask)
+
+    async def mixed(self: PushCarrier, command: WritePush) -> Any:
+        own = vars(self._sessions[command.peer]).setdefault("taken", {})
+        own[command.its.grant] = command.its
+        sessions: list[Any] = [its for peer, its in self._sessions.items() if peer != command.peer]
+        for each in sessions:
+            for grant, its in vars(each).get("taken", {}).items():
+                if grant in each.grants:
+                    other = msgspec.structs.replace(command, node=each.node, its=its, first=0)
+                    return await move(self, other)
+        return await move(self, command)
+
+    patch.setattr(BlockServer, "_post", noted)
+    patch.setattr(PushCarrier, "_move", mixed)
 
 
 @instead_of(Pushes, "revoked")

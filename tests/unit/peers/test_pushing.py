@@ -162,9 +162,8 @@ async def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
         None,
         Stages((), clock, slow_s=1),
     )
-    carrier = PushCarrier(
-        PeerContext(lambda _: None, *its), cast("Any", nothing), {1: nothing, 2: nothing}
-    )
+    sessions = {peer: SimpleNamespace(node=f"d{peer}", grants={7: None}) for peer in (1, 2)}
+    carrier = PushCarrier(PeerContext(lambda _: None, *its), cast("Any", nothing), sessions)
     for peer in (1, 2):
         grant = msgspec.structs.replace(push_grant(7, keys(1)), extents=peer.to_bytes(4, "little"))
         size = (grant.block_bytes,)

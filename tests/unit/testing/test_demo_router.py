@@ -48,7 +48,7 @@ def test_the_table_the_receipt_and_the_picture(tmp_path: Path) -> None:
     assert "request r3: b" in text
     [line] = [line for line in text.splitlines() if line.strip().startswith("kvstore router")]
     assert line.split()[2:] == ["500", "500", "4.0", "×", "160", "0", "240", "4/4"]
-    assert "Of 2 turns with a history 2 went to the engine of the turn before, by round robin 0." in text
+    assert "with a history 2 went to the engine of the turn before, by round robin 0." in text
     assert (stays(turns), stays(routed)) == ((0, 2), (2, 2))
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
