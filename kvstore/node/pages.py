@@ -1,4 +1,4 @@
-"""The pages of a node: the state of the loop, asked on the loop.
+"""The pages of a node, and the values of all its metrics: the state of the loop, asked on the loop.
 
 The page for people shows rows of `inspect` and `explain`, and counters of /metrics.
 """
