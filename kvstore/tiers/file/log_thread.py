@@ -1,5 +1,5 @@
-"""The thread that owns the end of the log: writes and voids in their order, reclaims before them, and
-the deletion of segments.
+"""The thread that owns the end of the log: writes and voids in their order, reclaims before them,
+and the deletion of segments.
 
 Covers the queue of the writer, its bounds and deadlines, when a segment is reclaimed, and what
 becomes of its records:
