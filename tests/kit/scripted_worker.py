@@ -30,7 +30,7 @@ import urllib.request
 import uuid
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -43,7 +43,9 @@ from kvstore.wire.requests import (
     asks_for_adapter,
     read_transfer,
 )
-from tests.kit.virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from tests.kit.virtual_loop import VirtualLoop
 
 BODIES_MAX = 1000
 BODY_BYTES_MAX = 1 << 16
