@@ -154,10 +154,12 @@ def test_with_few_blocks_and_preemption_tokens_stay_equal(
             max_model_len=1536,
         )
         with vllm.start(config, log=tmp_path / "few.log") as engine:
-            for _ in range(2):
+            for turn in range(8):  # how many requests meet is up to the machine
                 hybrid.check(engine, long=True)
                 hybrid.check(engine)
                 engine.forget()
+                if turn and engine.metrics()[PREEMPTIONS] > 0:
+                    break
             assert engine.metrics()[PREEMPTIONS] > 0
             assert engine.hits().external_hits > 0
             assert not engine.metrics().get(OWN_ERRORS)
