@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.engine.engine import Engine
 from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.policies import Reuse, Words
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
@@ -100,6 +100,11 @@ def _check_slabs(slots: Slots) -> None:
         assert bool((slots.sizes(words) == pool.slot_bytes).all()), "a slab is cut otherwise"
         free = set(pool.free)
         assert len(free) == len(pool.free), "a slot is free twice"
+        if isinstance(pool.policy, Reuse):
+            fresh = (slots.stamps[words] > 0) & ~pool.policy._is_reused[words]
+            assert pool.policy._fresh_count == np.count_nonzero(fresh), (
+                "fresh ones are miscounted"
+            )
         expected = words[slots.state[words] == SlotState.FREE]
         assert free == set(expected.tolist()), "the free list is not the free slots"
     assert all(slab < slots.slabs_ready for slab in seen), "a slab without pages is used"

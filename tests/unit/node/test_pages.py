@@ -157,6 +157,7 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     )
     code: Any = SimpleNamespace(version="1")
     collector = NodeCollector(driver, Incarnation(1), code)
+    assert collector.collect()["blocks_hit_total"] is not node.engine.ledger.hits, "which goes on"
     shown = list(families(collector.collect()))
     lines = [sample for each in shown for sample in each.samples]
     named = [sample for sample in lines if "tenant" in sample.labels]

@@ -227,7 +227,10 @@ async def test_grants_of_one_number_are_those_of_two_peers() -> None:
         *((peer, wire.PushGrant) for peer in (1, 2, 3)),
         (2, wire.PushRevoke),
     ]
-    del server.sessions[1]
+    over = server.sessions.pop(1)
+    server._hear(over, wire.PushRevoke(7))
+    await asyncio.sleep(0)
+    assert len(posted) == 4, "a session that has ended says nothing more"
     server.answer(3, wire.PushOver(7, 30, "it was taken back", is_quiet=True))
     for peer in (1, 2, 3):
         server.answer(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))

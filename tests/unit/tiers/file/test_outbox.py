@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from kvstore.tier_events import FileKnown, FileTierEvent, FileWritten
-from kvstore.tiers.file.parts import KNOWN_MAX, Outbox
+from kvstore.tiers.file.parts import KNOWN_MAX, Leaving, Outbox
 from kvstore.wire.record import Scope
 from tests.unit.tiers.file.kit import SCOPE, key
 
@@ -70,3 +70,11 @@ def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.Mo
         with pytest.raises(InterruptedError):
             next(taken)
     assert list(outbox.take()) == events[1:]
+
+
+def test_what_is_found_while_the_tier_is_closed_ends_the_recovery(outbox: Outbox) -> None:
+    outbox.known(KNOWN, own=True)
+    outbox.stop()
+    with pytest.raises(Leaving):
+        outbox.known(KNOWN, own=True)
+    assert list(outbox.take()) == [KNOWN]
