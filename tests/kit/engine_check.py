@@ -102,9 +102,7 @@ def _check_slabs(slots: Slots) -> None:
         assert len(free) == len(pool.free), "a slot is free twice"
         if isinstance(pool.policy, Reuse):
             fresh = (slots.stamps[words] > 0) & ~pool.policy._is_reused[words]
-            assert pool.policy._fresh_count == np.count_nonzero(fresh), (
-                "fresh ones are miscounted"
-            )
+            assert pool.policy._fresh_count == np.count_nonzero(fresh), "fresh ones are miscounted"
         expected = words[slots.state[words] == SlotState.FREE]
         assert free == set(expected.tolist()), "the free list is not the free slots"
     assert all(slab < slots.slabs_ready for slab in seen), "a slab without pages is used"
