@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -86,7 +87,7 @@ class Host:
                 family = [pid, *children_of(pid)]
                 if any(mark in name for each in family for name in descriptors(each)):
                     with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        _kill(family)
                     return
             threading.Event().wait(_POLL_S / 5)
 
@@ -118,3 +119,15 @@ class Host:
     def close(self) -> None:
         with self.node:
             pass
+
+
+def _kill(family: list[int]) -> None:
+    """Kill a process, and wait until its children have ended, too: a node that has not noticed yet
+    that its supervisor was killed still answers `restore`."""
+    with ExitStack() as stack:
+        pidfds = [os.pidfd_open(pid) for pid in family]
+        for pidfd in pidfds:
+            stack.callback(os.close, pidfd)
+        signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], SERVING_S)[0], "a process outlived its parent"
