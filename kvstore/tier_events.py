@@ -109,32 +109,31 @@ MemoryCommand = RaiseGenerations | Shown | Promote
 """Commands about slots of dram and of hbm."""
 
 
-class FileKnown(msgspec.Struct, frozen=True):
+class FileBlocks(msgspec.Struct, frozen=True):
+    """Blocks of one scope on disk."""
+
+    scope: Scope
+    keys: bytes
+    locations: bytes
+
+
+class FileKnown(FileBlocks, frozen=True):
     """The disk tier holds these blocks: found at start, newest segment first, or stored by another
     node."""
 
-    scope: Scope
-    keys: bytes
-    locations: bytes
     checksums: bytes
 
 
-class FileMoved(msgspec.Struct, frozen=True):
-    """Blocks kept from a reclaimed segment have new locations; their old ones are void."""
+class FileMoved(FileBlocks, frozen=True):
+    """Blocks kept from a reclaimed segment have new locations; `locations` are void."""
 
-    scope: Scope
-    keys: bytes
-    old_locations: bytes
-    locations: bytes
+    new_locations: bytes
 
 
-class FileGone(msgspec.Struct, frozen=True):
-    """The disk tier holds these blocks no more, at these places or, without places, anywhere:
+class FileGone(FileBlocks, frozen=True):
+    """The disk tier holds these blocks no more, at these locations or, without any, anywhere:
     damaged, a segment lost, a foreign one deleted by its owner."""
 
-    scope: Scope
-    keys: bytes
-    locations: bytes = b""
     damaged: bool = False
     """The blocks were read, and differ from those stored there."""
 

@@ -350,7 +350,7 @@ def test_a_reclaimed_segment_keeps_what_it_is_told_to(
     place = rig.known[SCOPE, first]
     rig.reclaim(asked.segment, [place])
     moved = rig.wait(FileMoved)
-    assert (moved.keys, u64(moved.old_locations)) == (first, [place])
+    assert (moved.keys, u64(moved.locations)) == (first, [place])
     assert rig.known[SCOPE, first] != place
     assert rig.read([int.from_bytes(first[:4], "big")]) == [True]
     known = numbers_known(opened_again(rig))

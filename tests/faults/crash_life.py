@@ -264,7 +264,7 @@ class Life:
                 self._drop(gone)
                 keep = np.array([place for _, place in held[:1]], np.uint64)
                 self._tier.submit(ReclaimFile(segment, keep.tobytes()))
-            case FileMoved(scope=scope, keys=keys, locations=locations):
+            case FileMoved(scope=scope, keys=keys, new_locations=locations):
                 moved = {(scope, _number(keys, row)): p for row, p in enumerate(u64(locations))}
                 self._said(moved)
             case _:

@@ -382,14 +382,15 @@ class Files:
     def _number_of(self, scope: Scope) -> int:
         return self._state.residency.scope(scope.tenant, SpaceId(scope.space), scope.shard)
 
-    def _live(self, scope: Scope, keys: bytes, locations: bytes) -> tuple[Rows, NDArray[np.bool_]]:
+    def _live(self, its: tier_events.FileBlocks) -> tuple[Rows, NDArray[np.bool_]]:
         """Rows of these blocks, and flags of those whose place on disk is the one in `locations`;
         with empty `locations`, flags of those that have a row."""
         residency = self._state.residency
-        rows = residency.table.find(self._number_of(scope), keys_array(keys))
+        rows = residency.table.find(self._number_of(its.scope), keys_array(its.keys))
         live = rows >= 0
-        if locations:
-            live[live] = residency.file[rows[live]] == np.frombuffer(locations, dtype="<u8")[live]
+        if its.locations:
+            places = np.frombuffer(its.locations, dtype="<u8")
+            live[live] = residency.file[rows[live]] == places[live]
         return rows, live
 
     def known(self, event: tier_events.FileKnown) -> None:
@@ -426,12 +427,12 @@ class Files:
     def moved(self, event: tier_events.FileMoved) -> None:
         """Blocks kept from a reclaimed segment have new places. A block that was written again
         meanwhile keeps that later place."""
-        rows, live = self._live(event.scope, event.keys, event.old_locations)
-        self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
+        rows, live = self._live(event)
+        self._place(rows[live], np.frombuffer(event.new_locations, dtype="<u8")[live])
 
     def gone(self, event: tier_events.FileGone) -> None:
         """The tier holds these blocks no more, at these places."""
-        rows, live = self._live(event.scope, event.keys, event.locations)
+        rows, live = self._live(event)
         if event.damaged:
             self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
         stamp = self._state.stamp(Reason.FILE_LOST)
@@ -444,7 +445,7 @@ class Files:
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
         for part in event.parts:
-            rows, live = self._live(part.scope, part.keys, part.locations)
+            rows, live = self._live(part)
             hot = np.flatnonzero(live)
             hot = hot[self._asked_for[rows[hot]]][:room]
             if state.is_off(part.scope.tenant, SpaceId(part.scope.space), Tier.FILE):

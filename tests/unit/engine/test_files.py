@@ -24,7 +24,7 @@ from tests.unit.engine.harness import (
 
 
 def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
-    return FileGone(Scope(tenant, SPACE, shard, BLOCK_BYTES), keys(*numbers))
+    return FileGone(Scope(tenant, SPACE, shard, BLOCK_BYTES), keys(*numbers), b"")
 
 
 def test_known_blocks_come_and_go() -> None:

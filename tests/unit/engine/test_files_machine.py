@@ -150,7 +150,7 @@ class DiskMachine(CountedMachine):
 
     @rule(number=numbers)
     def a_record_is_lost(self, number: int) -> None:
-        self.node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number)))
+        self.node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number), b""))
 
     @rule(first=st.integers(1, 60))
     def a_segment_is_reclaimed(self, first: int) -> None:

@@ -289,7 +289,7 @@ def test_a_lease_whose_number_is_used_again_gets_nothing_of_the_old_one() -> Non
 def test_a_block_read_keeps_the_checksum_it_was_verified_against() -> None:
     node, peer = on_disk_only(1)
     peer.lease(1, 1)
-    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1)))
+    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), b""))
     node.step(msgspec.structs.replace(known(1, at=9), checksums=checksum(99)))
     node.read_all()
     node.hear(peer.scheduler, LeaseRelease([1]))
@@ -303,7 +303,7 @@ def test_what_comes_from_disk_counts_as_hit() -> None:
     node.answer(node.reads[0], [True, True, False])
     counters = node.engine.counters
     assert counters.leased_bytes == 2 * SLOT_BYTES_MIN
-    gone = FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3, 7), damaged=True)
+    gone = FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3, 7), b"", damaged=True)
     node.step(gone, msgspec.structs.replace(gone, damaged=False))
     assert counters.file_blocks_damaged == 2
 

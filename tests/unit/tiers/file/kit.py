@@ -157,7 +157,8 @@ class StoreDriver:
         if isinstance(event, FileReclaim) and self.on_reclaim is not None:
             self.on_reclaim(event)
         if isinstance(event, FileKnown | FileMoved):
-            for index, place in enumerate(u64(event.locations)):
+            places = event.new_locations if isinstance(event, FileMoved) else event.locations
+            for index, place in enumerate(u64(places)):
                 name = (event.scope, event.keys[index * 32 : (index + 1) * 32])
                 self.known[name] = max(place, self.known.get(name, 0))
                 if isinstance(event, FileKnown):
