@@ -18,8 +18,8 @@ from kvstore.units import NS_PER_MS
 _DOUBLINGS_MAX = 5
 
 
-class BreakerState(enum.Enum):
-    """State of a breaker: all requests pass, one probe is out, or none passes."""
+class BreakerState(enum.StrEnum):
+    """State of a breaker: all requests pass, one probe is out, or none passes; in this order."""
 
     CLOSED = "closed"
     HALF_OPEN = "half-open"

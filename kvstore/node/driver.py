@@ -299,7 +299,7 @@ class Driver:
             self._attach.expire(now_ns)
             files = self._files
             events: list[Event] = [
-                core.Tick(files.tier.taken_bytes, files.breakers) if files else core.Tick()
+                core.Tick(files.tier.taken_bytes, files.tier.breakers) if files else core.Tick()
             ]
             ready_bytes = self._tier.ready_bytes
             if ready_bytes != self._ready_bytes:

@@ -205,12 +205,6 @@ class FileEnd:
             " blocks are found so far"
         )
 
-    @property
-    def breakers(self) -> tuple[str, str]:
-        """States of the circuit breakers for reads and for writes."""
-        reads, writes = self.tier.breakers
-        return reads.value, writes.value
-
     def carry_out(self, command: FileCommand) -> list[FileEvent]:
         """Give the tier its order. Returns the end of a command that the tier refuses."""
         if self.tier.submit(command):
