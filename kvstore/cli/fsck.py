@@ -228,7 +228,7 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         locked = None
         if quarantine:
             locked = stack.enter_context(contextlib.closing(_lock(directory, disk)))
-        report.node_runs = locked is None and _is_in_use(fd)
+        report.node_runs = locked is None and _is_in_use(disk, fd)
         _check_all(report, disk, fd, store_id, locked)
     sizes = sizes_in(directory / "quarantine")
     report.quarantine_files, report.quarantine_bytes = len(sizes), sum(sizes)
@@ -244,18 +244,13 @@ def _lock(directory: Path, disk: Disk) -> Directory:
         ) from None
 
 
-def _is_in_use(dir_fd: int) -> bool:
+def _is_in_use(disk: Disk, dir_fd: int) -> bool:
     """Whether a node holds the lock of a directory."""
     try:
-        fd = os.open("lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
+        with opened(disk, "lock", os.O_RDONLY, dir_fd) as (fd, _):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -354,9 +349,7 @@ def _check(
     table = found.table
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
-    if len(table.pages):
-        good = np.delete(table.scope_of, bad)
-        report.record_bytes += int(lengths[good].sum())
+    report.record_bytes += int(lengths[np.delete(table.scope_of, bad)].sum())
     if bad:
         report.blame(name, _DAMAGED, len(bad))
     if found.skipped_pages:
