@@ -192,7 +192,7 @@ def page_is_whole(page: bytes | memoryview) -> bool:
 def write_block_page(
     page: memoryview, *, prefix: bytes, key: bytes, checksum: bytes, segment_id: bytes, place: int
 ) -> None:
-    """Fill `page`, [4096] bytes that are zero or an earlier page of the same prefix length."""
+    """Fill `page`, [4096] bytes."""
     _fill(page, KIND_BLOCK, (segment_id, place, 0, checksum, key, 0), prefix)
 
 
@@ -213,7 +213,7 @@ def _fill(
     """Write a page: `fields` from the segment id to the filter, the text behind them, and the
     page's own checksum."""
     _PAGE.pack_into(page, 0, PAGE_MAGIC, RECORD_VERSION, kind, *fields, len(text))
-    page[_PAGE.size : _PAGE.size + len(text)] = text
+    page[_PAGE.size : PAGE_COVERED] = text.ljust(PAGE_COVERED - _PAGE.size, b"\0")
     page[PAGE_COVERED:] = seal_page(page)
 
 

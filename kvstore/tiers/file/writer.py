@@ -123,7 +123,6 @@ class Writer:
         self.voids_are_durable = True
         """Whether every carried void is on the disk: cleared blocks stay so after a restart."""
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
-        self._prefix_bytes = 0
         self._tails = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
         self._direct = directory.direct
         self._voids_max = min(VOIDS_MAX, max(1, segment_bytes // PAGE_BYTES // 16))
@@ -251,9 +250,6 @@ class Writer:
         scope, prefix, found = order.scope, order.scope.prefix(), opened.found
         head, pages = opened.file.head, record_pages(scope)
         first_page = found.end_page
-        if len(prefix) < self._prefix_bytes:
-            self._headers.view[:] = bytes(len(self._headers.view))
-        self._prefix_bytes = len(prefix)
         buffers, written = [], []
         for row, index in enumerate(run):
             page, header = first_page + row * pages, self._headers.page(row)

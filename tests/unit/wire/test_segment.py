@@ -50,8 +50,10 @@ scopes = st.builds(
 )
 
 
-def block_page(scope: Scope = SCOPES[0], *, place: int = 5) -> bytes:
-    page = bytearray(PAGE_BYTES)
+def block_page(
+    scope: Scope = SCOPES[0], *, place: int = 5, over: bytes = bytes(PAGE_BYTES)
+) -> bytes:
+    page = bytearray(over)
     write_block_page(
         memoryview(page),
         prefix=scope.prefix(),
@@ -84,6 +86,11 @@ def closed(what: Table, *, first_page: int) -> tuple[bytes, int]:
 def parsed(data: bytes, size: int) -> Table | None:
     place = parse_trailer(data[-PAGE_BYTES:], HEAD, file_bytes=size)
     return None if place is None else parse_footer(data[: place.table_bytes], place, HEAD)
+
+
+def test_nothing_of_an_earlier_page_stays() -> None:
+    """Names of other tenants are on disk only beside their own blocks."""
+    assert block_page(SCOPES[0], over=block_page(SCOPES[1])) == block_page(SCOPES[0])
 
 
 @given(scopes)
