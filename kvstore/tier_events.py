@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Tier
-from kvstore.wire.record import Scope
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Tier
+from kvstore.wire.record import Scope, payload_pages
 
 
 class _Move(msgspec.Struct, frozen=True):
@@ -31,6 +31,11 @@ class _Move(msgspec.Struct, frozen=True):
     slots: Any
     checksums: bytes
     """Checksums as made by the rank that stored the block."""
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes that the slots take in the arena."""
+        return len(self.slots) * payload_pages(self.scope.block_bytes) * PAGE_BYTES
 
     def key(self, index: int) -> bytes:
         return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]

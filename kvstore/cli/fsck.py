@@ -45,7 +45,6 @@ from kvstore.tiers.file.directory import (
     segments_identity,
 )
 from kvstore.tiers.file.disk import Disk, Pages, opened, read_bytes, sizes_in
-from kvstore.tiers.file.log_thread import Reclaimer
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
@@ -389,13 +388,12 @@ def _move_aside(
     number = max(numbers) + 1
     writer = Writer(locked, catalog, disk, segment_bytes=SEGMENT_BYTES_MAX, number=number)
     writer.carry(voids)
-    reclaimer = Reclaimer(locked, catalog, writer)
     with contextlib.closing(catalog):
         for checked in damaged:
             segment = checked.segment
             catalog.add(segment)
-            parts = reclaimer.ask(segment, voids).parts
-            _, error = reclaimer.move(segment, parts, b"".join(part.locations for part in parts))
+            parts = writer.ask(segment, voids).parts
+            _, error = writer.move(parts, b"".join(part.locations for part in parts))
             error = error or writer.close_segment().error
             if error is not None:
                 raise ConfigError(

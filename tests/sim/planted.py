@@ -48,7 +48,8 @@ from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.discovery import Peers
-from kvstore.tiers.file.reader import Reader, ReadJob
+from kvstore.tiers.file.parts import FileJob
+from kvstore.tiers.file.reader import Reader
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
@@ -62,10 +63,12 @@ from tests.sim.world.groups import NULL_BLOCK, Kind
 
 
 @instead_of(FileTier, "_late")
-def free_on_abort(late: Any, self: FileTier, job: ReadJob, now_ns: int) -> None:
+def free_on_abort(late: Any, self: FileTier, job: FileJob[ReadFile], now_ns: int) -> None:
     """The slots of a read that takes too long are given up: the disk writes there later."""
     late(self, job, now_ns)
-    self._end(job)
+    if job.runs:
+        job.runs = 0
+        self._end_if_done(job)
 
 
 def lease_checked_before_the_copy_only(patch: pytest.MonkeyPatch) -> None:

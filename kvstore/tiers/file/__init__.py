@@ -4,11 +4,11 @@
 |---|---|
 | `config.py` | where it lies, and how far it may go; orders and events: `kvstore.tier_events` |
 | `tier.py` | `FileTier`: queues, deadlines, threads; all that others call |
-| `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
+| `writer.py` | the log's end: append, close, void, move what a reclaimed segment keeps |
 | `reader.py` | runs of neighbouring records into slots, each block verified |
 | `log_thread.py` | the thread at the log's end; deletes segments for room, the oldest first |
 | `scrub.py` | asking all the time whether a record is still what was stored |
-| `parts.py` | shared by threads: when a failing disk is left alone; events for the driver |
+| `parts.py` | shared by threads: when a failing disk is left alone; events for the driver; jobs |
 | `directory.py` | one directory: identity, lock, names, quarantine |
 | `catalog.py` | which segments there are, and what they take of the capacity |
 | `contents.py` | what a segment holds: its footer, or record by record; whether that is intact |

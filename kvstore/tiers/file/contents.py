@@ -210,7 +210,7 @@ def is_intact(
         file: its segment.
         page: where it should be.
         block: what its page should say.
-        buffer: for a piece, whole pages; a record that fits it is in there afterwards.
+        buffer: for a piece, whole pages.
         before_read: called with the size of each piece before it is read.
 
     Raises:

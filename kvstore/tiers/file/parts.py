@@ -1,4 +1,5 @@
-"""Parts that the threads of a tier share: breakers of its disk, events on their way to the driver.
+"""Parts that the threads of a tier share: breakers of its disk, events on their way to the driver,
+jobs of one kind with their limits and deadlines.
 
 Three breakers (`kvstore.breaker`) say whether the disk may be used. Not thread safe: `FileTier`
 holds its lock.
@@ -22,9 +23,10 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker, BreakerState
 from kvstore.mailbox import Mailbox
@@ -33,15 +35,20 @@ from kvstore.tier_events import (
     FileGone,
     FileKnown,
     FileMoved,
+    FileRead,
     FileReclaim,
     FileTierEvent,
+    FileWritten,
+    ReadFile,
     Resumed,
     Suspended,
+    WriteFile,
 )
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk
+from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
 
 _FULL = "its file system is full: make room, or restart with a smaller --file"
@@ -67,15 +74,10 @@ class Health:
         return not self._reads.is_open
 
     @property
-    def reads(self) -> BreakerState:
-        return self._reads.state
-
-    @property
-    def writes(self) -> BreakerState:
-        """State of the breaker furthest from closed: writes need all."""
-        states = [breaker.state for breaker in self._all]
-        order = (BreakerState.OPEN, BreakerState.HALF_OPEN)
-        return next((state for state in order if state in states), BreakerState.CLOSED)
+    def states(self) -> tuple[BreakerState, BreakerState]:
+        """For reads, and for writes, which need all breakers: of the one furthest from closed."""
+        furthest = max((breaker.state for breaker in self._all), key=[*BreakerState].index)
+        return self._reads.state, furthest
 
     def allows_read(self, now_ns: int) -> bool:
         return self._reads.allows(now_ns)
@@ -226,3 +228,59 @@ class Parts(NamedTuple):
     """Guards queues and jobs; notified when a job ends."""
     leaving: threading.Event
     """Set when the tier is being closed."""
+
+
+# ── jobs ──────────────────────────────────────────────────────────────────────────────────────────
+
+_Order = TypeVar("_Order", WriteFile, ReadFile)
+
+
+@dataclass(slots=True, eq=False)
+class FileJob(Generic[_Order]):
+    """An order that waits or runs."""
+
+    order: _Order
+    deadline_ns: int
+    results: list[int] = field(default_factory=list)
+    """Of its leading blocks, those done so far: the location of one that was written, 1 for one
+    that was read and is intact, else 0."""
+    runs: int = 0
+    """Number of the parts of a read that wait or run; of a write, 1 while it runs."""
+    late: bool = False
+
+
+class FileJobs(dict[int, FileJob[_Order]]):
+    """Jobs of one kind by number, within the limits of the queue. All with the tier's lock held."""
+
+    def __init__(self, parts: Parts, deadline_ms: int) -> None:
+        super().__init__()
+        self._config, self._clock = parts.config, parts.clock
+        self._outbox, self._lock = parts.outbox, parts.lock
+        self._deadline_ns = deadline_ms * NS_PER_MS
+        self._slots_bytes = 0
+        self.is_closed = False
+        """Whether every order is refused from now on."""
+
+    def begin(self, order: _Order, allows: Callable[[int], bool]) -> FileJob[_Order] | None:
+        """Take an order. None: it is refused, by a limit or by `allows` of the time."""
+        now_ns, slots_bytes = self._clock.now_ns(), self._slots_bytes + order.slots_bytes
+        if self.is_closed or len(self) >= self._config.queued_jobs_max:
+            return None
+        if slots_bytes > self._config.queued_bytes_max or not allows(now_ns):
+            return None
+        assert order.job not in self, "a job's number is unique among those under way"
+        self._slots_bytes = slots_bytes
+        self[order.job] = job = FileJob(order, now_ns + self._deadline_ns)
+        self._lock.notify_all()
+        return job
+
+    def overdue(self, now_ns: int) -> list[FileJob[_Order]]:
+        """Jobs whose deadline has passed and that are not late yet."""
+        return [job for job in self.values() if job.deadline_ns <= now_ns and not job.late]
+
+    def end(self, job: FileJob[_Order], event: FileWritten | FileRead) -> None:
+        """Forget a job that has truly ended, with this event."""
+        del self[job.order.job]
+        self._slots_bytes -= job.order.slots_bytes
+        self._outbox.put(event)
+        self._lock.notify_all()

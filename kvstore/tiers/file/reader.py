@@ -17,8 +17,7 @@ from __future__ import annotations
 import enum
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,12 +27,7 @@ from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.contents import SegmentFile
 from kvstore.tiers.file.disk import Pages, forget_cached, read_all
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.record import (
-    BlockPage,
-    checksum_of,
-    payload_pages,
-    record_pages,
-)
+from kvstore.wire.record import BlockPage, Scope, checksum_of, payload_pages, record_pages
 from kvstore.wire.segment import PAGE_SHIFT
 
 RUN_BYTES_MAX: Final = 4 << 20
@@ -56,23 +50,9 @@ class ReadVerdict(enum.Enum):
     """Not read: the segment is not there, or the call failed."""
 
 
-@dataclass(slots=True, eq=False)
-class ReadJob:
-    """A ReadFile that waits or runs. `good`: a byte per block, 1 once it was read and is intact."""
-
-    order: ReadFile
-    deadline_ns: int
-    taken_bytes: int
-    good: bytearray
-    runs_left: int = 0
-    late: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class RecordRun:
+class RecordRun(NamedTuple):
     """Records of one read that lie side by side in segment `number`: their indexes in its order."""
 
-    job: ReadJob
     number: int
     indexes: list[int]
 
@@ -84,19 +64,22 @@ class RunResult(msgspec.Struct):
     error: OSError | None = None
 
 
-def split(job: ReadJob) -> list[RecordRun]:
+def run_max(scope: Scope) -> int:
+    """Most records that are read at once."""
+    return max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(scope) * PAGE_BYTES)))
+
+
+def split(order: ReadFile) -> list[RecordRun]:
     """Runs of neighbours, in the order in which they lie on disk."""
-    order = job.order
-    pages, locations = record_pages(order.scope), np.frombuffer(order.locations, np.uint64)
-    run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
+    count_max, locations = run_max(order.scope), np.frombuffer(order.locations, np.uint64)
     runs: list[RecordRun] = []
     expected = -1
     for index in np.argsort(locations, kind="stable").tolist():
         location = int(locations[index])
-        if location != expected or len(runs[-1].indexes) == run_max:
-            runs.append(RecordRun(job, location >> PAGE_SHIFT, []))
+        if location != expected or len(runs[-1].indexes) == count_max:
+            runs.append(RecordRun(location >> PAGE_SHIFT, []))
         runs[-1].indexes.append(index)
-        expected = location + pages
+        expected = location + record_pages(order.scope)
     return runs
 
 

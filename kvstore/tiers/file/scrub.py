@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable
 from typing import Final
 
-from kvstore.tier_events import FileGone, Scrubbed
+from kvstore.tier_events import FileGone, ReadFile, Scrubbed
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.tiers.file.contents import SegmentFile, walk
 from kvstore.tiers.file.disk import Pages, forget_cached
 from kvstore.tiers.file.log_thread import LogThread
-from kvstore.tiers.file.parts import Leaving, Parts
+from kvstore.tiers.file.parts import FileJobs, Leaving, Parts
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
 from kvstore.wire.record import BlockPage, record_pages
@@ -45,15 +44,15 @@ class Scrub:
     """Body of the scrubbing thread."""
 
     def __init__(
-        self, rate: ScrubRate, parts: Parts, log: LogThread, is_wanted: Callable[[], bool]
+        self, rate: ScrubRate, parts: Parts, log: LogThread, reads: FileJobs[ReadFile]
     ) -> None:
         """Args:
         rate: how fast.
         parts: of the tier.
-        log: knows the voids, and whether recovery is over.
-        is_wanted: whether a read or write waits or runs; asked with the lock held.
+        log: knows the voids, the writes that wait or run, and whether recovery is over.
+        reads: those that wait or run.
         """
-        self._rate, self._log, self._leaving, self._is_wanted = rate, log, parts.leaving, is_wanted
+        self._rate, self._log, self._leaving, self._reads = rate, log, parts.leaving, reads
         self._clock, self._catalog = parts.clock, parts.catalog
         self._outbox, self._health, self._lock = parts.outbox, parts.health, parts.lock
         self._direct = parts.directory.direct
@@ -142,7 +141,9 @@ class Scrub:
         """Wait until `size_bytes` may be read, and nobody else wants the disk. Raises Leaving."""
         self._wait(self._rate.seconds(size_bytes, held_bytes=self._catalog.taken_bytes))
         with self._lock:
-            while not self._leaving.is_set() and (self._is_wanted() or not self._health.is_well):
+            while not self._leaving.is_set() and (
+                self._reads or self._log.jobs or not self._health.is_well
+            ):
                 self._lock.wait(YIELD_S)
         if self._leaving.is_set():
             raise Leaving

@@ -44,21 +44,13 @@ from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import cannot_be_read, open_directory
 from kvstore.tiers.file.discovery import Peers, Restart
 from kvstore.tiers.file.disk import Disk
-from kvstore.tiers.file.log_thread import LogThread, WriteJob
-from kvstore.tiers.file.parts import Health, Leaving, Outbox, Parts
-from kvstore.tiers.file.reader import (
-    Look,
-    Reader,
-    ReadJob,
-    ReadVerdict,
-    RecordRun,
-    RunResult,
-    split,
-)
+from kvstore.tiers.file.log_thread import LogThread
+from kvstore.tiers.file.parts import FileJob, FileJobs, Health, Leaving, Outbox, Parts
+from kvstore.tiers.file.reader import Look, Reader, ReadVerdict, RecordRun, RunResult, split
 from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.writer import Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.units import NS_PER_S
 from kvstore.wire.record import payload_pages
 
 WATCH_S: Final = 0.05
@@ -107,11 +99,7 @@ class FileTier:
         self._memory = memoryview(arena).cast("B")
         self._lock = threading.Condition()
         self._health = Health(config)
-        self._runs: deque[RecordRun] = deque()
-        self._reads: dict[int, ReadJob] = {}
-        self._read_bytes = 0
-        self._closing = False
-        self._peers_lock = threading.Lock()
+        self._runs: deque[tuple[FileJob[ReadFile], RecordRun]] = deque()
         self._leaving = threading.Event()
         self._ended = threading.Event()
         disk = disk or Disk()
@@ -135,6 +123,7 @@ class FileTier:
         self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=direct)
         its = self._catalog, self._outbox, self._health, self._lock, self._leaving
         parts = Parts(config, self._clock, disk, directory, *its)
+        self._reads = FileJobs[ReadFile](parts, config.read_deadline_ms)
         self._restart = Restart(parts)
         writer = Writer(
             *(directory, self._catalog, disk),
@@ -155,7 +144,7 @@ class FileTier:
             reader = Reader(self._catalog, self._memory, direct=direct, look=look)
             self._threads.append(thread(target=self._serve, args=(reader,), name="file-read"))
         if config.scrub is not None:
-            scrub = Scrub(config.scrub, parts, self._log, self._is_wanted)
+            scrub = Scrub(config.scrub, parts, self._log, self._reads)
             self._threads.append(thread(target=scrub.run, name="file-scrub"))
 
     def start(self) -> Self:
@@ -178,68 +167,46 @@ class FileTier:
 
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
-        return self._health.reads, self._health.writes
+        return self._health.states
 
     def submit(self, command: FileCommand) -> bool:
-        match command:
-            case WriteFile():
-                return self._write(command)
-            case ReadFile():
-                return self._read(command)
-            case VoidFile(tenant=tenant, space=space):
-                with self._lock:
+        if isinstance(command, WriteFile | ReadFile):
+            self._check(command)
+        with self._lock:
+            match command:
+                case WriteFile():
+                    return self._log.submit(command)
+                case ReadFile():
+                    return self._read(command)
+                case VoidFile(tenant=tenant, space=space):
                     self._outbox.void(tenant, space)
                     self._log.void(command)
-            case ReclaimFile():
-                with self._lock:
+                case ReclaimFile():
                     self._log.reclaim(command)
         return True
 
-    def _write(self, order: WriteFile) -> bool:
-        taken = self._check(order)
-        assert len(order.checksums) == len(order.slots) * CHECKSUM_BYTES
-        now_ns = self._clock.now_ns()
-        deadline_ns = now_ns + self._config.write_deadline_ms * NS_PER_MS
-        with self._lock:
-            return self._log.submit(WriteJob(order, deadline_ns, taken), now_ns)
-
     def _read(self, order: ReadFile) -> bool:
-        taken, count = self._check(order), len(order.slots)
-        assert len(order.locations) == 8 * count
-        assert np.frombuffer(order.locations, np.uint64).all(), "0 is no location"
-        assert len(order.checksums) in (0, count * CHECKSUM_BYTES)
-        now_ns = self._clock.now_ns()
-        deadline_ns = now_ns + self._config.read_deadline_ms * NS_PER_MS
-        made = ReadJob(order, deadline_ns, taken, bytearray(count))
-        with self._lock:
-            if self._closing or len(self._reads) >= self._config.queued_jobs_max:
-                return False
-            if self._read_bytes + taken > self._config.queued_bytes_max:
-                return False
-            if not self._health.allows_read(now_ns):
-                return False
-            assert order.job not in self._reads, "a job's number is unique among those under way"
-            runs = split(made)
-            made.runs_left = len(runs)
-            self._runs.extend(runs)
-            self._reads[order.job] = made
-            self._read_bytes += taken
-            if not runs:
-                self._end(made)
-            self._lock.notify_all()
+        """Queue a read, with the lock held. False: it is refused."""
+        if (job := self._reads.begin(order, self._health.allows_read)) is None:
+            return False
+        job.results = [0] * len(order.slots)
+        runs = split(order)
+        job.runs = len(runs)
+        self._runs += [(job, run) for run in runs]
+        self._end_if_done(job)
         return True
 
     def close(self) -> None:
         """The open segment is closed and synced. A disk that hangs is waited for no longer than
         `close_deadline_ms`."""
         with self._lock:
-            if self._closing:
+            if self._reads.is_closed:
                 return
-            self._closing = True
+            self._reads.is_closed = True
             self._log.close(self._clock.now_ns())
-            for run in self._runs:
-                run.job.runs_left -= 1
-                self._end_if_done(run.job)
+            for job, _ in self._runs:
+                job.runs -= 1
+                self._end_if_done(job)
             self._runs.clear()
             self._leaving.set()
             self._lock.notify_all()
@@ -261,26 +228,20 @@ class FileTier:
         self._directory.close()
         self._outbox.close()
 
-    def _is_wanted(self) -> bool:
-        """Whether a read or write waits or runs."""
-        return bool(self._reads) or self._log.is_wanted
-
     def expire(self) -> None:
         """Act on deadlines that have passed. The watching thread calls it; a test may too."""
         with self._lock:
             now_ns = self._clock.now_ns()
-            jobs = self._reads.values()
-            for job in [job for job in jobs if job.deadline_ns <= now_ns and not job.late]:
+            for job in self._reads.overdue(now_ns):
                 self._late(job, now_ns)
             self._log.expire(now_ns)
 
     def look_at_peers(self) -> int:
         """Shared mode: see what other nodes have now. Returns how long it took, in ns. Its thread
-        calls it; a test may too. Raises Leaving."""
+        calls it; a test may while that pauses. Raises Leaving."""
         begin_ns = self._clock.now_ns()
         if self._peers is not None:
-            with self._peers_lock:
-                self._peers.look()
+            self._peers.look()
             self._log.purge()
         return self._clock.now_ns() - begin_ns
 
@@ -307,24 +268,24 @@ class FileTier:
     def _serve(self, reader: Reader) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._runs or self._closing)
+                self._lock.wait_for(lambda: self._runs or self._reads.is_closed)
                 if not self._runs:
                     return
-                run = self._runs.popleft()
+                job, run = self._runs.popleft()
             result = RunResult([ReadVerdict.UNREAD] * len(run.indexes), _BUG)
             try:
-                result = reader.read(run.number, run.job.order, run.indexes)
+                result = reader.read(run.number, job.order, run.indexes)
             finally:
-                self._account(run, result)  # a bug of ours keeps no slot either
+                self._account(job, run, result)  # a bug of ours keeps no slot either
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _account(self, run: RecordRun, result: RunResult) -> None:
-        job, order = run.job, run.job.order
+    def _account(self, job: FileJob[ReadFile], run: RecordRun, result: RunResult) -> None:
+        order = job.order
         with self._lock:
             found = list(zip(run.indexes, result.verdicts, strict=True))
             for index, verdict in found:
-                job.good[index] = verdict is ReadVerdict.GOOD
+                job.results[index] = verdict is ReadVerdict.GOOD
             if result.error is not None:
                 self._outbox.put(*self._health.failed_reading(self._clock.now_ns(), result.error))
             elif ReadVerdict.GOOD in result.verdicts and not job.late:
@@ -336,41 +297,36 @@ class FileTier:
                     keys = np.frombuffer(order.keys, "V32")[rows].tobytes()
                     places = np.frombuffer(order.locations, np.uint64)[rows].tobytes()
                     self._outbox.put(FileGone(order.scope, keys, places, is_damaged))
-            job.runs_left -= 1
+            job.runs -= 1
             self._end_if_done(job)
 
-    def _late(self, job: ReadJob, now_ns: int) -> None:
+    def _late(self, job: FileJob[ReadFile], now_ns: int) -> None:
         """Act on a read that is late: take back its runs that have not begun; the others are in the
         kernel's hands."""
-        waiting = [run for run in self._runs if run.job is job]
-        if waiting:
-            self._runs = deque(run for run in self._runs if run.job is not job)
-            job.runs_left -= len(waiting)
+        job.runs -= sum(its is job for its, _ in self._runs)
+        self._runs = deque((its, run) for its, run in self._runs if its is not job)
         job.late = True
         self._outbox.put(*self._health.failed_reading(now_ns, None))
-        if job.runs_left:
+        if job.runs:
             self._outbox.put(FileLate(job.order.job))
         self._end_if_done(job)
 
-    def _end_if_done(self, job: ReadJob) -> None:
-        if job.runs_left == 0:
-            self._end(job)
+    def _end_if_done(self, job: FileJob[ReadFile]) -> None:
+        if job.runs == 0:
+            self._reads.end(job, FileRead(job.order.job, bytes(job.results)))
 
-    def _end(self, job: ReadJob) -> None:
-        if self._reads.pop(job.order.job, None) is not None:
-            self._read_bytes -= job.taken_bytes
-            self._outbox.put(FileRead(job.order.job, bytes(job.good)))
-            self._lock.notify_all()
-
-    def _check(self, order: WriteFile | ReadFile) -> int:
-        """Assert that an order makes sense. Returns the bytes that its slots take."""
-        count = len(order.slots)
+    def _check(self, order: WriteFile | ReadFile) -> None:
+        """Assert that an order makes sense."""
+        count, is_read = len(order.slots), isinstance(order, ReadFile)
         assert len(order.keys) == count * KEY_BYTES
+        assert len(order.checksums) == count * CHECKSUM_BYTES or (is_read and not order.checksums)
         assert order.scope.block_bytes > 0
         pages = payload_pages(order.scope.block_bytes)
         end = (int(order.slots.max()) + pages) * PAGE_BYTES if count else 0
         assert end <= len(self._memory), "a slot outside the arena"
-        return count * pages * PAGE_BYTES
+        if isinstance(order, ReadFile):
+            assert len(order.locations) == 8 * count
+            assert np.frombuffer(order.locations, np.uint64).all(), "0 is no location"
 
 
 def look_pause_s(poll_s: float, took_ns: int) -> float:

@@ -11,7 +11,8 @@ first does not bring back what it covered.
 Room: the open segment counts whole. `append` leaves one segment of the capacity free, which only
 what a reclaimed segment keeps may use, so that reclaiming always comes to an end.
 
-Does not cover: queues, deadlines and the breaker (`tier.py`), which segment is reclaimed.
+Does not cover: queues, deadlines and the breaker (`tier.py`), which segment is reclaimed
+(`log_thread.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,19 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.tier_events import FileGone, WriteFile
+from kvstore.tier_events import (
+    FileEvent,
+    FileGone,
+    FileKnown,
+    FileMoved,
+    FileReclaim,
+    ReadFile,
+    WriteFile,
+)
 from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.contents import SegmentFile, walk
+from kvstore.tiers.file.contents import SegmentFile, record_sets, walk
 from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.tiers.file.disk import (
     Disk,
@@ -38,9 +48,16 @@ from kvstore.tiers.file.disk import (
     open_regular,
     write_all,
 )
-from kvstore.types import PAGE_BYTES, Shard
+from kvstore.tiers.file.reader import Reader, ReadVerdict, run_max, split
+from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
-from kvstore.wire.record import Scope, Void, record_pages, void_page, write_block_page
+from kvstore.wire.record import (
+    Void,
+    payload_pages,
+    record_pages,
+    void_page,
+    write_block_page,
+)
 from kvstore.wire.segment import (
     ID_BYTES,
     Gathered,
@@ -79,17 +96,6 @@ class _OpenSegment:
     synced_records: int = 0
     is_unsure: bool = False
     """A sync has not returned, or failed: the kernel may have dropped data that it had accepted."""
-
-    def fits(self, scope: Scope, count: int, *, spare_voids: int = 0) -> bool:
-        """Whether `count` more records of a scope, `spare_voids` more voids and the footer have
-        room in the segment."""
-        footer_bytes = footer_bytes_max(
-            record_count=len(self.found.pages) + count,
-            scope_count=len(self.found.scopes) + 1,
-            void_count=len(self.found.voids) + spare_voids,
-        )
-        end = self.found.end_page + count * record_pages(scope)
-        return end + spare_voids + footer_bytes // PAGE_BYTES <= self.file.size_bytes // PAGE_BYTES
 
 
 class Writer:
@@ -132,12 +138,16 @@ class Writer:
         needed = self._segment_bytes * (1 if spare else 2)
         return self._catalog.taken_bytes + needed <= self._catalog.capacity_bytes
 
-    def may_hold(self, scope: Scope) -> bool:
-        """Whether a block of this scope fits into a segment at all."""
-        voids = self._voids_max
-        footer_bytes = footer_bytes_max(record_count=1, scope_count=1, void_count=voids)
-        pages = 1 + voids + record_pages(scope)
-        return pages * PAGE_BYTES + footer_bytes <= self._segment_bytes
+    def _fits(self, found: Gathered, count: int, pages: int = 0, *, void_count: int = 0) -> bool:
+        """Whether `count` more records of `pages` pages, `void_count` more voids and the footer
+        have room in a segment with these records."""
+        footer_bytes = footer_bytes_max(
+            record_count=len(found.pages) + count,
+            scope_count=len(found.scopes) + 1,
+            void_count=len(found.voids) + void_count,
+        )
+        end_page = found.end_page + count * pages + void_count
+        return end_page * PAGE_BYTES + footer_bytes <= self._segment_bytes
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -152,18 +162,19 @@ class Writer:
             first: blocks before this one are done already.
             spare: may use the segment that is kept free for reclaiming.
         """
-        scope = order.scope
-        count = len(order.slots) if self.may_hold(scope) else 0
-        run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(scope) << 12)))
+        pages = record_pages(order.scope)
+        is_small = self._fits(Gathered(), 1, pages, void_count=self._voids_max)
+        count = len(order.slots) if is_small else 0  # else it fits into no segment
+        run_count = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
         with self._attempt() as outcome:
             self._stay()
             while (begin := first + len(outcome.places)) < count:
-                end = min(begin + run_max, count)
-                opened = self._opened_for(scope, spare=spare)
+                end = min(begin + run_count, count)
+                opened = self._opened_for(pages, spare=spare)
                 if opened is None:
                     outcome.is_full = True
                     break
-                while not opened.fits(scope, end - begin):
+                while not self._fits(opened.found, end - begin, pages):
                     end -= 1
                 outcome.places += self._write_run(opened, order, memory, range(begin, end))
         return outcome
@@ -193,19 +204,19 @@ class Writer:
             if not os.access(segment.name, os.F_OK, dir_fd=segment.dir_fd):
                 self._catalog.remove(segment.number)
 
-    def _opened_for(self, scope: Scope, *, spare: bool) -> _OpenSegment | None:
-        """A segment with room for one more record of this scope; None: no room for a new one.
+    def _opened_for(self, pages: int, *, spare: bool) -> _OpenSegment | None:
+        """A segment with room for one more record of that many pages; None: no room for a new one.
 
         Raises:
             OSError: the old one could not be closed, the new one not be begun.
         """
-        if self._open is not None and self._open.fits(scope, 1):
+        if self._open is not None and self._fits(self._open.found, 1, pages):
             return self._open
         self._close_open()
         if not self._has_room(spare=spare):
             return None
         opened = self._begin()
-        return opened if opened.fits(scope, 1) else None
+        return opened if self._fits(opened.found, 1, pages) else None
 
     def _begin(self) -> _OpenSegment:
         number = self._number
@@ -281,6 +292,69 @@ class Writer:
         tail[rest:] = bytes(PAGE_BYTES - rest)
         return [whole, tail] if len(whole) else [tail]
 
+    # ── reclaims ─────────────────────────────────────────────────────────────────────────────────
+
+    def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
+        """The question to the engine which of the segment's records to keep. A segment that cannot
+        be read, though the disk can be, counts as empty.
+
+        Raises:
+            OSError: the disk cannot be read now, so nothing is known of the segment.
+        """
+        number = segment.number
+        for _ in range(2):  # the disk may just be back
+            try:
+                with self._catalog.reading(segment) as file:
+                    parts = record_sets(file.contents().table, number, number, voids=voids)
+                    return FileReclaim(number, tuple(parts))
+            except OSError:
+                if not self._directory.is_readable():
+                    raise
+        return FileReclaim(number, ())
+
+    def move(
+        self, parts: Sequence[FileKnown], keep: bytes
+    ) -> tuple[list[FileEvent], OSError | None]:
+        """Read and verify the records of `keep`, and append them like new ones, newer than all
+        before; `parts`: of the question. Returns the events to report, and the first error of
+        writing, if there was one."""
+        events: list[FileEvent] = []
+        errors: list[OSError] = []
+        for records in parts:
+            places = np.frombuffer(records.locations, np.uint64)
+            rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
+            step = run_max(records.scope)
+            for begin in range(0, len(rows), step):
+                events += self._move_chunk(records, rows[begin : begin + step], errors)
+        return events, next(iter(errors), None)
+
+    def _move_chunk(
+        self, records: FileKnown, rows: NDArray[np.int64], errors: list[OSError]
+    ) -> list[FileEvent]:
+        scope, pages = records.scope, payload_pages(records.scope.block_bytes)
+        columns = (records.keys, "V32"), (records.checksums, "V16"), (records.locations, "u8")
+        keys, sums, places = (np.frombuffer(column, kind)[rows] for column, kind in columns)
+        slots = np.arange(len(rows), dtype=np.uint32) * np.uint32(pages)
+        scratch = Pages(len(rows) * pages * PAGE_BYTES).view
+        wanted = ReadFile(0, scope, keys.tobytes(), slots, sums.tobytes(), places.tobytes())
+        reader, good = Reader(self._catalog, scratch, direct=self._direct), []
+        for run in split(wanted):
+            verdicts = reader.read(run.number, wanted, run.indexes).verdicts
+            good += [
+                i for i, its in zip(run.indexes, verdicts, strict=True) if its is ReadVerdict.GOOD
+            ]
+        order = WriteFile(0, scope, keys[good].tobytes(), slots[good], sums[good].tobytes())
+        outcome = self.append(order, scratch, spare=True)
+        errors += [outcome.error] if outcome.error is not None else []
+        done = good[: len(outcome.places)]
+        events: list[FileEvent] = []
+        if done:
+            new = np.array(outcome.places, np.uint64).tobytes()
+            events.append(FileMoved(scope, keys[done].tobytes(), places[done].tobytes(), new))
+        if len(lost := np.delete(np.arange(len(rows)), done)):
+            events.append(FileGone(scope, keys[lost].tobytes(), places[lost].tobytes()))
+        return events + outcome.lost
+
     # ── voids ────────────────────────────────────────────────────────────────────────────────────
 
     def void(self, tenant: str | None, space: bytes | None) -> AppendOutcome:
@@ -296,7 +370,7 @@ class Writer:
         self.voids_are_durable = False
         with self._attempt() as outcome:
             self._stay()
-            if self._open is not None and not self._open.fits(_NO_SCOPE, 0, spare_voids=1):
+            if self._open is not None and not self._fits(self._open.found, 0, void_count=1):
                 self._close_open()
             if self._open is not None:
                 self._write_voids(self._open, [void])
@@ -387,6 +461,3 @@ class Writer:
             for page, block, good, _ in walked
             if not good
         ]
-
-
-_NO_SCOPE: Final = Scope("", bytes(32), Shard(0, 0, 0, 0), 0)

@@ -204,7 +204,7 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
         *(tier._config, driver.clock, watched, tier._directory, catalog),
         *(tier._outbox, tier._health, tier._lock, threading.Event()),
     )
-    return scrub_module.Scrub(FAST, parts, tier._log, tier._is_wanted)
+    return scrub_module.Scrub(FAST, parts, tier._log, tier._reads)
 
 
 def test_a_load_waits_for_one_piece_at_most(start: Start, disk: FaultyDisk) -> None:

@@ -16,8 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim, WriteFile
 from kvstore.tiers.file.catalog import FOREIGN_BASE
 from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.log_thread import WriteJob
-from kvstore.tiers.file.parts import Leaving
+from kvstore.tiers.file.parts import FileJob, Leaving
 from kvstore.tiers.file.tier import look_pause_s
 from kvstore.units import MIB, NS_PER_S
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
@@ -214,7 +213,7 @@ def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
         assert a.tier._lock.acquire(timeout=PATIENCE_S / 4), "held while a file is deleted"
         a.tier._lock.release()
         assert a.tier.taken_bytes == taken_bytes, "it takes its room until it is gone"
-        waiting = WriteJob(cast("WriteFile", None), 0, 0)
+        waiting = FileJob(cast("WriteFile", None), 0)
         assert a.tier._log._waits(waiting), "room is coming"
     finally:
         may_go_on.set()

@@ -247,7 +247,7 @@ def test_writes_that_fail_leave_reads_alone(health: Health) -> None:
     assert health.allows_read(0)
     assert not health.allows_write(0)
     assert health.read() == [], "a read proves nothing of writes"
-    assert health.writes is BreakerState.OPEN
+    assert health.states == (BreakerState.CLOSED, BreakerState.OPEN)
     assert health.allows_write(1_000 * NS_PER_MS)
     assert health.wrote() == [Resumed(writes_only=True)]
 
@@ -256,7 +256,7 @@ def test_reads_that_fail_stop_both_until_either_works(health: Health) -> None:
     for _ in range(2):
         told = health.failed_reading(0, IO_ERROR)
     assert [e.writes_only for e in told if isinstance(e, Suspended)] == [False]
-    assert (health.reads, health.writes) == (BreakerState.OPEN, BreakerState.OPEN)
+    assert health.states == (BreakerState.OPEN, BreakerState.OPEN)
     probe_ns = 1_000 * NS_PER_MS
     assert health.allows_write(probe_ns), "a write may be the probe"
     assert not health.allows_read(probe_ns), "one at a time"
@@ -280,4 +280,4 @@ def test_room_that_comes_back_does_not_mend_a_failing_disk(health: Health) -> No
     for _ in range(2):
         health.failed_writing(0, IO_ERROR)
     assert health.room_again() == []
-    assert health.writes is BreakerState.OPEN
+    assert health.states == (BreakerState.CLOSED, BreakerState.OPEN)

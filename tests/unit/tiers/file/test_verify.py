@@ -16,7 +16,7 @@ from kvstore.tiers.file.disk import Disk, Pages, open_regular
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import BlockPage, record_pages, write_block_page
 from kvstore.wire.segment import parse_segment_page, place_of
-from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key, payload
+from tests.unit.tiers.file.kit import BLOCK_BYTES, Driver, key
 
 DISK = Disk()
 
@@ -63,14 +63,12 @@ def test_every_byte_counts_whatever_the_piece(
     assert stored.is_intact(second, piece_bytes)
 
 
-def test_a_record_that_fits_the_buffer_is_in_there_afterwards(stored: Stored) -> None:
+def test_each_piece_is_announced_before_it_is_read(stored: Stored) -> None:
     first, _ = stored.records
     size = record_pages(first[1].scope) * PAGE_BYTES
-    buffer = Pages(size).view
     turns: list[int] = []
-    assert is_intact(stored.file, *first, buffer, turns.append)
-    assert bytes(buffer[PAGE_BYTES:]) == payload(1)
-    assert turns == [size]
+    assert is_intact(stored.file, *first, Pages(size - PAGE_BYTES).view, turns.append)
+    assert turns == [size - PAGE_BYTES, PAGE_BYTES]
 
 
 def test_a_page_that_tells_of_another_block_is_no_page_of_this_one(stored: Stored) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.tier_events import RecoveryDone
-from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key
+from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, SEGMENT_BYTES, Driver, FaultyDisk, key
 
 
 def test_a_clear_that_does_not_fit_any_more_begins_a_segment(tmp_path: Path) -> None:
@@ -21,7 +21,9 @@ def test_a_clear_that_does_not_fit_any_more_begins_a_segment(tmp_path: Path) -> 
         driver.void(SCOPE.tenant, None)
         assert driver.tier.wait_for_voids(PATIENCE_S)
         driver.close()
-        segments = len(list((tmp_path / str(before)).glob("seg-*.kv")))
+        sizes = [path.stat().st_size for path in (tmp_path / str(before)).glob("seg-*.kv")]
+        assert max(sizes) <= SEGMENT_BYTES, "a segment, its footer included, is no longer than told"
+        segments = len(sizes)
         again = Driver(tmp_path / str(before)).recovered()
         assert again.known == {}
         again.close()
