@@ -8,6 +8,7 @@ attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), events
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from kvstore import tier_events
@@ -77,19 +78,32 @@ class Engine(Snapshots):
         self._lookups = Lookups(state, *sources, self._arrivals, self._hbm)
         self.switches = Switches(state, self.files)
         self.scrubs = Scrubs(state)
-        self._handlers = self._handlers_of_rooms()
-        """Method for each type of event that one part of the engine handles alone, and of message
-        in PeerAsked."""
-        if self._hbm is not None:
-            self._handlers[tier_events.Promoted] = self._hbm.promoted
-        self._clear_from = 0
-        """Table row after the last one that a Clear emptied: the next slice begins there."""
         self.explain = Explain(state)
         """Findings about recent requests: why they hit or missed."""
+        self._handlers = self._handlers_of_events()
+        """Method for each type of event, and of message in PeerAsked."""
+        self._receivers: dict[type, Callable[[Connection, Any], None]] = {
+            messages.LeaseAsk: self._lookups.lease,
+            messages.Hint: self._lookups.hint,
+            messages.Story: self.explain.tell,
+            messages.Seal: self._stores.seal,
+            messages.Drop: self._stores.drop,
+            messages.Distrust: self._stores.distrust,
+            messages.Verified: self._stores.verified,
+        }
+        """Method for each type of message of engines that one part of the engine handles alone."""
+        self._clear_from = 0
+        """Table row after the last one that a Clear emptied: the next slice begins there."""
 
-    def _handlers_of_rooms(self) -> dict[type, Callable[[Any], None]]:
-        return {
+    def _handlers_of_events(self) -> dict[type, Callable[[Any], None]]:
+        handlers: dict[type, Callable[[Any], None]] = {
             events.Received: self._received,
+            events.Ended: lambda event: self._sessions.ended(event.connection),
+            events.Exited: lambda event: self._sessions.exited(event.connection),
+            events.Ready: self._ready,
+            events.Tick: self._tick,
+            events.Adopt: partial(adopt, self._state),
+            events.Clear: self._cleared,
             tier_events.Scrubbed: self.scrubs.take,
             events.Located: self._fetches.located,
             events.Fetched: self._fetches.fetched,
@@ -112,6 +126,9 @@ class Engine(Snapshots):
             tier_events.FileLate: self.files.late,
             tier_events.FileReclaim: self.files.reclaim,
         }
+        if self._hbm is not None:
+            handlers[tier_events.Promoted] = self._hbm.promoted
+        return handlers
 
     @property
     def is_behind(self) -> bool:
@@ -137,43 +154,38 @@ class Engine(Snapshots):
         return self.salvage()
 
     def _take(self, event: events.Event) -> None:
+        its = event.its if isinstance(event, events.PeerAsked) else event
+        self._handlers[type(its)](event)
+
+    def _ready(self, event: events.Ready) -> None:
+        self._state.slots.ready(event.ready_bytes)
+        self._state.credits_due = True
+
+    def _tick(self, event: events.Tick) -> None:
         state = self._state
-        match event:
-            case events.Ended(connection=connection):
-                self._sessions.ended(connection)
-            case events.Exited(connection=connection):
-                self._sessions.exited(connection)
-            case events.Ready(ready_bytes=ready_bytes):
-                state.slots.ready(ready_bytes)
-                state.credits_due = True
-            case events.Tick():
-                state.tick = event
-                expired = state.leases.expire(state.now_ns)
-                state.counters.leases_expired += len(expired)
-                state.slots.retry_starved()
-                state.credits_due = True
-                state.trail.tick(state)
-                state.ages[Tier.DRAM].mark(state.slots.next_stamp, state.now_ns)
-                state.ages[Tier.FILE].mark(self.files.next_location, state.now_ns)
-                state.curve.tick(state.now_ns)
-                self._servings.tick(expired)
-                self._pushes.tick()
-                self._awaited.tick()
-                self.grants.tick()
-                self._empty_what_is_off()
-            case events.Adopt():
-                adopt(state, event)
-            case events.Clear(space=space, tenant=tenant):
-                count = self._clear(space, tenant, Reason.CLEARED)
-                if count < CLEAR_ROWS_MAX:
-                    self.files.void(tenant, space)
-                    self.switches.clear(tenant, space)
-                state.publish_generations()
-                state.say(events.Cleared(count))
-            case events.PeerAsked(its=its):
-                self._handlers[type(its)](event)
-            case _:
-                self._handlers[type(event)](event)
+        state.tick = event
+        expired = state.leases.expire(state.now_ns)
+        state.counters.leases_expired += len(expired)
+        state.slots.retry_starved()
+        state.credits_due = True
+        state.trail.tick(state)
+        state.ages[Tier.DRAM].mark(state.slots.next_stamp, state.now_ns)
+        state.ages[Tier.FILE].mark(self.files.next_location, state.now_ns)
+        state.curve.tick(state.now_ns)
+        self._servings.tick(expired)
+        self._pushes.tick()
+        self._awaited.tick()
+        self.grants.tick()
+        self._empty_what_is_off()
+
+    def _cleared(self, event: events.Clear) -> None:
+        space, tenant = event.space, event.tenant
+        count = self._clear(space, tenant, Reason.CLEARED)
+        if count < CLEAR_ROWS_MAX:
+            self.files.void(tenant, space)
+            self.switches.clear(tenant, space)
+        self._state.publish_generations()
+        self._state.say(events.Cleared(count))
 
     def _peer_gone(self, event: events.PeerGone) -> None:
         self._pushes.gone(event)
@@ -207,12 +219,6 @@ class Engine(Snapshots):
             raise ProtocolError(f"{type(message).__name__} from a {connection.role}")
         state, session = self._state, connection.owner.open_session
         match message:
-            case messages.LeaseAsk():
-                self._lookups.lease(connection, message)
-            case messages.Hint():
-                self._lookups.hint(connection, message)
-            case messages.Story():
-                self.explain.tell(connection, message)
             case messages.Compared():
                 self.switches.take(connection, message)
                 self._empty_what_is_off()
@@ -237,20 +243,12 @@ class Engine(Snapshots):
             case messages.PushClose():
                 self._transfers.close(connection, message)
                 self._prefill_named(connection, message.transfer)
-            case messages.Seal():
-                self._stores.seal(connection, message)
-            case messages.Drop():
-                self._stores.drop(connection, message)
             case messages.Quiet(session=session):
                 self._sessions.quiet(connection, session)
-            case messages.Distrust():
-                self._stores.distrust(connection, message)
-            case messages.Verified():
-                self._stores.verified(connection, message)
             case messages.Pinned(size_bytes=pinned, trouble=trouble):
                 connection.pinned_bytes, connection.trouble = pinned, trouble
             case _:
-                raise AssertionError(f"{type(message).__name__} has no handler")
+                self._receivers[type(message)](connection, message)
 
     def _prefill_named(self, connection: Connection, transfer: str) -> None:
         """A PushOpen or PushClose came: wake pushes and expectations of this transfer, which wait
@@ -302,12 +300,6 @@ class Engine(Snapshots):
     def spent_bytes(self) -> int:
         """Used part of the day's budget of disk writes; 0 without one."""
         return self.files.writes.spent_bytes()
-
-    @property
-    def left_out_blocks(self) -> int:
-        """Blocks, since the start, that the disk tier reported and that the table had no row
-        for."""
-        return self.files.left_out_count
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 

@@ -138,7 +138,7 @@ class FileEnd:
         """Log news of budget and table, and keep what a kill would forget. Once a tick."""
         self.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
         self.tell_table(
-            left_out_blocks=engine.left_out_blocks,
+            left_out_blocks=engine.files.left_out_count,
             crowded_blocks=engine.counters.file_blocks_crowded,
         )
         self._remember_ns = self._remember_ns or now_ns + REMEMBER_NS

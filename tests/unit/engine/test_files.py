@@ -70,10 +70,10 @@ def test_more_than_the_table_holds_is_left_out() -> None:
     node = Node(slots=8, block_count_max=12)
     node.step(known(*range(10)))
     assert len(node.blocks()) == 4
-    assert (node.engine.left_out_blocks, node.engine.counters.file_blocks_crowded) == (6, 6)
+    assert (node.engine.files.left_out_count, node.engine.counters.file_blocks_crowded) == (6, 6)
     node.step(known(*range(10), at=100))
     assert len(node.blocks()) == 4
-    assert node.engine.left_out_blocks == 12
+    assert node.engine.files.left_out_count == 12
     assert node.step(Clear(None, "t"))[-1] == Cleared(4)
 
 
@@ -87,7 +87,7 @@ def test_blocks_on_disk_that_give_their_row_to_dram_are_counted() -> None:
     counts = node.engine.counters.file_blocks_crowded, len(node.blocks())
     assert counts[0] > 0
     assert sum(counts) == 20, "what is not there was counted, once"
-    assert node.engine.left_out_blocks == 0
+    assert node.engine.files.left_out_count == 0
 
 
 def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

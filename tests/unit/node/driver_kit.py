@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 from kvstore.engine.engine import Engine
@@ -51,7 +52,7 @@ class ScriptedEngine:
         return commands
 
     is_behind = False
-    left_out_blocks = LEFT_OUT_BLOCKS
+    files = SimpleNamespace(left_out_count=LEFT_OUT_BLOCKS)
 
     def spent_bytes(self) -> int:
         return SPENT_BYTES
