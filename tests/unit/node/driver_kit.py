@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from types import SimpleNamespace
 from typing import Any, Final, cast
 
 from kvstore.engine.engine import Engine
