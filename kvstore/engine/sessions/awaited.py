@@ -284,7 +284,7 @@ class Awaited:
         if len(set(each(keys))) != len(keys):
             raise ProtocolError("a PushExpect that names a key twice")
         process, times = state.slots.pins.process(connection.id).name, PushTimes(state.now_ns)
-        if refusal := self._refusal(connection, process, len(keys)):
+        if refusal := self._refusal(connection, message, process, len(keys)):
             self._tell(connection, message, refusal, times, (0, 0, 0))
             return
         asker = owner.group_of(message).asker
@@ -310,11 +310,13 @@ class Awaited:
             self.expects.queue.add(expect, expect.lane)
             self._look_later(expect)
 
-    def _refusal(self, connection: Connection, process: ProcessName, count: int) -> str:
+    def _refusal(
+        self, connection: Connection, message: PushExpect, process: ProcessName, count: int
+    ) -> str:
         state, owner = self._state, connection.owner
         if not owner.open_session:
             return "the engine has no session"
-        if state.is_off(*owner.groups[0].asker.address):
+        if state.is_off(*owner.group_of(message).asker.address):
             return "its space is switched off"
         return self.expects.too_many(process, count)
 

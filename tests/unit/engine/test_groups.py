@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.engine.events import Changed, Clear
+from kvstore.engine.state import Off
 from kvstore.types import Shard
 from kvstore.wire.messages import (
     Drop,
@@ -16,6 +17,8 @@ from kvstore.wire.messages import (
     Hint,
     LeaseAsk,
     LeaseRelease,
+    PushEnd,
+    PushExpect,
     Refused,
     Seal,
     SessionOpen,
@@ -87,6 +90,13 @@ def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
     assert peer.hint(1) == peer.hint(1, group=1) == [False]
     peer.seal(1, places=others, group=1)
     assert peer.hint(1, group=1) == [True]
+
+
+def test_a_push_for_a_group_whose_space_is_off_is_refused() -> None:
+    node, peer = attached(Node(slots=64), more=BOTH)
+    node.state.off[peer.tenant, fingerprint(LARGE, weights_epoch="")] = Off(None)
+    node.hear(peer.scheduler, PushExpect("r", "p", keys(1), 5000, group=1))
+    assert node.last(peer.scheduler, PushEnd).reason == "its space is switched off"
 
 
 def test_windows_are_no_prefix_in_events_and_for_inspect(monkeypatch: pytest.MonkeyPatch) -> None:
