@@ -163,6 +163,7 @@ class Sessions:
         first = owner.groups[0].asker
         self._follow(scheduler.id, hello, spaces[0], first.space)
         owner.open_session, owner.forming, owner.unserved = owner.forming, 0, ""
+        self._state.refusals.pop(owner.key, None)
         self._state.counters.sessions_opened += 1
         self._state.credits_due = True
         pace = self._state.paces.of(*first.address)

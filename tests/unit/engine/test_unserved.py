@@ -65,6 +65,15 @@ def test_ranks_that_do_not_come_are_missed(node: Node) -> None:
     assert reasons(node) == ["1 of its 2 ranks are attached"]
 
 
+def test_one_that_was_refused_is_listed_no_more_once_it_is_served(node: Node) -> None:
+    first = Peer(node, "a")
+    node.connect(msgspec.structs.replace(first.scheduler_hello(), process="another"))
+    assert len(reasons(node)) == 1
+    node.end(first.scheduler, *first.ranks)
+    Peer(node, "a")
+    assert reasons(node) == []
+
+
 def test_a_session_that_was_lost_is_given_time(node: Node) -> None:
     peer = Peer(node, "a")
     node.tick(LONG_MS)
