@@ -303,10 +303,15 @@ class State:
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """Record the space of a session that opened, in `known` and in the journal. When `known` is
-        full, the space whose last session opened longest ago is dropped."""
+        full, a space without an open session goes first, the one whose last session opened longest
+        ago."""
         is_new = address not in self.known
         if self.config.tell_offers and is_new and self.offers.any_held(address):
             self.say(events.OffersUntold())
+        if is_new:
+            in_use = {group.asker.address for group in self.open_groups()}
+            for each in [its for its in self.known if its in in_use]:
+                self.known.move_to_end(each)
         self.known[address] = known
         shards = [self.residency.address(scope)[2] for scope in known.scopes]
         self.journal.spaces.remember(address, known.label, shards, known.space)

@@ -235,6 +235,21 @@ def test_the_spaces_that_engines_attached_for_last_are_known(
     assert [tenant for tenant, _ in node.state.known] == ["t", "v"]
 
 
+def test_the_space_of_an_open_session_stays_known_whoever_attaches_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New weights are another space: an engine that is trained has thousands."""
+    monkeypatch.setattr(state_module, "KNOWN_SPACES_MAX", 2)
+    node = Node()
+    stays = Peer(node, "stays")
+    for epoch in "123":
+        other = Peer(node, "other", epoch=epoch)
+        node.end(other.scheduler, *other.ranks)
+    stays.store(1)
+    assert len(node.state.known) == 2
+    assert [block[3] for block in node.offered] == [keys(1)]
+
+
 def test_an_unknown_connection_that_ends_is_let_go() -> None:
     node = Node()
     node.end(99)
