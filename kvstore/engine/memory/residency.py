@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -426,6 +426,59 @@ def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int6
     return np.stack([column[:count] for column in columns], axis=1).reshape(-1)
 
 
+# ── covers ────────────────────────────────────────────────────────────────────────────────────────
+# Sets of shards that make whole blocks: every layer and head exactly once.
+#
+#     shards of a space            covers
+#     0-16 × 0-8                   one rank
+#     0-16 × 0-4, 0-16 × 4-8       two tensor-parallel ranks
+#     0-8 × 0-8,  8-16 × 0-8       two stages of a pipeline
+#
+# Blocks of one space may be held by engines of several parallel sizes: each is a cover of its own.
+
+COVERS_MAX: Final = 16
+"""Most parallel sizes of one space on one node; blocks of further ones are not served."""
+WORK_MAX: Final = 1 << 20
+"""Edges and shards looked at in one search, some milliseconds. Engines choose the shards, and could
+make the search long."""
+Geometry = tuple[int, int]
+"""Number of layers and of KV heads."""
+
+
+@lru_cache(maxsize=4096)
+def covers(shards: frozenset[Shard], geometry: Geometry) -> tuple[tuple[Shard, ...], ...]:
+    """All sets of these shards that tile layers × heads, each in the order of first layers and
+    heads."""
+    layer_count, head_count = geometry
+    inside = [
+        s for s in shards if s.layer_begin < s.layer_end <= layer_count and s.head_end <= head_count
+    ]
+    # From one edge of shards to the next all heads are alike, however many.
+    edges = sorted({0, head_count, *(edge for s in inside for edge in (s.head_begin, s.head_end))})
+    place = {head: number for number, head in enumerate(edges)}
+    found: list[tuple[Shard, ...]] = []
+    at_corner: dict[tuple[int, int], list[Shard]] = {}
+    for shard in sorted(inside, reverse=True):
+        at_corner.setdefault((shard.layer_begin, place[shard.head_begin]), []).append(shard)
+    # By edge: the first layer that is not covered. Where it is lowest the next shard begins.
+    waiting: list[tuple[tuple[int, ...], tuple[Shard, ...]]] = [((0,) * (len(edges) - 1), ())]
+    work = WORK_MAX
+    while waiting and work > 0 and len(found) < COVERS_MAX:
+        edge, chosen = waiting.pop()
+        work -= len(edges) + len(chosen)
+        layer = min(edge)
+        if layer == layer_count:
+            found.append(chosen)
+            continue
+        for shard in at_corner.get((layer, edge.index(layer)), ()):
+            begin, end = place[shard.head_begin], place[shard.head_end]
+            work -= len(edges)
+            if set(edge[begin:end]) == {layer}:
+                placed = (*edge[:begin], *[shard.layer_end] * (end - begin), *edge[end:])
+                waiting.append((placed, (*chosen, shard)))
+    return tuple(found)
+
+
 # ── offers ────────────────────────────────────────────────────────────────────────────────────────
 # Blocks that peers can fetch from this node: a tier holds them in all their shards.
 #
@@ -444,8 +497,6 @@ def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int6
 # Does not cover: publishing them (`kvstore.peers.feed`).
 
 Address = tuple[str, SpaceId]
-Geometry = tuple[int, int]
-"""Number of layers and of KV heads."""
 
 
 class Offers:
@@ -481,7 +532,7 @@ class Offers:
     def _judge(self, change: Change) -> Iterator[BlocksChanged]:
         tenant, space, shard = change.scope
         geometry = self._geometry((tenant, space))
-        if geometry is not None and change.stored and _cover(frozenset((shard,)), geometry):
+        if geometry is not None and change.stored and covers(frozenset((shard,)), geometry):
             yield Stored(tenant, space, change.tier, change.keys)
             return
         if geometry is None or not self._residency.shards(tenant, space):
@@ -495,8 +546,7 @@ class Offers:
                 yield made(tenant, space, change.tier, keys[which].tobytes())
 
     def _whole(self, change: Change, geometry: Geometry) -> NDArray[np.bool_]:
-        """Flags of the keys of a change: the shards that the tier holds of the key cover all layers
-        and heads."""
+        """Flags of the keys of a change: the shards that the tier holds of the key have a cover."""
         tenant, space, _ = change.scope
         keys = np.frombuffer(change.keys, dtype=np.uint64).reshape(-1, KEY_BYTES // 8)
         shards = self._residency.shards(tenant, space)
@@ -509,23 +559,8 @@ class Offers:
         else:
             combinations, which = np.unique(there, axis=0, return_inverse=True)
         names = list(shards)
-        covers = [
-            _cover(frozenset(names[at] for at in np.flatnonzero(row)), geometry)
+        is_whole = [
+            bool(covers(frozenset(names[at] for at in np.flatnonzero(row)), geometry))
             for row in combinations
         ]
-        return np.array(covers, dtype=bool)[which.reshape(-1)]
-
-
-@lru_cache(maxsize=4096)
-def _cover(shards: frozenset[Shard], geometry: Geometry) -> bool:
-    """Whether these shards cover all layers and heads."""
-    # From one edge of shards to the next all is covered, or nothing is: a cell, however large.
-    sides = [((s.layer_begin, s.layer_end), (s.head_begin, s.head_end)) for s in shards]
-    edges = [
-        sorted({0, *(edge for its in sides for edge in its[axis] if edge < end)})
-        for axis, end in enumerate(geometry)
-    ]
-    there = np.zeros(tuple(map(len, edges)), dtype=bool)
-    for its in sides:
-        there[tuple(slice(*np.searchsorted(*each)) for each in zip(edges, its, strict=True))] = True
-    return bool(there.all())
+        return np.array(is_whole)[which.reshape(-1)]

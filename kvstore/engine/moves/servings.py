@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import AnswerPeer, PeerAsked, PeerGone
-from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, leading, leading_run, run_of
+from kvstore.engine.memory.residency import LOOKED_UP_MAX, Run, covers, leading, leading_run, run_of
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.sessions.owners import Asker, asker, covers
+from kvstore.engine.sessions.owners import Asker, asker
 from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S
@@ -105,9 +105,7 @@ class Servings:
         if known is None or state.is_off(*address) or not len(keys):
             return None
         scopes = state.residency.shards(*address)
-        found = covers(
-            scopes, layer_count=known.space.layer_count, head_count=known.space.kv_head_count
-        )
+        found = covers(frozenset(scopes), (known.space.layer_count, known.space.kv_head_count))
         # Each shard is looked into once, and of many fewer keys than were asked for.
         place = {shard: n for n, shard in enumerate({s: None for cover in found for s in cover})}
         keys = keys[: LOOKED_UP_MAX // max(len(place), 1)]

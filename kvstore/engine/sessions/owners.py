@@ -7,11 +7,12 @@ and which engines are not served; `sessions` acts on them (frees slots, sends da
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from kvstore.engine.memory.residency import covers
 from kvstore.engine.memory.shares import OTHERS, QuotaGroup
 from kvstore.errors import ProtocolError
 from kvstore.types import ConnectionId, Shard, SpaceId
@@ -90,52 +91,6 @@ def asker(
         engine=engine,
         title=title,
     )
-
-
-# ── covers ────────────────────────────────────────────────────────────────────────────────────────
-# Sets of shards that make whole blocks: every layer and head exactly once.
-#
-#     shards of a space            covers
-#     0-16 × 0-8                   one rank
-#     0-16 × 0-4, 0-16 × 4-8       two tensor-parallel ranks
-#     0-8 × 0-8,  8-16 × 0-8       two stages of a pipeline
-#
-# Blocks of one space may be held by engines of several parallel sizes: each is a cover of its own.
-
-COVERS_MAX: Final = 16
-"""Most parallel sizes of one space on one node; blocks of further ones are not served."""
-WORK_MAX: Final = 1 << 20
-"""Heads and shards looked at in one search, some milliseconds. Engines choose the shards, and could
-make the search long."""
-
-
-def covers(
-    shards: Collection[Shard], *, layer_count: int, head_count: int
-) -> list[tuple[Shard, ...]]:
-    """All sets of these shards that tile layers × heads, each in the order of first layers and
-    heads."""
-    found: list[tuple[Shard, ...]] = []
-    at_corner: dict[tuple[int, int], list[Shard]] = {}
-    for shard in sorted(shards, reverse=True):
-        if shard.layer_end <= layer_count and shard.head_end <= head_count:
-            at_corner.setdefault((shard.layer_begin, shard.head_begin), []).append(shard)
-    # By head: the first layer that is not covered. Where it is lowest the next shard begins.
-    waiting: list[tuple[tuple[int, ...], tuple[Shard, ...]]] = [((0,) * head_count, ())]
-    work = WORK_MAX
-    while waiting and work > 0 and len(found) < COVERS_MAX:
-        edge, chosen = waiting.pop()
-        work -= head_count + len(chosen)
-        layer = min(edge)
-        if layer == layer_count:
-            found.append(chosen)
-            continue
-        for shard in at_corner.get((layer, edge.index(layer)), ()):
-            begin, end = shard.head_begin, shard.head_end
-            work -= head_count
-            if set(edge[begin:end]) == {layer}:
-                placed = (*edge[:begin], *[shard.layer_end] * (end - begin), *edge[end:])
-                waiting.append((placed, (*chosen, shard)))
-    return found
 
 
 # ── owners ────────────────────────────────────────────────────────────────────────────────────────
@@ -280,8 +235,8 @@ def objection(owner: Owner, *, slab_bytes: int) -> str:
                 return reason
     # Replicas carry the very same shard; shards that only overlap have no one to write them.
     for index, space in enumerate(spaces):
-        shards = owner.columns(index)
-        whole = covers(shards, layer_count=space.layer_count, head_count=space.kv_head_count)
+        shards = frozenset(owner.columns(index))
+        whole = covers(shards, (space.layer_count, space.kv_head_count))
         if all(len(cover) < len(shards) for cover in whole):
             return "its ranks do not cover all layers and heads exactly once"
     return ""

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -137,6 +139,23 @@ class Defaults:
 DEFAULTS = Defaults()
 
 
+@lru_cache
+def some_tile(shards: frozenset[Shard], layer_count: int, head_count: int) -> bool:
+    """Whether some of these shards have each layer of each head exactly once."""
+    cells = list(itertools.product(range(layer_count), range(head_count)))
+    some = (its for n in range(len(shards)) for its in itertools.combinations(shards, n + 1))
+    return any(
+        sorted(
+            (layer, head)
+            for shard in its
+            for layer in range(shard.layer_begin, shard.layer_end)
+            for head in range(shard.head_begin, shard.head_end)
+        )
+        == cells
+        for its in some
+    )
+
+
 class Node:
     """An engine and what it said, by connection."""
 
@@ -242,21 +261,18 @@ class Node:
         return self.engine._state
 
     def _whole(self) -> set[tuple[Tier, str, SpaceId, bytes]]:
-        """Blocks of which a tier holds every cell, each a layer and a head."""
+        """Blocks of which a tier holds some shards that have every cell, each a layer and a head,
+        once."""
         state = self.state
-        cells: dict[tuple[Tier, str, SpaceId, bytes], set[tuple[int, int]]] = defaultdict(set)
+        shards: dict[tuple[Tier, str, SpaceId, bytes], set[Shard]] = defaultdict(set)
         for tier, tenant, space, shard, key in self.told:
-            cells[tier, tenant, space, key] |= {
-                (layer, head)
-                for layer in range(shard.layer_begin, shard.layer_end)
-                for head in range(shard.head_begin, shard.head_end)
-            }
+            shards[tier, tenant, space, key].add(shard)
         known = {address: its.space for address, its in state.known.items()}
         return {
             block
-            for block, there in cells.items()
+            for block, there in shards.items()
             if (space_ := known.get((block[1], block[2]))) is not None
-            and len(there) == space_.layer_count * space_.kv_head_count
+            and some_tile(frozenset(there), space_.layer_count, space_.kv_head_count)
         }
 
     def _hear_change(self, change: Changed) -> None:

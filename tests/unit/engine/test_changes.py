@@ -10,9 +10,12 @@ from hypothesis import example, given, settings, strategies as st
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
 from kvstore.engine.memory.residency import Change, Offers
-from kvstore.types import SpaceId, Tier
+from kvstore.tier_events import FileKnown
+from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.feed import Removed
-from tests.unit.engine.disk import SPACE, DiskNode, known
+from kvstore.wire.record import Scope
+from kvstore.wire.space import shard_bytes
+from tests.unit.engine.disk import SPACE, DiskNode, known, places
 from tests.unit.engine.harness import (
     HALVES,
     HEADS,
@@ -21,10 +24,12 @@ from tests.unit.engine.harness import (
     WHOLE,
     Node,
     Peer,
+    checksum,
     key,
     keys,
     residency_of,
 )
+from tests.unit.engine.peers import PeerNode
 
 
 def all_held(node: Node) -> list[Changed]:
@@ -117,3 +122,15 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
     assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
         Removed(*scope[:2], Tier.DRAM, key(1) + key(2))
     ]
+
+
+def test_a_block_is_not_offered_if_no_peer_can_be_served_it() -> None:
+    """Two shards that overlap hold all of it, and are no parallel size of any engine."""
+    node = PeerNode()
+    Peer(node)
+    overlapping = Shard(0, 2, 0, HEADS), Shard(1, LAYERS, 0, HEADS)
+    for at, shard in enumerate(overlapping):
+        scope = Scope("t", SPACE, shard, shard_bytes(SMALL, shard))
+        node.step(FileKnown(scope, keys(5), places(at + 1, 1), checksum(5)))
+    assert node.serve(1, 5).slots == b""
+    assert not node.offered

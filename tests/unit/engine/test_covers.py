@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
-from kvstore.engine.sessions.owners import COVERS_MAX, covers
+from kvstore.engine.memory.residency import COVERS_MAX, covers
 from kvstore.types import Shard
 
 WHOLE = Shard(0, 4, 0, 4)
@@ -16,7 +17,7 @@ LAYERS = (Shard(0, 2, 0, 4), Shard(2, 4, 0, 4))
 
 def test_many_are_bounded() -> None:
     rows = [Shard(layer, layer + 1, head, end) for layer in range(8) for head, end in _cuts(3)]
-    assert len(covers(rows, layer_count=8, head_count=3)) == COVERS_MAX
+    assert len(covers(frozenset(rows), (8, 3))) == COVERS_MAX
 
 
 def _cuts(width: int) -> list[tuple[int, int]]:
@@ -31,6 +32,7 @@ def _cuts(width: int) -> list[tuple[int, int]]:
         max_size=6,
     )
 )
+@example({Shard(0, 1, 1, 3), Shard(0, 3, 0, 1), Shard(1, 3, 1, 3)})
 def test_covers_are_exact_and_none_is_missing(shards: set[Shard]) -> None:
     cells = set(itertools.product(range(3), range(3)))
 
@@ -49,11 +51,29 @@ def test_covers_are_exact_and_none_is_missing(shards: set[Shard]) -> None:
         for some in itertools.combinations(shards, count)
         if tiles(some)
     }
-    found = covers(shards, layer_count=3, head_count=3)
+    found = covers(frozenset(shards), (3, 3))
     assert {frozenset(cover) for cover in found} == expected
-    assert all(list(cover) == sorted(cover) for cover in found)
+    for cover in found:
+        corners = [(shard.layer_begin, shard.head_begin) for shard in cover]
+        assert corners == sorted(corners)
 
 
 def test_shards_of_another_geometry_are_none() -> None:
-    assert covers([WHOLE], layer_count=4, head_count=8) == []
-    assert covers([WHOLE], layer_count=2, head_count=4) == []
+    assert covers(frozenset({WHOLE}), (4, 8)) == ()
+    assert covers(frozenset({WHOLE}), (2, 4)) == ()
+
+
+def test_a_shard_without_layers_costs_no_search() -> None:
+    assert covers(frozenset({Shard(0, 0, 0, 4), WHOLE}), (4, 4)) == ((WHOLE,),)
+
+
+def test_the_largest_space_that_an_engine_can_name_costs_little_memory() -> None:
+    largest = (65535, 65535)
+    halves = frozenset({Shard(0, 65535, 0, 30000), Shard(0, 65535, 30000, 65535)})
+    tracemalloc.start()
+    try:
+        assert covers(halves, largest)
+        assert not covers(frozenset({Shard(0, 65535, 1, 65535)}), largest)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

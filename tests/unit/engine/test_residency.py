@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -11,7 +9,7 @@ from hypothesis import given, strategies as st
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Cleared
 from kvstore.engine.memory import residency as module
-from kvstore.types import Shard, SpaceId
+from kvstore.types import SpaceId
 from kvstore.wire.messages import keys_array
 from tests.unit.engine.disk import SPACE, known
 from tests.unit.engine.harness import WHOLE, Node, keys, residency_of
@@ -62,26 +60,3 @@ def test_a_clear_finds_what_took_rows_that_it_has_passed(monkeypatch: pytest.Mon
     assert [node.step(clear)[-1] for _ in range(3)] == [Cleared(4), Cleared(4), Cleared(0)]
     assert node.engine.blocks(space=SPACE.hex()) == []
     assert len(node.engine.blocks(space=OTHER.hex())) == 10
-
-
-@given(data=st.data())
-def test_shards_cover_a_space_if_each_layer_of_each_head_is_in_one(data: st.DataObject) -> None:
-    geometry = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
-    side = st.tuples(st.integers(0, 6), st.integers(1, 3)).map(lambda its: (its[0], sum(its)))
-    shards = [Shard(*a, *b) for a, b in data.draw(st.lists(st.tuples(side, side), max_size=6))]
-    cells = np.zeros(geometry, dtype=bool)
-    for each in shards:
-        cells[each.layer_begin : each.layer_end, each.head_begin : each.head_end] = True
-    assert module._cover(frozenset(shards), geometry) == cells.all()
-
-
-def test_the_largest_space_that_an_engine_can_name_costs_little_memory() -> None:
-    largest = (65535, 65535)
-    halves = frozenset({Shard(0, 65535, 0, 30000), Shard(0, 65535, 30000, 65535)})
-    tracemalloc.start()
-    try:
-        assert module._cover(halves, largest)
-        assert not module._cover(frozenset({Shard(0, 65535, 1, 65535)}), largest)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
