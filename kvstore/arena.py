@@ -20,6 +20,7 @@ Does not cover: owners of slots (`kvstore.engine`), how descriptors travel
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -356,6 +357,9 @@ def wait_for_holders(holders_fd: int, *, timeout_s: float) -> bool:
 
 # ── engine side ──────────────────────────────────────────────────────────────────────────────────
 
+closed_in_children: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""What a forked child closes: memory and sockets of its parent."""
+
 
 class GenerationView:
     """Read-only view of a node's generation page. Closed in a forked child.
@@ -381,7 +385,7 @@ class GenerationView:
         self.incarnation = Incarnation(incarnation)
         self._words: NDArray[np.uint64] | None = words
         self._slot_end = arena_bytes // PAGE_BYTES
-        _views.add(self)
+        closed_in_children.add(self)
 
     @property
     def closed(self) -> bool:
@@ -428,7 +432,7 @@ class ArenaView:
         any array made from it, so a copy in flight in another thread is safe across `close`."""
         self._generations = generations
         self.size_bytes = size_bytes
-        _views.add(self)
+        closed_in_children.add(self)
 
     @property
     def closed(self) -> bool:
@@ -458,15 +462,13 @@ class ArenaView:
         self.array = np.empty(0, np.uint8)
 
 
-_views: weakref.WeakSet[GenerationView | ArenaView] = weakref.WeakSet()
+def _close_in_child() -> None:
+    for each in list(closed_in_children):
+        with contextlib.suppress(OSError):
+            each.close()
 
 
-def _close_views() -> None:
-    for view in list(_views):
-        view.close()
-
-
-os.register_at_fork(after_in_child=_close_views)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _verify(fd: int, *, size_bytes: int, seals: int, what: str) -> None:

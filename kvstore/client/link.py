@@ -10,16 +10,14 @@ One thread at a time. Nothing here raises after `connect`: a failure of the node
 
 from __future__ import annotations
 
-import array
-import contextlib
 import os
 import socket
-import weakref
 from collections.abc import Sequence
 
 import msgspec
 
-from kvstore.arena import ArenaView, GenerationView
+from kvstore.arena import ArenaView, GenerationView, closed_in_children
+from kvstore.descriptors import receive_datagram, send_datagram
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.wire import messages as wire
 from kvstore.wire.space import Slab
@@ -29,7 +27,6 @@ SEND_BUFFER_BYTES = 1 << 20
 RECEIVE_COUNT_MAX = 256
 """Datagrams taken by one `receive`; the rest waits for the next call."""
 _DESCRIPTORS_MAX = 8
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTORS_MAX * 4)
 _NON_BLOCKING = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -58,7 +55,7 @@ class Link:
         self.places: GenerationView | None = None
         """Page of places in the slab: a word for each slot of dram (`kvstore.wire.space`)."""
         self.slab: Slab | None = None
-        _links.add(self)
+        closed_in_children.add(self)
 
     @classmethod
     def connect(
@@ -77,7 +74,7 @@ class Link:
             sock.connect(os.fspath(path))
             own = os.pidfd_open(os.getpid())
             try:
-                socket.send_fds(sock, [wire.encode(hello)], [own], socket.MSG_NOSIGNAL)
+                send_datagram(sock, wire.encode(hello), [own])
             except (BrokenPipeError, ConnectionResetError):
                 pass  # refused before we spoke: `receive` has the reason
             finally:
@@ -150,10 +147,9 @@ class Link:
             return wire.decode_from_node(memoryview(self._buffer)[:size]) if size else None
         descriptors: list[int] = []
         try:
-            size, ancillary, _, _ = sock.recvmsg_into(
-                [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            size, descriptors, _ = receive_datagram(
+                sock, self._buffer, _DESCRIPTORS_MAX, flags=socket.MSG_DONTWAIT
             )
-            descriptors = received_descriptors(ancillary)
             if not size:
                 return None
             message = wire.decode_from_node(memoryview(self._buffer)[:size])
@@ -190,24 +186,3 @@ class Link:
     def _lose(self, reason: str) -> list[wire.NodeMessage | Lost]:
         self.close()
         return [Lost(reason)]
-
-
-def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors in the ancillary data of one datagram; the caller owns them all."""
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
-
-
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-def _close_links() -> None:
-    for link in list(_links):
-        with contextlib.suppress(OSError):
-            link.close()
-
-
-os.register_at_fork(after_in_child=_close_links)

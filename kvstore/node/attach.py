@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from kvstore.client.link import received_descriptors
+from kvstore.descriptors import receive_datagram, send_datagram
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.errors import ProtocolError
@@ -115,7 +115,6 @@ class AttachSocket:
     engine: str = ""
     """The engine of a scheduler, as much of its id as is logged."""
     outbox: deque[bytes] = field(default_factory=deque)
-    outbox_bytes: int = 0
     owner: OwnerKey | None = None
     """The engine that it is a process of."""
     left_when_exited: int = RANK_COUNT_MAX
@@ -138,7 +137,7 @@ ACCEPT_PAUSE_NS = NS_PER_S // 2
 SEND_BUFFER_BYTES = 1 << 20
 ENGINE_CHARACTERS_MAX = 64
 """Characters of an engine's id in the log."""
-_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
+_DESCRIPTORS_MAX = 8
 
 _log = logging.getLogger(__name__)
 
@@ -245,10 +244,7 @@ class Attach:
             return Sent.GONE
         if not connection.outbox:
             try:
-                if descriptors:
-                    socket.send_fds(connection.socket, [datagram], descriptors, socket.MSG_NOSIGNAL)
-                else:
-                    connection.socket.send(datagram, socket.MSG_NOSIGNAL)
+                send_datagram(connection.socket, datagram, descriptors)
             except BlockingIOError:
                 if descriptors:
                     return Sent.OVERFLOW
@@ -263,11 +259,10 @@ class Attach:
                 return Sent.DONE
         if (
             len(connection.outbox) >= OUTBOX_COUNT_MAX
-            or connection.outbox_bytes + len(datagram) > OUTBOX_BYTES_MAX
+            or sum(map(len, connection.outbox)) + len(datagram) > OUTBOX_BYTES_MAX
         ):
             return Sent.OVERFLOW
         connection.outbox.append(datagram)
-        connection.outbox_bytes += len(datagram)
         return Sent.DONE
 
     def hang_up(self, number: ConnectionId, kind: str = "") -> None:
@@ -395,14 +390,11 @@ class Attach:
         """Read the first datagram: a Hello with the pidfd of its process."""
         descriptors: list[int] = []
         try:
-            size, ancillary, flags, _ = sock.recvmsg_into(
-                [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
-            descriptors = received_descriptors(ancillary)
+            size, descriptors, is_cut = receive_datagram(sock, self._buffer, _DESCRIPTORS_MAX)
             if not size:
                 self.hang_up(connection.number)
                 return []
-            if flags & socket.MSG_CTRUNC and not descriptors:
+            if is_cut and not descriptors:
                 self._refuse(connection, "full", why_no_descriptor(), permanent=False)
                 return []
             hello = decode_from_engine(self._view[:size])
@@ -525,7 +517,7 @@ class Attach:
         try:
             while connection.outbox:
                 sock.send(connection.outbox[0], socket.MSG_NOSIGNAL)
-                connection.outbox_bytes -= len(connection.outbox.popleft())
+                connection.outbox.popleft()
                 self.counters.datagrams_sent += 1
         except BlockingIOError:
             return

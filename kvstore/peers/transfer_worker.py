@@ -20,10 +20,10 @@ import contextlib
 import itertools
 import logging
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvstore.descriptors import send_datagram
 from kvstore.errors import ProtocolError
 from kvstore.net.process import Child, spawn
 from kvstore.ports import Clock, Pieces
@@ -172,7 +172,7 @@ class TransferWorkerChild(Child, Datagrams[wire.FromTransferWorker]):
         Child.__init__(self, spawn(program))
         Datagrams.__init__(self, self.socket, wire.decode_from_transfer_worker)
         with contextlib.suppress(OSError):  # its pidfd tells the rest
-            socket.send_fds(self.socket, [wire.encode(begin)], [arena_fd, hold_fd])
+            send_datagram(self.socket, wire.encode(begin), [arena_fd, hold_fd])
 
 
 class TransferWorker:

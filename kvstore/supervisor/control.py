@@ -18,13 +18,14 @@ receiving one, descriptors that came with them. Does not cover: their effects (`
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
 from typing import Any, Final, TypeVar
 
 import msgspec
+
+from kvstore.descriptors import receive_datagram, send_datagram
 
 CONTROL_VERSION: Final = 2
 """Code of another version cannot serve under a running supervisor."""
@@ -36,7 +37,6 @@ EXIT_REFUSED: Final = 2
 """Status of a process that cannot start and has logged why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
 """Longest datagram: with room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -198,9 +198,7 @@ from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
 def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags: int = 0) -> None:
     """Send a message, with a descriptor or none. Raises OSError; BlockingIOError when `flags` say
     not to wait and there is no room."""
-    # Not `socket.send_fds` and `recv_fds`: in Python 3.11 they forget the flags.
-    passed = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    sock.sendmsg([_encoder.encode(message)], passed, flags | socket.MSG_NOSIGNAL)
+    send_datagram(sock, _encoder.encode(message), [] if fd is None else [fd], flags=flags)
 
 
 def receive(
@@ -212,15 +210,13 @@ def receive(
         OSError: DescriptorLost among them.
         msgspec.DecodeError: not one of these messages, or too long for one.
     """
-    data, ancillary, received, _ = sock.recvmsg(
-        DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
-    )
-    fds = [fd for _, _, passed in ancillary for fd in array.array("i", passed)]
-    if not data:
+    buffer = bytearray(DATAGRAM_BYTES_MAX)
+    size, fds, is_cut = receive_datagram(sock, buffer, 1, flags=flags)
+    if not size:
         return None
     try:
-        message = decoder.decode(data)
-        if received & socket.MSG_CTRUNC:
+        message = decoder.decode(memoryview(buffer)[:size])
+        if is_cut:
             raise DescriptorLost(message)
     except (DescriptorLost, msgspec.DecodeError):
         for fd in fds:

@@ -8,7 +8,6 @@ not cover: how the process is made (`peers.transfer_worker_process`), when it mu
 
 from __future__ import annotations
 
-import array
 import ctypes
 import itertools
 import os
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.arena import fill_page_tables, map_arena
+from kvstore.descriptors import receive_datagram
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
 from kvstore.ports import End, Landing, Outcome, Pieces, Transport, TransportMemory
 from kvstore.transport.backends import open_transport
@@ -158,7 +158,6 @@ sixteenth later at most, and a long write is not polled a hundred times by a pro
 move its bytes.
 """
 DATAGRAMS_PER_TURN: Final = 64
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(8)
 
 
 def run(sock: socket.socket) -> int:
@@ -184,15 +183,13 @@ def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
     descriptor, by which the node knows that this process may write to the arena, stays open until
     the end.
     """
-    data, ancillary, _, _ = sock.recvmsg(
-        wire.DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-    )
-    if not data:
+    buffer = bytearray(wire.DATAGRAM_BYTES_MAX)
+    size, descriptors, _ = receive_datagram(sock, buffer, 2)
+    if not size:
         return None
-    begin = wire.decode_from_node(data)
+    begin = wire.decode_from_node(bytes(buffer[:size]))
     assert isinstance(begin, wire.Begin), begin
-    ((_, _, passed),) = ancillary
-    arena_fd, _ = array.array("i", passed)
+    arena_fd, _ = descriptors
     return begin, arena_fd
 
 

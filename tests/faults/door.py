@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvstore.arena import Arena
-from kvstore.client.link import received_descriptors
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver, Executor
@@ -137,12 +136,12 @@ class Line:
         heard = []
         while self.is_open:
             try:
-                data, ancillary, _, _ = self.socket.recvmsg(DATAGRAM_ROOM, socket.CMSG_SPACE(32))
+                data, descriptors, _, _ = socket.recv_fds(self.socket, DATAGRAM_ROOM, 8)
             except BlockingIOError:
                 break
             except ConnectionResetError:
                 continue
-            for descriptor in received_descriptors(ancillary):
+            for descriptor in descriptors:
                 os.close(descriptor)
             if not data:
                 self.is_open = False

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from kvstore.client.link import received_descriptors
 from kvstore.testing.raw_engine import BLOCK_BYTES, make_space
 from kvstore.types import Shard
 from kvstore.wire.messages import encode
@@ -45,8 +44,7 @@ def _live(path: Path, pipe: Connection) -> None:
         socket.send_fds(
             sock, [encode(rank_hello(group, name="hostile"))], [os.pidfd_open(os.getpid())]
         )
-        _, ancillary, _, _ = sock.recvmsg(64 << 10, socket.CMSG_SPACE(16))
-        arena, _ = received_descriptors(ancillary)
+        _, (arena, _), _, _ = socket.recv_fds(sock, 64 << 10, 4)
         pipe.send(os.getpid())
         while True:
             deed, argument = pipe.recv()

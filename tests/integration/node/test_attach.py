@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.client.link import received_descriptors
 from kvstore.errors import AttachError
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
@@ -301,10 +300,10 @@ def test_three_hundred_connections(node: NodeProcess, bystander: RawEngine) -> N
             sock = stack.enter_context(raw_socket(node))
             introduce(sock, scheduler_hello(f"e{number}", process=f"p{number}"))
             try:
-                data, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
+                data, descriptors, _, _ = socket.recv_fds(sock, 4096, 4)
             except ConnectionResetError:
-                data, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
-            for descriptor in received_descriptors(ancillary):
+                data, descriptors, _, _ = socket.recv_fds(sock, 4096, 4)
+            for descriptor in descriptors:
                 os.close(descriptor)
             answers.append(decode_from_node(data))
         welcomed = [answer for answer in answers if isinstance(answer, Welcome)]
@@ -371,8 +370,7 @@ def test_an_allowed_user_can_attach(open_directory: Path) -> None:
 def test_what_the_node_hands_out_cannot_be_turned_against_it(node: NodeProcess) -> None:
     with raw_socket(node) as sock:
         introduce(sock)
-        _, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
-        (page,) = received_descriptors(ancillary)
+        _, (page,), _, _ = socket.recv_fds(sock, 4096, 4)
         for size in (0, 1 << 30):
             with pytest.raises(PermissionError):
                 os.ftruncate(page, size)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.client import link as link_module
 from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError
 from kvstore.types import SLOT_BYTES_MIN
@@ -94,7 +95,7 @@ def test_a_refusal_that_comes_before_the_hello_is_heard(
         peer.close()
         raise BrokenPipeError
 
-    monkeypatch.setattr(socket, "send_fds", refuse_first)
+    monkeypatch.setattr(link_module, "send_datagram", refuse_first)
     link = Link.connect(node.path, HELLO)
     assert receive(link) == [refused, Lost("the node closed the connection")]
 

@@ -52,7 +52,7 @@ def refusal(peer: Peer) -> Refused:
 def test_a_node_without_descriptors_says_so(
     make_attach: MakeAttach, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach_module, "_ANCILLARY_BYTES", 0)  # as if none could be received
+    monkeypatch.setattr(attach_module, "_DESCRIPTORS_MAX", 0)  # as if none could be received
     attach = make_attach()
     peer = connect()
     peer.introduce(scheduler_hello())
@@ -216,7 +216,7 @@ def test_what_does_not_fit_waits_and_keeps_its_order(
     attach = make_attach()
     peer, number = attached(attach, connect)
     sent: list[bytes] = []
-    while attach._connections[number].outbox_bytes < 200_000:
+    while sum(map(len, attach._connections[number].outbox)) < 200_000:
         sent.append(bytes([len(sent)]) * 50_000)
         assert attach.send(number, sent[-1]) is Sent.DONE
     heard: list[bytes] = []
@@ -224,7 +224,7 @@ def test_what_does_not_fit_waits_and_keeps_its_order(
         heard.append(peer.hear())
         all_events(attach)
     assert heard == sent
-    assert attach._connections[number].outbox_bytes == 0
+    assert not attach._connections[number].outbox
     assert all_events(attach) == [], "the loop does not spin on a socket that can be written"
 
 
@@ -240,7 +240,7 @@ def test_a_peer_that_does_not_read_overflows_at_a_bound(
         assert sent < 10_000
     connection = attach._connections[number]
     assert len(connection.outbox) <= attach_module.OUTBOX_COUNT_MAX
-    assert connection.outbox_bytes <= attach_module.OUTBOX_BYTES_MAX
+    assert sum(map(len, connection.outbox)) <= attach_module.OUTBOX_BYTES_MAX
 
 
 def test_descriptors_arrive_with_their_datagram(make_attach: MakeAttach, connect: Connect) -> None:
