@@ -28,7 +28,7 @@ from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.space import Slab
-from kvstore.wire.transfer_worker import Direction
+from kvstore.wire.transfer_worker import Direction, Done, Failed, Limbo
 
 
 class Clock(Protocol):
@@ -149,25 +149,10 @@ class TransportMemory(NamedTuple):
     landing: Landing | None = None
 
 
-class End(enum.Enum):
-    """How a transfer ended, for the places in this process's arena. A failed write may still reach
-    the peer's landing memory, until the peer or its transfer worker is gone."""
-
-    DONE = "done"
-    """All bytes are there, and nothing touches their places any more."""
-    FAILED = "failed"
-    """Some bytes may be missing, but nothing touches their places any more."""
-    UNKNOWN = "unknown"
-    """No result, and the places may still be in use: only the end of this process proves that they
-    are not. No other outcome of this transfer follows."""
-
-
-class Outcome(NamedTuple):
-    """One transfer has ended."""
-
-    number: int
-    end: End
-    reason: str = ""
+Outcome = Done | Failed | Limbo
+"""How a transfer ended, for the places in this process's arena: see these. A failed write may still
+reach the peer's landing memory, until the peer or its transfer worker is gone. After a Limbo no
+other outcome of the transfer follows."""
 
 
 class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,11 +223,11 @@ class Transport(Protocol):
         must be called again and again while transfers are under way."""
 
     def forget(self, peer: str) -> None:
-        """Transfers with this peer end soon, as FAILED or UNKNOWN, if the back end can see to it.
+        """Transfers with this peer end soon, as Failed or in Limbo, if the back end can see to it.
         Others go on. The peer may be connected again, also as another process."""
 
     def close(self) -> None:
-        """Give all back. Transfers under way get no outcome: as good as UNKNOWN. Idempotent."""
+        """Give all back. Transfers under way get no outcome: as good as Limbo. Idempotent."""
 
 
 class CopyWay(enum.Enum):

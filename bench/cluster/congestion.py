@@ -23,8 +23,9 @@ from bench.cluster.figures import NotMeasured, at_most, ratio, spread
 from bench.cluster.netns import ADDRESS, BURST_KB, QUEUE_MS, RATE_MBIT, Link, Side
 from bench.raw_nixl import is_installed
 from kvstore.errors import KVStoreError
-from kvstore.ports import End
+from kvstore.ports import Outcome
 from kvstore.transport.pieces import make_pieces
+from kvstore.wire.transfer_worker import Done
 from tests.kit.transport_parties import TransferWorkerParty
 
 UCX: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link0", "NIXL_LOG_LEVEL": "FATAL"}
@@ -83,13 +84,13 @@ class Reader:
         """Seconds of one read."""
         begin_s = time.perf_counter()
         self._reader.read(1, "b", self._whole)
-        assert self._reader.ends(1) == {1: End.DONE}
+        assert self._reader.ends(1) == {1: Done}
         return time.perf_counter() - begin_s
 
     def beside_s(self, flow: Flow, size_bytes: int) -> float:
         """The flow's time while reads go on, which all end well. Raises what ended them."""
         over, began = threading.Event(), threading.Event()
-        ends: list[End] = []
+        ends: list[type[Outcome]] = []
         errors: list[Exception] = []
 
         def read() -> None:
@@ -113,7 +114,7 @@ class Reader:
             reading.join()
         if errors:
             raise errors[0]
-        assert set(ends) == {End.DONE}, ends
+        assert set(ends) == {Done}, ends
         self.reads_beside += len(ends)
         return took_s
 

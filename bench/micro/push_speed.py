@@ -29,10 +29,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from bench.raw_nixl import RawNixl
-from kvstore.ports import End, Pieces
+from kvstore.ports import Pieces
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire.messages import PushClose, PushOpen
+from kvstore.wire.transfer_worker import Done
 from tests.kit.peers import PeerPair
 from tests.kit.transport_parties import TransferWorkerParty
 
@@ -69,7 +70,7 @@ class TransferWorkers:
     def write_ns(self, pieces: Pieces) -> int:
         begin = time.perf_counter_ns()
         self._parties[0].write(1, "b", pieces)
-        assert self._parties[0].ends(1) == {1: End.DONE}
+        assert self._parties[0].ends(1) == {1: Done}
         return time.perf_counter_ns() - begin
 
 

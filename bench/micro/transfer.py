@@ -25,9 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from bench.raw_nixl import RawNixl
-from kvstore.ports import End, Pieces
+from kvstore.ports import Pieces
 from kvstore.testing.process import Lab
 from kvstore.transport.pieces import make_pieces
+from kvstore.wire.transfer_worker import Done
 from tests.kit.processes import transport_options
 from tests.kit.transport_parties import TransferWorkerParty
 
@@ -63,7 +64,7 @@ class Pair:
     def read_ns(self, pieces: Pieces) -> int:
         begin = time.perf_counter_ns()
         self._parties[0].read(1, "b", pieces)
-        assert self._parties[0].ends(1) == {1: End.DONE}
+        assert self._parties[0].ends(1) == {1: Done}
         return time.perf_counter_ns() - begin
 
 

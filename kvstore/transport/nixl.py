@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.installation import is_installed
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.ports import Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.pieces import BackEnd
-from kvstore.wire.transfer_worker import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction, Done, Failed, Limbo
 
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
@@ -149,7 +149,7 @@ class Nixl(BackEnd[_NixlPeer]):
             return
         for number, begun in list(self._moves.items()):
             if begun.peer is gone:
-                self._end(number, begun, "given up", End.UNKNOWN)
+                self._end(number, begun, None)
         if gone.is_broken:
             self._drop(gone)
             return
@@ -172,19 +172,20 @@ class Nixl(BackEnd[_NixlPeer]):
         if state == "DONE":
             del self._moves[number]
             self._quietly(begun.handle.release)
-            self._outcomes.append(Outcome(number, End.DONE))
+            self._outcomes.append(Done(number))
         elif state != "PROC":
             self._end(number, begun, "NIXL reports an error")
 
-    def _end(self, number: int, begun: _NixlMove, reason: str, end: End = End.FAILED) -> None:
-        """End a move as failed. One with a single range has one request, so its end is known; with
-        more ranges, other requests may be under way, so the end is UNKNOWN.
-        """
+    def _end(self, number: int, begun: _NixlMove, reason: str | None) -> None:
+        """End a move that failed; `reason` None: it is given up. With a single range it has one
+        request, so the end of one that was not is known; with more ranges, other requests may be
+        under way."""
         begun.peer.is_broken = True
         del self._moves[number]
         self._quietly(begun.handle.release)
-        end = end if begun.ranges == 1 else End.UNKNOWN
-        self._outcomes.append(Outcome(number, end, f"{begun.peer.found.name}: {reason}"))
+        is_known = reason is not None and begun.ranges == 1
+        failed = Failed(number, f"{begun.peer.found.name}: {reason}")
+        self._outcomes.append(failed if is_known else Limbo(number))
 
     def _drop(self, gone: _NixlPeer) -> None:
         """End the connection to a peer."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, NamedTuple
 
-from kvstore.ports import End, Outcome, Pieces
+from kvstore.ports import Outcome, Pieces
 from kvstore.transport.pieces import cut, total_bytes
 from kvstore.units import NS_PER_S
 from kvstore.wire.transfer_worker import REASON_CHARS_MAX, Direction, Done, Failed, Limbo
@@ -27,7 +27,6 @@ POST_BYTES_MAX: Final = 32 << 20
 POSTS_PER_WINDOW: Final = 4
 """Posts that a window is divided into: while one ends, the others are under way."""
 PIECES_PER_POST_MAX: Final = 4096
-Told = Done | Failed | Limbo
 
 # ── windows ───────────────────────────────────────────────────────────────────────────────────────
 # How many bytes may be under way from one peer: additive increase, multiplicative decrease.
@@ -164,10 +163,8 @@ class Post(NamedTuple):
 
 
 class _Transfer:
-    def __init__(self, number: int, peer: str, rest: Pieces, direction: Direction) -> None:
-        self.number = number
-        self.peer = peer
-        self.direction = direction
+    def __init__(self, number: int, peer: _PeerReads, rest: Pieces, direction: Direction) -> None:
+        self.number, self.peer, self.direction = number, peer, direction
         self.rest: Pieces | None = rest
         """Pieces still to be posted; None: nothing more of the transfer is posted."""
         self.posts = 0
@@ -178,14 +175,14 @@ class _Transfer:
 
 class _UnderWay(NamedTuple):
     transfer: _Transfer
-    peer: _PeerReads
     size_bytes: int
     queued_bytes: int
     posted_ns: int
 
 
 class _PeerReads:
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.window = Window()
         self.waiting: deque[_Transfer] = deque()
         """Transfers that have more to post."""
@@ -207,7 +204,7 @@ class Reads:
         self._paced = paced
         self._peers: dict[str, _PeerReads] = {}
         self._under_way: dict[int, _UnderWay] = {}
-        self._turns: deque[str] = deque()
+        self._turns: deque[_PeerReads] = deque()
         """Peers with more to post, in the order of their turns. Others are not in it, since it is
         walked every 100 µs.
         """
@@ -218,16 +215,16 @@ class Reads:
         """Posts that have not ended."""
         return len(self._under_way)
 
-    def begin(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> list[Told]:
+    def begin(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> list[Outcome]:
         """Begin a transfer, whose pieces are joined and not empty. Returns Done if it has no
         pieces.
         """
         if not len(pieces.length):
             return [Done(number)]
-        known = self._peers.setdefault(peer, _PeerReads())
+        known = self._peers.setdefault(peer, _PeerReads(peer))
         if not known.waiting:
-            self._turns.append(peer)
-        known.waiting.append(_Transfer(number, peer, pieces, direction))
+            self._turns.append(known)
+        known.waiting.append(_Transfer(number, known, pieces, direction))
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
@@ -236,28 +233,27 @@ class Reads:
         """
         for is_first in (True, False):  # peers that an engine waits for come first
             for _ in range(len(self._turns)):
-                name = self._turns[0]
+                peer = self._turns[0]
                 self._turns.rotate(-1)
-                peer = self._peers[name]
                 is_awaited = peer.next().direction is Direction.READ
                 if is_awaited >= is_first and (size := self._size(peer, now_ns)):
-                    return self._post(name, peer, size, now_ns)
+                    return self._post(peer, size, now_ns)
         return None
 
     def pause_ns(self, now_ns: int) -> int:
         """Time at which to ask again although nothing ended, in ns; 0: no need to."""
-        pauses = (self._peers[name].window.pause_ns(now_ns) for name in self._turns)
+        pauses = (peer.window.pause_ns(now_ns) for peer in self._turns)
         return min(filter(None, pauses), default=0)
 
-    def ended(self, outcome: Outcome, now_ns: int) -> list[Told]:
+    def ended(self, outcome: Outcome, now_ns: int) -> list[Outcome]:
         """A post has ended. Returns the outcome of its transfer if that has ended, too, or is in
         limbo.
         """
-        post = self._under_way.pop(outcome.number)
-        transfer, window = post.transfer, post.peer.window
+        post = self._under_way.pop(outcome.transfer)
+        transfer, window = post.transfer, post.transfer.peer.window
         transfer.posts -= 1
-        post.peer.under_way_bytes -= post.size_bytes
-        if outcome.end is End.DONE:
+        transfer.peer.under_way_bytes -= post.size_bytes
+        if isinstance(outcome, Done):
             window.ended(
                 size_bytes=post.size_bytes,
                 queued_bytes=post.queued_bytes,
@@ -266,24 +262,20 @@ class Reads:
             )
             return self._settle(transfer)
         window.failed(posted_ns=post.posted_ns, now_ns=now_ns)
-        self._stop(transfer, outcome.reason)
-        if outcome.end is End.UNKNOWN and not transfer.limbo:
-            transfer.limbo = True
-            return [Limbo(transfer.number)]
-        return self._settle(transfer)
+        self._stop(transfer, outcome.reason if isinstance(outcome, Failed) else "")
+        if isinstance(outcome, Failed) or transfer.limbo:
+            return self._settle(transfer)
+        transfer.limbo = True
+        return [Limbo(transfer.number)]
 
-    def forget(self, name: str) -> list[Told]:
+    def forget(self, name: str) -> list[Outcome]:
         """Post nothing more to this peer. Returns transfers that failed by this; posts under way
         end, or do not.
         """
-        peer = self._peers.get(name)
-        if peer is None:
-            return []
-        told: list[Told] = []
-        for transfer in list(peer.waiting):
+        peer, told = self._peers.pop(name, None), list[Outcome]()
+        for transfer in list(peer.waiting) if peer is not None else ():
             self._stop(transfer, "the peer was forgotten")
             told += self._settle(transfer)
-        del self._peers[name]
         return told
 
     def _size(self, peer: _PeerReads, now_ns: int) -> int:
@@ -296,28 +288,26 @@ class Reads:
         # Whole posts, but for a window that is narrower than one and has nothing under way.
         return size if room >= size or (room and not peer.under_way_bytes) else 0
 
-    def _post(self, name: str, peer: _PeerReads, size: int, now_ns: int) -> Post:
+    def _post(self, peer: _PeerReads, size: int, now_ns: int) -> Post:
         transfer = peer.next()
         assert transfer.rest is not None
         of_many = int(transfer.rest.length[:PIECES_PER_POST_MAX].sum())
         pieces, rest = cut(transfer.rest, min(size, of_many))
-        transfer.rest = rest if len(rest.length) else None
-        if transfer.rest is None:
+        transfer.rest = rest
+        if not len(rest.length):
             self._has_posted(transfer)
         size_bytes = total_bytes(pieces)
         transfer.posts += 1
         peer.under_way_bytes += size_bytes
         number, self._next_post = self._next_post, self._next_post + 1
-        self._under_way[number] = _UnderWay(
-            transfer, peer, size_bytes, peer.under_way_bytes, now_ns
-        )
-        return Post(number, name, pieces, transfer.direction, size_bytes)
+        self._under_way[number] = _UnderWay(transfer, size_bytes, peer.under_way_bytes, now_ns)
+        return Post(number, peer.name, pieces, transfer.direction, size_bytes)
 
     def _has_posted(self, transfer: _Transfer) -> None:
         """All pieces of a transfer are posted: its peer's queue goes on."""
-        peer = self._peers[transfer.peer]
-        peer.waiting.remove(transfer)
-        if not peer.waiting:
+        transfer.rest = None
+        transfer.peer.waiting.remove(transfer)
+        if not transfer.peer.waiting:
             self._turns.remove(transfer.peer)
 
     def _stop(self, transfer: _Transfer, why: str) -> None:
@@ -326,9 +316,8 @@ class Reads:
             transfer.failed = why
         if transfer.rest is not None:
             self._has_posted(transfer)
-            transfer.rest = None
 
-    def _settle(self, transfer: _Transfer) -> list[Told]:
+    def _settle(self, transfer: _Transfer) -> list[Outcome]:
         """The outcome of a transfer, if all its posts have ended; else empty."""
         if transfer.posts or transfer.rest is not None or transfer.limbo:
             return []

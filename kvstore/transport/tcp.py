@@ -47,12 +47,12 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.mailbox import Wake
-from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.ports import Landing, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.guests import Guests
 from kvstore.transport.pieces import BackEnd, check_within, total_bytes
 from kvstore.units import NS_PER_S
 from kvstore.wire.identity import identities_of, is_name
-from kvstore.wire.transfer_worker import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction, Done, Failed
 from kvstore.wording import cannot_listen
 
 HEADER: Final = struct.Struct("<4sIQQ")
@@ -535,7 +535,7 @@ class Tcp(BackEnd[TcpOwner]):
             self._wake.set()
 
     def _done(self, number: int) -> None:
-        self._outcomes.append(Outcome(number, End.DONE))
+        self._outcomes.append(Done(number))
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Close the connection to an owner, and fail its transfers: nothing of it writes
@@ -543,7 +543,7 @@ class Tcp(BackEnd[TcpOwner]):
         """
         self._end(owner)
         why = f"{owner.found.name}: {reason}"
-        self._outcomes += [Outcome(number, End.FAILED, why) for number in owner.lose()]
+        self._outcomes += [Failed(number, why) for number in owner.lose()]
 
     def _end(self, end: TcpReader | TcpOwner) -> None:
         self._again.discard(end)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvstore.arena import fill_page_tables, map_arena
 from kvstore.descriptors import receive_datagram
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, Transport, TransportMemory
+from kvstore.ports import Landing, Pieces, Transport, TransportMemory
 from kvstore.transport.backends import open_transport
 from kvstore.transport.pieces import check_within
 from kvstore.transport.reads import Reads
@@ -169,7 +169,11 @@ def run(sock: socket.socket) -> int:
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
-        memory = TransportMemory(arena, source, _landing(begin, fd))
+        landing, at = None, begin.landing_begin
+        if begin.landing_bytes:  # a mapping of its own: peers' writes are registered apart
+            written = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
+            landing = Landing(at, written[at : at + begin.landing_bytes])
+        memory = TransportMemory(arena, source, landing)
         transport = open_transport(begin.backend, begin.name, memory, begin.options)
     except (AttachError, ConfigError) as error:
         sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
@@ -191,17 +195,6 @@ def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
     assert isinstance(begin, wire.Begin), begin
     arena_fd, _ = descriptors
     return begin, arena_fd
-
-
-def _landing(begin: wire.Begin, fd: int) -> Landing | None:
-    """Landing memory in a mapping of its own, since peers' writes are registered apart from the
-    rest; None: there is none.
-    """
-    if not begin.landing_bytes:
-        return None
-    at = begin.landing_begin
-    memory = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
-    return Landing(at, memory[at : at + begin.landing_bytes])
 
 
 class TransferWorkerLoop:
@@ -316,5 +309,5 @@ class TransferWorkerLoop:
             try:
                 self._transport.post(post.number, post.peer, post.pieces, post.direction)
             except TransportError as error:
-                refused = Outcome(post.number, End.FAILED, str(error))
+                refused = wire.Failed(post.number, str(error))
                 self._node.say(*self._reads.ended(refused, self._now_ns()))

@@ -7,7 +7,7 @@
 
 ucxx has no one-sided reads in Python, so the owner's loop takes part. A receive that has completed,
 well or in error, is a place that UCX is done with; others of a peer that has ended or is forgotten
-are not, and end as UNKNOWN. Writes are refused: a tagged message lands where its receiver says.
+are not, and end in limbo. Writes are refused: a tagged message lands where its receiver says.
 
 Options: none; UCX itself reads UCX_* of the environment.
 """
@@ -24,9 +24,10 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
+from kvstore.ports import Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.pieces import BackEnd, check_within
-from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, words
+from kvstore.wire import transfer_worker as wire
+from kvstore.wire.transfer_worker import Descriptor, Direction, Words
 
 CONTROL: Final = 1
 DATA: Final = 1 << 62
@@ -126,7 +127,7 @@ class Ucx(BackEnd[_Owner]):
             if size
         ]
         ask = _encoder.encode(
-            _UcxRequest(self._address, tag, words(pieces.remote), words(pieces.length))
+            _UcxRequest(self._address, tag, wire.words(pieces.remote), wire.words(pieces.length))
         )
         requests.append(to.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
         self._reads[number] = _UcxRead(to, requests, ask)
@@ -149,7 +150,7 @@ class Ucx(BackEnd[_Owner]):
         gone = self._peers.pop(peer, None)
         under_way = [read for read, begun in self._reads.items() if begun.owner is gone]
         for read in under_way:
-            self._give_up(read, "forgotten")
+            self._give_up(read)
         if gone is not None and not under_way and gone.endpoint.alive:
             gone.endpoint.close()
 
@@ -178,19 +179,19 @@ class Ucx(BackEnd[_Owner]):
                 for request in begun.requests:
                     request.check_error()
             except self._lib.UCXError as error:
-                self._outcomes.append(Outcome(read, End.FAILED, str(error)))
+                self._outcomes.append(wire.Failed(read, str(error)))
             else:
-                self._outcomes.append(Outcome(read, End.DONE))
+                self._outcomes.append(wire.Done(read))
         elif not begun.owner.endpoint.alive:
-            self._give_up(read, "it has ended")
+            self._give_up(read)
 
-    def _give_up(self, read: int, reason: str) -> None:
-        """End a read as UNKNOWN. Its receives stay posted: to cancel them at an endpoint that has
+    def _give_up(self, read: int) -> None:
+        """End a read in limbo. Its receives stay posted: to cancel them at an endpoint that has
         failed crashes UCX.
         """
         begun = self._reads.pop(read)
         self._given_up.append(begun)
-        self._outcomes.append(Outcome(read, End.UNKNOWN, reason))
+        self._outcomes.append(wire.Limbo(read))
 
     # ── for readers ──────────────────────────────────────────────────────────────────────────────
 
@@ -212,7 +213,7 @@ class Ucx(BackEnd[_Owner]):
         """Send the bytes that a reader asks for. Raises TransportError."""
         if len(ask.begin) != len(ask.length) or len(ask.begin) % 8:
             raise TransportError("the arrays of a request are not equally long")
-        begin, length = array_of(ask.begin), array_of(ask.length)
+        begin, length = wire.array_of(ask.begin), wire.array_of(ask.length)
         check_within(begin, length, 0, len(self._source), "the arena")
         endpoint = self._readers.get(ask.address)
         if endpoint is None:

@@ -13,15 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.ports import (
-    End,
     Landing,
-    Outcome,
     Pieces,
     TransportCapabilities,
     TransportMemory,
 )
 from kvstore.transport.pieces import BackEnd
-from kvstore.wire.transfer_worker import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction, Done, Failed
 
 
 class Hub:
@@ -78,7 +76,7 @@ class Loopback(BackEnd[Far]):
             number, found, pieces, direction = move
             owner = self._hub.members.get(found.details)
             if owner is None:
-                self._outcomes.append(Outcome(number, End.FAILED, f"{found.name} has ended"))
+                self._outcomes.append(Failed(number, f"{found.name} has ended"))
             elif owner.stopped:
                 self._moves.append(move)
             else:
@@ -87,7 +85,7 @@ class Loopback(BackEnd[Far]):
                     there = owner.arena[its : its + length]
                     to, of = (here, there) if direction is Direction.READ else (there, here)
                     to[:] = of
-                self._outcomes.append(Outcome(number, End.DONE))
+                self._outcomes.append(Done(number))
 
     def fileno(self) -> int:
         return -1
@@ -96,7 +94,7 @@ class Loopback(BackEnd[Far]):
         self._peers.pop(peer, None)
         dropped = [number for number, found, *_ in self._moves if found.name == peer]
         self._moves = deque(each for each in self._moves if each[1].name != peer)
-        self._outcomes += [Outcome(number, End.FAILED, "forgotten") for number in dropped]
+        self._outcomes += [Failed(number, "forgotten") for number in dropped]
 
     def close(self) -> None:
         self._hub.members.pop(self._place, None)

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import TransportError
-from kvstore.ports import End, Pieces
+from kvstore.ports import Outcome, Pieces
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire import transfer_worker as wire
+from kvstore.wire.transfer_worker import Done, Failed
 
 ARENA_BYTES: Final = 16 << 20
 """More than sockets of TCP take for a peer that is stopped."""
@@ -52,11 +53,11 @@ class TransportParty(Protocol):
 
     def forget(self, peer: str) -> None: ...
 
-    def ends(self, count: int) -> dict[int, End]:
+    def ends(self, count: int) -> dict[int, type[Outcome]]:
         """Waits for that many transfers to end; raises AssertionError when they do not."""
         ...
 
-    def ends_by_now(self) -> dict[int, End]:
+    def ends_by_now(self) -> dict[int, type[Outcome]]:
         """Those that come while the transport works for a while."""
         ...
 
@@ -137,7 +138,7 @@ class TransportChecks:
         with self._parties("a", "b") as (a, b):
             before = b.arena.copy()
             a.read(1, "b", ALL)
-            assert a.ends(1) == {1: End.DONE}
+            assert a.ends(1) == {1: Done}
             assert np.array_equal(a.arena, before)
             assert np.array_equal(b.arena, before)
 
@@ -159,7 +160,7 @@ class TransportChecks:
         for place, source in zip(to, at, strict=True):
             expected[place : place + unit] = b.arena[source : source + unit]
         a.read(2, "b", make_pieces(to, at, length))
-        assert a.ends(1) == {2: End.DONE}
+        assert a.ends(1) == {2: Done}
         assert np.array_equal(a.arena, expected)
 
     def nothing_is_done_at_once(self) -> None:
@@ -167,7 +168,7 @@ class TransportChecks:
             before = a.arena.copy()
             a.read(1, "b", make_pieces([], [], []))
             a.read(2, "b", make_pieces([5], [7], [0]))
-            assert a.ends(2) == {1: End.DONE, 2: End.DONE}
+            assert a.ends(2) == {1: Done, 2: Done}
             assert np.array_equal(a.arena, before)
 
     def pieces_outside_are_refused(self) -> None:
@@ -182,7 +183,7 @@ class TransportChecks:
             before = a.arena.copy()
             for number, arrays in enumerate(outside, start=1):
                 a.read(number, "b", make_pieces(*arrays))
-                assert a.ends(1) == {number: End.FAILED}, arrays
+                assert a.ends(1) == {number: Failed}, arrays
             assert np.array_equal(a.arena, before)
             self._still_works(a, b, "b")
 
@@ -191,7 +192,7 @@ class TransportChecks:
         with self._parties("a", "b", "c") as (a, b, c):
             a.read(1, "b", make_pieces([0], [0], [half]))
             a.read(2, "c", make_pieces([half], [0], [half]))
-            assert a.ends(2) == {1: End.DONE, 2: End.DONE}
+            assert a.ends(2) == {1: Done, 2: Done}
             assert np.array_equal(a.arena[:half], b.arena[:half])
             assert np.array_equal(a.arena[half:], c.arena[:half])
 
@@ -202,7 +203,7 @@ class TransportChecks:
             of_a, of_b = a.arena.copy(), b.arena.copy()
             a.read(1, "b", make_pieces([0], [half], [half]))
             b.read(1, "a", make_pieces([0], [half], [half]))
-            assert a.ends(1) == b.ends(1) == {1: End.DONE}
+            assert a.ends(1) == b.ends(1) == {1: Done}
             assert np.array_equal(a.arena[:half], of_b[half:])
             assert np.array_equal(b.arena[:half], of_a[half:])
             b.forget("a")
@@ -217,16 +218,16 @@ class TransportChecks:
                 expected[place : place + 4096] = of_a[source : source + 4096]
             a.write(1, "b", make_pieces(at, to, np.full(100, 4096)))
             if not self._takes_writes:
-                assert a.ends(1) == {1: End.FAILED}
+                assert a.ends(1) == {1: Failed}
                 self._still_works(a, b, "b")
                 return
-            assert a.ends(1) == {1: End.DONE}
+            assert a.ends(1) == {1: Done}
             assert np.array_equal(b.arena, expected)
             assert np.array_equal(a.arena, of_a)
             size = LANDING.stop - LANDING.start
             a.write(2, "b", make_pieces([7], [LANDING.start], [size]))
             a.read(3, "b", make_pieces([0], [LANDING.stop], [5]))
-            assert a.ends(2) == {2: End.DONE, 3: End.DONE}
+            assert a.ends(2) == {2: Done, 3: Done}
             assert np.array_equal(b.arena[LANDING], of_a[7 : 7 + size])
             assert np.array_equal(a.arena[:5], expected[LANDING.stop : LANDING.stop + 5])
 
@@ -237,7 +238,7 @@ class TransportChecks:
             before = b.arena.copy()
             for number, (at, length) in enumerate(outside, start=1):
                 a.write(number, "b", make_pieces([0], [at], [length]))
-                assert a.ends(1) == {number: End.FAILED}, (at, length)
+                assert a.ends(1) == {number: Failed}, (at, length)
             assert np.array_equal(b.arena, before)
             self._still_works(a, b, "b")
 
@@ -250,7 +251,7 @@ class TransportChecks:
             a.write(1, "b", make_pieces([0], [LANDING.start], [size]))
             ended = a.ends_by_now()
             b.kill()
-            assert (ended or a.ends(1))[1] is not End.DONE or self._serves_stopped
+            assert (ended or a.ends(1))[1] is not Done or self._serves_stopped
             self._still_works(a, c, "c")
 
     def _holds(self, a: TransportParty, b: TransportParty) -> bool:
@@ -261,7 +262,7 @@ class TransportChecks:
         if not ended:
             return True
         assert self._serves_stopped, "who answered?"
-        assert ended == {1: End.DONE}
+        assert ended == {1: Done}
         assert np.array_equal(a.arena, b.arena)
         return False
 
@@ -272,8 +273,8 @@ class TransportChecks:
             if not is_held:
                 a.read(1, "b", ALL)
             end = a.ends(1)[1]
-            assert end is not End.DONE
-            if end is End.FAILED:
+            assert end is not Done
+            if end is Failed:
                 self._stays_quiet(a)
             self._still_works(a, c, "c")
 
@@ -284,9 +285,9 @@ class TransportChecks:
             assert a.ends_by_now() == {}
             b.resume()
             if is_held:
-                assert a.ends(1) == {1: End.DONE}
+                assert a.ends(1) == {1: Done}
             a.read(2, "b", ALL)
-            assert a.ends(1) == {2: End.DONE}
+            assert a.ends(1) == {2: Done}
             assert np.array_equal(a.arena, b.arena)
 
     def a_peer_comes_back_under_its_name(self) -> None:
@@ -304,13 +305,13 @@ class TransportChecks:
             a.forget("b")
             if is_held:
                 end = a.ends(1)[1]
-                assert end is not End.DONE
-                if end is End.FAILED:
+                assert end is not Done
+                if end is Failed:
                     b.resume()
                     self._stays_quiet(a)
             self._still_works(a, c, "c")
             a.read(5, "b", ALL)
-            assert a.ends(1) == {5: End.FAILED}
+            assert a.ends(1) == {5: Failed}
 
     def a_descriptor_that_makes_no_sense(self) -> None:
         with self._parties("d", spent="d") as (d,), self._parties("b") as (b,):
@@ -331,7 +332,7 @@ class TransportChecks:
                 except TransportError:
                     continue
                 d.read(1, "b", ALL)
-                assert d.ends(1)[1] is not End.DONE
+                assert d.ends(1)[1] is not Done
                 d.forget("b")
             d.connect("b", good)
             self._still_works(d, b, "b")
@@ -363,7 +364,7 @@ class TransportChecks:
     @staticmethod
     def _still_works(a: TransportParty, peer: TransportParty, name: str) -> None:
         a.read(99, name, make_pieces([3], [5], [1000]))
-        assert a.ends(1) == {99: End.DONE}
+        assert a.ends(1) == {99: Done}
         assert np.array_equal(a.arena[3:1003], peer.arena[5:1005])
 
     @staticmethod

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.arena import Arena
 from kvstore.errors import TransportError
 from kvstore.peers.transfer_worker import TransferWorkerChild
-from kvstore.ports import End, Landing, Pieces
+from kvstore.ports import Landing, Outcome, Pieces
 from kvstore.testing.process import stop_process
 from kvstore.transport.pieces import joined, make_pieces
 from kvstore.types import Incarnation
@@ -43,7 +43,7 @@ class LocalParty:
         self.arena: NDArray[np.uint8] = np.zeros(ARENA_BYTES, np.uint8)
         landing = Landing(LANDING.start, self.arena[LANDING]) if has_landing else None
         self._transport = Loopback(hub, name, self.arena, landing)
-        self._refused: dict[int, End] = {}
+        self._refused: dict[int, type[Outcome]] = {}
 
     def descriptor(self) -> bytes:
         return self._transport.describe()
@@ -61,19 +61,19 @@ class LocalParty:
         try:
             self._transport.post(number, peer, pieces, direction)
         except TransportError:
-            self._refused[number] = End.FAILED
+            self._refused[number] = wire.Failed
 
     def forget(self, peer: str) -> None:
         self._transport.forget(peer)
 
-    def ends(self, count: int) -> dict[int, End]:
+    def ends(self, count: int) -> dict[int, type[Outcome]]:
         found = self.ends_by_now()
         assert len(found) == count, found
         return found
 
-    def ends_by_now(self) -> dict[int, End]:
+    def ends_by_now(self) -> dict[int, type[Outcome]]:
         found, self._refused = self._refused, {}
-        return found | {each.number: each.end for each in self._transport.poll()}
+        return found | {each.transfer: type(each) for each in self._transport.poll()}
 
     def pause(self) -> None:
         self._transport.stopped = True
@@ -120,7 +120,7 @@ class TransferWorkerParty:
         )
         with patch.dict(os.environ, environment or {}):
             self.child = TransferWorkerChild(self._arena.arena_fd, self._arena.hold_fd, begin)
-        self._ends: dict[int, End] = {}
+        self._ends: dict[int, type[Outcome]] = {}
         self._beats = 0
         self._unreachable: dict[str, str] = {}
         self.registered: wire.Registered | None = None
@@ -160,13 +160,13 @@ class TransferWorkerParty:
     def forget(self, peer: str) -> None:
         self.child.say(wire.Forget(peer))
 
-    def ends(self, count: int) -> dict[int, End]:
+    def ends(self, count: int) -> dict[int, type[Outcome]]:
         self._wait(lambda: len(self._ends) >= count)
         assert len(self._ends) == count, self._ends
         found, self._ends = self._ends, {}
         return found
 
-    def ends_by_now(self) -> dict[int, End]:
+    def ends_by_now(self) -> dict[int, type[Outcome]]:
         until = self._beats + BEATS
         self._wait(lambda: self._beats >= until)
         found, self._ends = self._ends, {}
@@ -209,13 +209,6 @@ class TransferWorkerParty:
                 self._beats += 1
             case wire.Unable(reason=reason):
                 raise AssertionError(reason)
-            case wire.Done(transfer=number):
-                self._end(number, End.DONE)
-            case wire.Failed(transfer=number):
-                self._end(number, End.FAILED)
-            case wire.Limbo(transfer=number):
-                self._end(number, End.UNKNOWN)
-
-    def _end(self, number: int, end: End) -> None:
-        assert number not in self._ends, f"transfer {number} ended twice"
-        self._ends[number] = end
+            case wire.Done(number) | wire.Failed(number) | wire.Limbo(number):
+                assert number not in self._ends, f"transfer {number} ended twice"
+                self._ends[number] = type(message)

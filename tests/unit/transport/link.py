@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.ports import End, Outcome
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.reads import Post, Reads
 from kvstore.units import NS_PER_S
@@ -46,7 +45,7 @@ class Link:
             self.now_ns += STEP_NS
             self._serve()
             for read in [read for read, at_ns in self._arriving if at_ns <= self.now_ns]:
-                for told in reads.ended(Outcome(read, End.DONE), self.now_ns):
+                for told in reads.ended(Done(read), self.now_ns):
                     assert isinstance(told, Done)
                     done[told.transfer] = self.now_ns
             self._arriving = [each for each in self._arriving if each[1] > self.now_ns]

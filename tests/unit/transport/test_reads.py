@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.ports import End, Outcome
+from kvstore.ports import Outcome
 from kvstore.transport import reads as reads_module
 from kvstore.transport.pieces import make_pieces, total_bytes
-from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads, Told
+from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads
 from kvstore.wire.transfer_worker import Direction, Done, Failed, Limbo
 from tests.unit.transport.link import begin
 
@@ -29,21 +30,21 @@ def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
     begin(reads, 1, BIG)
     first, *others = _posts(reads)
     assert others
-    assert reads.ended(Outcome(first.number, End.FAILED, "why"), 2) == []
+    assert reads.ended(Failed(first.number, "why"), 2) == []
     assert _posts(reads, 10**12) == []
     for post in others[:-1]:
-        assert reads.ended(Outcome(post.number, End.DONE), 2) == []
-    assert reads.ended(Outcome(others[-1].number, End.DONE), 2) == [Failed(1, "why")]
+        assert reads.ended(Done(post.number), 2) == []
+    assert reads.ended(Done(others[-1].number), 2) == [Failed(1, "why")]
 
 
-@pytest.mark.parametrize("later", [End.DONE, End.FAILED, End.UNKNOWN])
-def test_limbo_is_told_once_and_is_for_ever(later: End) -> None:
+@pytest.mark.parametrize("later", [Done(0), Failed(0, "why"), Limbo(0)], ids=repr)
+def test_limbo_is_told_once_and_is_for_ever(later: Outcome) -> None:
     reads = Reads()
     begin(reads, 1, BIG)
     first, *others = _posts(reads)
-    assert reads.ended(Outcome(first.number, End.UNKNOWN, "why"), 2) == [Limbo(1)]
+    assert reads.ended(Limbo(first.number), 2) == [Limbo(1)]
     for post in others:
-        assert reads.ended(Outcome(post.number, later), 2) == []
+        assert reads.ended(msgspec.structs.replace(later, transfer=post.number), 2) == []
     assert _posts(reads, 10**12) == []
 
 
@@ -55,7 +56,7 @@ def test_peers_do_not_wait_for_each_other() -> None:
     assert {post.peer for post in posts[:2]} == {"b", "c"}
     for post in posts:
         if post.peer == "c":
-            reads.ended(Outcome(post.number, End.DONE), 2)
+            reads.ended(Done(post.number), 2)
     assert {post.peer for post in _posts(reads)} == {"c"}
 
 
@@ -71,7 +72,7 @@ def test_reads_go_before_writes_to_the_same_peer(*, paced: bool) -> None:
     order = []
     while under_way:
         order.append(post := under_way.pop(0))
-        reads.ended(Outcome(post.number, End.DONE), 4)
+        reads.ended(Done(post.number), 4)
         under_way += _posts(reads, 4)
     behind = order[begun:]
     count = sum(post.direction is Direction.READ for post in behind)
@@ -110,7 +111,7 @@ def test_reads_and_writes_share_the_window_of_their_peer() -> None:
     posts = _posts(reads)
     begin(reads, 2, BIG)
     assert _posts(reads, 2) == []
-    reads.ended(Outcome(posts[0].number, End.DONE), 3)
+    reads.ended(Done(posts[0].number), 3)
     assert {post.direction for post in _posts(reads, 3)} == {Direction.READ}
 
 
@@ -130,7 +131,7 @@ def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.Monkey
     posts = _posts(reads)
     assert [post.peer for post in posts] == [f"peer-{number}" for number in range(100)]
     for post in posts:
-        reads.ended(Outcome(post.number, End.DONE), 2)
+        reads.ended(Done(post.number), 2)
     begin(reads, 100, BIG, "peer-7")
     looked.clear()
     assert _posts(reads, 3)
@@ -147,10 +148,10 @@ def test_a_peer_whose_transfer_failed_takes_turns_again() -> None:
     reads = Reads()
     begin(reads, 1, BIG)
     first, *others = _posts(reads)
-    reads.ended(Outcome(first.number, End.FAILED, "why"), 2)
+    reads.ended(Failed(first.number, "why"), 2)
     assert reads.next_post(10**12) is None
     for post in others:
-        reads.ended(Outcome(post.number, End.DONE), 3)
+        reads.ended(Done(post.number), 3)
     begin(reads, 2, 5)
     begin(reads, 3, 5, "c")
     begin(reads, 4, 5)
@@ -164,11 +165,11 @@ def test_a_forgotten_peer_gets_nothing_more_and_its_transfers_end() -> None:
     begin(reads, 2, BIG)
     assert reads.forget("b") == [Failed(2, "the peer was forgotten")]
     assert _posts(reads) == []
-    told = [each for post in posts for each in reads.ended(Outcome(post.number, End.FAILED), 3)]
+    told = [each for post in posts for each in reads.ended(Failed(post.number, ""), 3)]
     assert told == [Failed(1, "the peer was forgotten")]
     begin(reads, 3, 5)
     (post,) = _posts(reads)
-    assert reads.ended(Outcome(post.number, End.DONE), 5) == [Done(3)]
+    assert reads.ended(Done(post.number), 5) == [Done(3)]
 
 
 def test_many_pieces_go_in_several_posts() -> None:
@@ -188,7 +189,7 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
 ) -> None:
     reads, now_ns, moved, order = Reads(), 1, 0, Random(seed)
     under_way: list[Post] = []
-    told: list[Told] = []
+    told: list[Outcome] = []
     sizes = [size for _, size in transfers]
     for number, (peer, size) in enumerate(transfers):
         begin(reads, number, size, peer)
@@ -200,7 +201,7 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
         post = under_way.pop(order.randrange(len(under_way)))
         assert post.size_bytes == total_bytes(post.pieces) > 0
         moved += post.size_bytes
-        told += reads.ended(Outcome(post.number, End.DONE), now_ns)
+        told += reads.ended(Done(post.number), now_ns)
         assert sum(sizes[each.transfer] for each in told) <= moved, "done before its last post"
     assert all(isinstance(each, Done) for each in told)
     assert sorted(each.transfer for each in told) == list(range(len(transfers)))

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.ports import End, Outcome
+from kvstore.ports import Outcome
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.transfer_worker import POLL_S, POLL_SHARE, TransferWorkerLoop
 from kvstore.units import NS_PER_S
@@ -64,6 +64,6 @@ def test_pauses_grow_with_the_wait_and_begin_anew_with_any_news(
             assert len(back_end.posted) == number
             assert pause_s(0) == POLL_S
             assert pause_s(0.08) == pytest.approx(0.08 / POLL_SHARE)
-        back_end.ended = [Outcome(back_end.posted[0], End.DONE)]
+        back_end.ended = [wire.Done(back_end.posted[0])]
         loop.turn()
         assert pause_s(0) == POLL_S
