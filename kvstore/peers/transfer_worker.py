@@ -219,7 +219,6 @@ class TransferWorker:
         death of the child would end them: a peer is not forgotten while it is read from."""
         self._timer: asyncio.TimerHandle | None = None
         """Next look at the child, or the start of another one."""
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def pid(self) -> int | None:
@@ -230,7 +229,6 @@ class TransferWorker:
         """Start a child. The loop's thread must live as long as the node, because the child ends
         with that thread."""
         assert self._child is None, "it runs"
-        self._loop = asyncio.get_running_loop()
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
@@ -239,7 +237,7 @@ class TransferWorker:
             self._call_later(max(self._watch.died(now_ns), NS_PER_S), self.start)
             return
         for fd in (self._child.socket.fileno(), self._child.pidfd):
-            self._loop.add_reader(fd, self._turn)
+            asyncio.get_running_loop().add_reader(fd, self._turn)
         self._plan()
 
     def close(self) -> None:
@@ -271,7 +269,6 @@ class TransferWorker:
             return "the transfer worker takes nothing now"
         if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the transfer worker
             return f"the descriptor of {peer} is too long"
-        assert self._loop is not None
         self._to_forget.discard(peer)
         if self._connected.get(peer) != descriptor:
             if peer in self._connected:
@@ -279,7 +276,7 @@ class TransferWorker:
             self._connected[peer] = descriptor
             self._say(wire.Connect(peer, descriptor))
         number = next(self._numbers)
-        end: asyncio.Future[str] = self._loop.create_future()
+        end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         its = peer, total_bytes(pieces), deadline_ns, end.set_result
         self._watch.transfers[number] = WatchedTransfer(*its)
@@ -347,19 +344,18 @@ class TransferWorker:
         self._call_later(wait_ns, self._turn)
 
     def _call_later(self, wait_ns: int, call: Callable[[], None]) -> None:
-        assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0, wait_ns) / NS_PER_S, call)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0, wait_ns) / NS_PER_S, call)
 
     def _reap(self, reason: str) -> tuple[str, int]:
         """End the child, and with it all transfers. Returns (why it ended, ns to wait before
         another is started)."""
         assert self._child is not None
-        assert self._loop is not None
         child, self._child = self._child, None
         for fd in (child.socket.fileno(), child.pidfd):
-            self._loop.remove_reader(fd)
+            asyncio.get_running_loop().remove_reader(fd)
         why = f"{reason} with status {child.close()}"
         why, self._killed = self._killed or why, ""
         for number in list(self._watch.transfers):

@@ -73,9 +73,12 @@ class Node:
         )
         opened.enter_context(patch.dict(os.environ, settings.environment))
         self._loop = opened.enter_context(asyncio.Runner()).get_loop()
-        opened.callback(self.worker.close)
+        opened.callback(lambda: self._loop.run_until_complete(self._close()))
         self._loop.call_soon(self.worker.start)
         self.until(lambda: self.worker.pid)
+
+    async def _close(self) -> None:
+        self.worker.close()
 
     @property
     def pid(self) -> int:
