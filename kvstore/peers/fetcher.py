@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
@@ -32,11 +32,10 @@ from kvstore.net import aio
 from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.transport.backends import is_at
 from kvstore.transport.pieces import make_pieces
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, PAGE_BYTES, SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.assembly import Assembly
+from kvstore.wire.assembly import Assembly, good_blocks
 from kvstore.wire.identity import Identity
-from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import scopes_of
 
 LOCATE_TIMEOUT_S: Final = 0.25
@@ -61,25 +60,8 @@ VERIFY_THREADS: Final = 4
 """Threads for verification alone: blocks that have come do not wait for an index that hangs."""
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 _log = logging.getLogger(__name__)
-
-
-class _Turns:
-    """Limit of the fetches from one peer at a time."""
-
-    def __init__(self) -> None:
-        self.free = asyncio.Semaphore(FETCHES_AT_ONCE)
-        self.losses = 0
-        self.trouble = ""
-        """Error of the last fetch that lost the peer."""
-
-    def lost(self, trouble: str) -> None:
-        """Have fetches that wait for a turn fail with this error: each would wait for the peer as
-        long again."""
-        self.losses += 1
-        self.trouble = trouble
 
 
 class Fetcher:
@@ -105,12 +87,14 @@ class Fetcher:
         """Peer address of each node that the index listed last; empty for those that serve no
         fetches, and for this one."""
         self._looking: asyncio.Task[None] | None = None
-        self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
-        self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
+        self._sessions: dict[str, PeerSession] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Limit of the fetches from one peer at a time."""
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify")
         self._tasks = aio.Tasks("a bug in what asks other nodes")
         self._told: dict[str, str] = {}
+        """Trouble of each node that was logged last, and of the index under the empty name."""
 
     def start(self) -> None:
         """Begin to read the members from the index regularly."""
@@ -119,21 +103,13 @@ class Fetcher:
     async def close(self) -> None:
         """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
-        for opening in list(self._sessions.values()):
-            opening.cancel()
-            (session,) = await asyncio.gather(opening, return_exceptions=True)
-            if isinstance(session, PeerSession):
-                await session.close()
         for threads in (self._askers, self._verifiers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def locate(self, command: Locate) -> None:
-        """Begin to ask the index for locations; Located answers."""
-        self._tasks.run(self._locate(command))
-
-    def fetch(self, command: Fetch) -> None:
-        """Begin a fetch; Fetched answers."""
-        self._tasks.run(self._fetch(command))
+    def carry_out(self, command: Locate | Fetch) -> None:
+        """Begin to ask the index for locations, or a fetch; Located or Fetched answers."""
+        work = self._fetch(command) if isinstance(command, Fetch) else self._locate(command)
+        self._tasks.run(work)
 
     # ── where blocks are ─────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +135,7 @@ class Fetcher:
             )
             located = Located(command.locate, candidates)
         except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
-            self._note("the index", str(error))
+            self._note("", str(error))
         finally:
             self._post(located)
 
@@ -189,9 +165,9 @@ class Fetcher:
         try:
             members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
         except (IndexUnavailable, ValueError) as error:
-            self._note("the index", str(error))
+            self._note("", str(error))
             return
-        self._note("the index", "")
+        self._note("", "")
         self._addresses = {member.node: member.address for member in members.nodes}
         self._addresses[self._who.node] = ""
         self._forget_departed()
@@ -199,40 +175,43 @@ class Fetcher:
     def _forget_departed(self) -> None:
         """Drop what is kept of nodes that are no members any more, and of sessions that have ended:
         nothing else would remove it."""
-        for name in self._told.keys() - {"the index", *map(_title, self._addresses)}:
+        for name in self._told.keys() - {"", *self._addresses}:
             del self._told[name]
-        for node, opening in list(self._sessions.items()):
-            if opening.done() and (not self._addresses.get(node) or _is_lost(opening)):
-                self._forget(node, _session_of(opening))
+        for node, session in list(self._sessions.items()):
+            if session.lost or (session.descriptor and not self._addresses.get(node)):
+                self._forget(session, "this node has hung up")
 
-    def _note(self, name: str, trouble: str) -> None:
-        """Log a line when the state of a node or of the index changes; `trouble` empty: it is
-        well."""
-        if self._told.get(name, "") != trouble:
-            self._told[name] = trouble
-            is_index = name == "the index"
-            if trouble and is_index:
-                _log.warning("where blocks are cannot be asked: %s", trouble)
+    def _note(self, node: str, trouble: str) -> None:
+        """Log a line when the state of a node, or of the index (`node` empty), changes; `trouble`
+        empty: it is well."""
+        if self._told.get(node, "") != trouble:
+            self._told[node] = trouble
+            if trouble and node:
+                _log.warning("blocks are not fetched from node %s: %s", node, trouble)
             elif trouble:
-                _log.warning("blocks are not fetched from %s: %s", name, trouble)
-            elif is_index:
-                _log.info("where blocks are can be asked again")
+                _log.warning("where blocks are cannot be asked: %s", trouble)
+            elif node:
+                _log.info("blocks are fetched from node %s again", node)
             else:
-                _log.info("blocks are fetched from %s again", name)
+                _log.info("where blocks are can be asked again")
 
     # ── their bytes ──────────────────────────────────────────────────────────────────────────────
 
     async def _fetch(self, command: Fetch) -> None:
-        count = len(command.keys) // KEY_BYTES
+        count, session = len(command.keys) // KEY_BYTES, None
         fetched = Fetched(command.job, bytes(count), peer_failed=True)
-        turns = self._turns.setdefault(command.node, _Turns())
-        losses = turns.losses
+        turns = self._turns.setdefault(command.node, asyncio.Semaphore(FETCHES_AT_ONCE))
         try:
-            async with turns.free:
-                if losses != turns.losses:
-                    raise SessionLost(turns.trouble)
-                fetched = await self._take_turn(turns, command, count)
+            session = await self.session(command.node)
+            async with turns:
+                if session.lost:  # meanwhile: each that waits would wait for the peer as long
+                    raise SessionLost(session.lost)
+                fetched = await self._fetch_from(session, command, count)
+            self._note(command.node, "")
         except SessionLost as error:
+            if session is not None:
+                self._forget(session, str(error))
+            self._note(command.node, str(error))
             # Without a transfer worker of our own nothing is said of the peer.
             fetched = Fetched(
                 command.job,
@@ -242,20 +221,6 @@ class Fetcher:
             )
         finally:
             self._post(fetched)
-
-    async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
-        """Carry out one fetch in its turn. Raises SessionLost."""
-        session: PeerSession | None = None
-        try:
-            session = await self.session(command.node)
-            fetched = await self._fetch_from(session, command, count)
-        except SessionLost as error:
-            turns.lost(str(error))
-            self._forget(command.node, session)
-            self._note(_title(command.node), str(error))
-            raise
-        self._note(_title(command.node), "")
-        return fetched
 
     async def _fetch_from(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Fetch blocks of `command` (`count` of them) over a session. Raises SessionLost, when no
@@ -274,8 +239,8 @@ class Fetcher:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError as error:
             raise SessionLost(f"node {command.node} serves {error}") from None
-        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:served]
-        remote, local, length = assembly.moves(places * PAGE_BYTES, slots * PAGE_BYTES)
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:served] * PAGE_BYTES
+        remote, local, length = assembly.moves(places * PAGE_BYTES, slots)
         trouble = await self._transfer_worker.move(
             transfer_worker_name(command.node),
             session.descriptor,
@@ -286,30 +251,19 @@ class Fetcher:
             raise SessionLost(f"reading from node {command.node} failed: {trouble}")
         size_bytes = int(length.sum())
         moved_ns = self._since("move", asked_ns, size_bytes)
-        # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
-        # looks at the slots any more.
-        stayed, sums = await _both(
-            session.give_back(answer.serving, count=served, timeout_s=ASK_TIMEOUT_S),
-            _on(self._verifiers, lambda: self._verify(assembly, command, slots, answer)),
-        )
+        # The peer is asked while the bytes are verified: in their slots, which nobody else knows
+        # yet, since a copy would cost more than the checksum. Both have ended when this returns:
+        # nobody looks at the slots any more.
+        verified = assembly.verify(slots, self._context.memory, command.keys, answer.checksums)
+        verifying = _on(self._verifiers, lambda: list(verified))
+        try:
+            stayed = await session.give_back(answer.serving, count=served, timeout_s=ASK_TIMEOUT_S)
+        finally:
+            sums = await verifying
         self._since("verify", moved_ns, size_bytes)
         self._since("fetch", begun_ns, size_bytes)
         self.fetched_bytes += size_bytes
         return self._judge(command, stayed, sums, count=count)
-
-    def _verify(
-        self,
-        assembly: Assembly,
-        command: Fetch,
-        slots: NDArray[np.int64],
-        answer: ServeAnswer,
-    ) -> list[list[bytes] | None]:
-        """Checksums of our shards for each block, None for a block whose bytes are not those
-        stored. Runs on a thread."""
-        # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
-        its = self._context.memory, command.keys, answer.checksums
-        begins = (slots * PAGE_BYTES).tolist()
-        return [assembly.verify(number, row, *its) for number, row in enumerate(begins)]
 
     def _judge(
         self,
@@ -322,20 +276,18 @@ class Fetcher:
         """The end of a fetch of `count` blocks, of which the first were served. A block that did
         not stay on the peer does not count as damaged."""
         its = [made if kept else None for kept, made in zip(stayed.tolist(), sums, strict=True)]
-        good, behind = bytes(made is not None for made in its), count - len(its)
-        not_kept = int((~stayed).sum())
-        damaged = len(its) - not_kept - sum(good)
+        not_kept, not_served = int((~stayed).sum()), count - len(its)
+        its += [None] * not_served
+        damaged = its.count(None) - not_kept - not_served
         self.not_kept += not_kept
         self.damaged += damaged
         if damaged:
             text = "a block that it served is not what was stored; see its scrub"
-            self._note(_title(command.node), text)
-        nothing = [bytes(len(command.targets) * CHECKSUM_BYTES)]
+            self._note(command.node, text)
         return Fetched(
             command.job,
-            good + bytes(behind),
-            b"".join(b"".join(made or nothing) for made in [*its, *[None] * behind]),
-            not_served=behind,
+            *good_blocks(its, len(command.targets)),
+            not_served=not_served,
             not_kept=not_kept,
             damaged=damaged,
         )
@@ -362,66 +314,40 @@ class Fetcher:
     async def session(self, node: str) -> PeerSession:
         """The open session with a node, or a new one; simultaneous callers share it. Raises
         SessionLost."""
-        address = await self.address_of(node)
-        opening = self._sessions.get(node)
-        if opening is None or (opening.done() and _is_lost(opening)):
+        address, session = await self.address_of(node), self._sessions.get(node)
+        if session is None or session.lost:
             if not address:
                 raise SessionLost(f"node {node} is no member with an address for other nodes")
-            self._forget(node, None if opening is None else _session_of(opening))
-            dialling = PeerSession.open(node, address, self._context)
-            opening = self._sessions[node] = asyncio.get_running_loop().create_task(dialling)
-        session = await asyncio.shield(opening)
-        if not session.descriptor:
-            self._forget(node, session)
-            raise SessionLost(f"the transfer worker of node {node} is not up")
-        if not is_at(session.descriptor, self._addresses.get(node, "")):
-            self._forget(node, session)
-            raise SessionLost(
+            if session is not None:
+                self._forget(session, session.lost)
+            session = PeerSession(node, address, self._context, self._tasks.run)
+            self._sessions[node] = session
+        trouble = await session.opened()
+        if not trouble and not session.descriptor:
+            trouble = f"the transfer worker of node {node} is not up"
+        elif not trouble and not is_at(session.descriptor, self._addresses.get(node, "")):
+            trouble = (
                 f"node {node} describes no transfer worker on its own machine: run a kvstore of"
                 " this version there"
             )
+        if trouble:
+            self._forget(session, trouble)
+            raise SessionLost(trouble)
         return session
 
-    def _forget(self, node: str, session: PeerSession | None) -> None:
-        """Close this session with a node, unless it has been replaced by another; None: opening it
-        failed. The next fetch opens a new one."""
-        opening = self._sessions.get(node)
-        if opening is None or not opening.done() or _session_of(opening) is not session:
-            return
-        del self._sessions[node]
-        self._transfer_worker.forget(transfer_worker_name(node))
-        if session is not None:
-            self._tasks.run(session.close())
+    def _forget(self, session: PeerSession, why: str) -> None:
+        """End this session, unless it has been replaced by another. The next fetch opens a new
+        one."""
+        if self._sessions.get(session.node) is session:
+            del self._sessions[session.node]
+            self._transfer_worker.forget(transfer_worker_name(session.node))
+            session.hang_up(why)
 
 
-def _title(node: str) -> str:
-    """Subject for a node in log messages."""
-    return f"node {node}"
-
-
-async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, call)
-
-
-async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
-    """Results of both, when both have ended; or else the first error."""
-    asked, worked = await asyncio.gather(asking, working, return_exceptions=True)
-    for each in (asked, worked):
-        if isinstance(each, BaseException):
-            raise each
-    return asked, worked  # type: ignore[return-value]  # neither is an exception
+def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().run_in_executor(threads, call)
 
 
 def transfer_worker_name(node: str) -> str:
     """Name of a node's transfer worker: as in its certificate."""
     return str(Identity("node", node))
-
-
-def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
-    """Session from a finished attempt to open one; None if the attempt failed."""
-    return None if opening.cancelled() or opening.exception() else opening.result()
-
-
-def _is_lost(opening: asyncio.Task[PeerSession]) -> bool:
-    session = _session_of(opening)
-    return session is None or bool(session.lost)

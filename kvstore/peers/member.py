@@ -192,10 +192,8 @@ class Peering:
 
     def _handle(self, command: events.PeerCommand) -> None:
         match command:
-            case events.Locate():
-                self.fetcher.locate(command)
-            case events.Fetch():
-                self.fetcher.fetch(command)
+            case events.Locate() | events.Fetch():
+                self.fetcher.carry_out(command)
             case events.AnswerPeer(peer, answer):
                 self.block_server.answer(peer, answer)
             case events.BlocksPrepared():

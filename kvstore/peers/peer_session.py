@@ -10,7 +10,7 @@ its address comes from membership.
 gRPC closes a connection only when nothing refers to its call any more. An exception refers to the
 frames that it passed through, with their local variables, and may be kept until garbage is
 collected, which takes for ever in an idle process. So no exception is raised in a frame that holds
-the call, and a closed session holds none.
+the call, and a lost session holds none.
 
 For `BlockServer` a session is one stream of one incarnation of a node, by the name in its
 certificate. A peer with more than ASKS_MAX asks without an answer is hung up on; one that does not
@@ -30,12 +30,11 @@ written for a grant (`engine.moves.pushes`, `pushes`), the bytes (`kvstore.trans
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import grpc
 import numpy as np
@@ -76,6 +75,10 @@ Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
 _T = TypeVar("_T")
+_LOST: Final = (TimeoutError, grpc.RpcError, asyncio.InvalidStateError)
+"""Errors of gRPC when the other end is gone; the last one: of a write after the end."""
+Run = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Begins a task and keeps it, as `aio.Tasks.run`."""
 
 
 def _channel(
@@ -116,50 +119,68 @@ class SessionLost(KVStoreError):
 
 
 class PeerSession:
-    """An open stream to a peer. Runs on the asyncio loop."""
+    """A stream to a peer, from construction until it is lost. Runs on the asyncio loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: wire.PeerWelcome) -> None:
-        self.node = welcome.node
-        self.descriptor = welcome.descriptor
+    def __init__(self, node: str, address: str, context: PeerContext, run: Run) -> None:
+        """Begin to open it (`opened`)."""
+        self.node = node
+        self.descriptor = b""
         """The peer's descriptor, which our transfer worker needs to read there."""
         self.lost = ""
-        """Why the session has ended; empty while it is open."""
+        """Why the session has ended; empty while it opens or is open."""
         self.heard: Callable[[wire.PushWord | None], object] = lambda _: None
         """Called with each message about pushes, and with None when the session ends."""
-        self._channel = channel
-        self._call = call
+        self._channel = context.dial(node, address, context.credentials)
+        self._call: Any = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.ServeAnswer | wire.GivenBack]] = {}
         self._writing = asyncio.Lock()
         """Held during a write: gRPC ends a stream that two tasks write to at a time."""
-        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._opened = asyncio.Event()
+        """Set once it is open or lost."""
+        self._running = run(self._run(address, context.who))
 
-    @classmethod
-    async def open(cls, name: str, address: str, context: PeerContext) -> Self:
-        """Open a session with node `name` at `address`. Raises SessionLost."""
-        channel = context.dial(name, address, context.credentials)
-        call: Any = None
-        trouble = ""
+    async def opened(self) -> str:
+        """Wait until it is open; returns why it is lost, empty if it is not."""
+        await self._opened.wait()
+        return self.lost
+
+    async def _run(self, address: str, who: wire.PeerHello) -> None:
+        """Open the stream, and read until it ends."""
+        reason = "this node has hung up"  # if this is cancelled
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await channel.channel_ready()
-                call = channel.stream_stream(f"/{wire.PEERS}/Session", wire.encode, bytes)()
-                await call.write(context.who)
-                data = await call.read()
+                await self._channel.channel_ready()
+                path = f"/{wire.PEERS}/Session"
+                self._call = self._channel.stream_stream(path, wire.encode, bytes)()
+                await self._call.write(who)
+                data = await self._call.read()
             welcome = None if data is grpc.aio.EOF else wire.decode_answer(data)
             if not isinstance(welcome, wire.PeerWelcome):
-                raise SessionLost(f"node {name} does not welcome this one")
-            session = cls(channel, call, welcome)
-        except (TimeoutError, grpc.RpcError, ProtocolError, SessionLost) as error:
-            trouble = _sentence(name, error)
-        call = None
-        if trouble:
-            await channel.close()
-            raise SessionLost(trouble)
-        if session.node != name:
-            await session.close()
-            raise SessionLost(f"{address} is not node {name}")
-        return session
+                raise SessionLost(f"node {self.node} does not welcome this one")
+            if welcome.node != self.node:
+                raise SessionLost(f"{address} is not node {self.node}")
+            self.descriptor = welcome.descriptor
+            self._opened.set()
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                self._take(wire.decode_answer(data))
+            reason = "it has hung up"
+        except (*_LOST, ProtocolError, SessionLost) as error:
+            reason = _sentence(self.node, error)
+        finally:
+            self._end(reason)
+            if self._call is not None:
+                self._call.cancel()
+            await self._channel.close()
+            self._call = None
+
+    def _take(self, answer: wire.Answer) -> None:
+        if isinstance(answer, wire.Pushed | wire.PushOver):
+            self.heard(answer)
+        elif isinstance(answer, wire.ServeAnswer | wire.GivenBack):
+            future = self._waiting.get(answer.serving)
+            if future is not None and not future.done():
+                future.set_result(answer)
 
     async def serve(
         self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
@@ -182,19 +203,17 @@ class PeerSession:
             async with asyncio.timeout(timeout_s), self._writing:
                 if not self.lost:
                     await self._call.write(ask)
-        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._end(_sentence(self.node, error))
+        except _LOST as error:
+            self.hang_up(_sentence(self.node, error))
         if self.lost:
             raise SessionLost(self.lost)
 
-    async def close(self) -> None:
-        """End the session: the peer releases what it served."""
-        self._end("this node has hung up")
-        self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
-        await self._channel.close()
-        self._call = None
+    def hang_up(self, reason: str) -> None:
+        """End the session for this reason, unless it has ended: the peer releases what it
+        served."""
+        if not self.lost:
+            self._end(reason)
+            self._running.cancel()
 
     async def _ask(
         self,
@@ -225,30 +244,14 @@ class PeerSession:
             self._waiting.pop(ask.serving, None)
             if not future.cancel() and not future.cancelled():
                 future.exception()  # whatever went wrong has been told already
-        self._end(trouble)
+        self.hang_up(trouble)
         raise SessionLost(self.lost)
-
-    async def _read(self) -> None:
-        reason = "it has hung up"
-        try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
-                answer = wire.decode_answer(data)
-                if isinstance(answer, wire.Pushed | wire.PushOver):
-                    self.heard(answer)
-                elif isinstance(answer, wire.ServeAnswer | wire.GivenBack):
-                    future = self._waiting.get(answer.serving)
-                    if future is not None and not future.done():
-                        future.set_result(answer)
-        except (grpc.RpcError, ProtocolError) as error:
-            reason = _sentence(self.node, error)
-        finally:
-            self._end(reason)
 
     def _end(self, reason: str) -> None:
         if self.lost:
             return
         self.lost = reason
-        self._call.cancel()
+        self._opened.set()
         self.heard(None)
         for future in self._waiting.values():
             if not future.done():
@@ -310,7 +313,12 @@ class BlockServer:
         the peer."""
         try:
             first = await asyncio.wait_for(anext(asks), HELLO_TIMEOUT_S)
-            node = self._caller(wire.decode_ask(first), context)
+            hello = wire.decode_ask(first)
+            if not isinstance(hello, wire.PeerHello):
+                raise RefusedCall(_DENIED, "the first word of a session is Hello")
+            node = hello.node
+            if self._context.credentials is not None:
+                require_node(context, node)
         except StopAsyncIteration:
             return
         except TimeoutError:
@@ -356,15 +364,6 @@ class BlockServer:
                 session.cut = asyncio.get_running_loop().call_later(
                     HANG_UP_S, session.serving.cancel
                 )
-
-    def _caller(self, first: wire.Ask, context: Any) -> str:
-        """Name of the calling node, from its Hello. Raises RefusedCall if the first message is no
-        Hello, or the certificate is another node's."""
-        if not isinstance(first, wire.PeerHello):
-            raise RefusedCall(_DENIED, "the first word of a session is Hello")
-        if self._context.credentials is not None:
-            require_node(context, first.node)
-        return first.node
 
     async def _read(self, session: _Session, asks: AsyncIterator[bytes]) -> None:
         try:

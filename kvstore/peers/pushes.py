@@ -39,18 +39,16 @@ from kvstore.engine import events
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
 from kvstore.obs.metrics import Timings
-from kvstore.peers.fetcher import Fetcher, transfer_worker_name
+from kvstore.peers.fetcher import ASK_TIMEOUT_S, MOVE_TIMEOUT_S, Fetcher, transfer_worker_name
 from kvstore.peers.peer_session import PeerContext, PeerSession, SessionLost
 from kvstore.ports import Clock
 from kvstore.transport.pieces import make_pieces
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S, format_size
-from kvstore.wire.assembly import Assembly
-from kvstore.wire.peers import Pushed, PushOver, PushRevoke, PushWord, check_pushed
+from kvstore.wire.assembly import Assembly, good_blocks
+from kvstore.wire.peers import PushOver, PushRevoke, PushWord, check_pushed
 from kvstore.wire.transfer_worker import Direction
 
-ASK_TIMEOUT_S: Final = 2.0
-WRITE_TIMEOUT_S: Final = 10.0
 LAND_THREADS: Final = 2
 KINDS: Final = (
     *("push_grant", "push_first", "push", "land_copy", "land_verify"),
@@ -201,28 +199,25 @@ class PushCarrier:
 
     def _hear(self, session: PeerSession, word: PushWord | None) -> None:
         if word is None:
-            its = [grant for grant, each in self._given.items() if each.session is session]
-            for grant in its:
+            for grant in [grant for grant, its in self._given.items() if its.session is session]:
                 self._over(grant, session.lost, is_quiet=False)
             return
         given = self._given.get(word.grant)
         if given is None or given.session is not session:
             return  # another peer's grant
-        if isinstance(word, Pushed):
-            self._hear_pushed(given, word)
-        elif given.command.its.epoch == word.epoch:
-            self._over(word.grant, word.reason, is_quiet=word.is_quiet)
-
-    def _hear_pushed(self, given: _OpenGrant, pushed: Pushed) -> None:
-        try:
-            check_pushed(pushed)
-        except ProtocolError as error:
-            self._over(pushed.grant, str(error), is_quiet=False)
+        if isinstance(word, PushOver):
+            if given.command.its.epoch == word.epoch:
+                self._over(word.grant, word.reason, is_quiet=word.is_quiet)
             return
-        if pushed.shards and not given.has_begun:
+        try:
+            check_pushed(word)
+        except ProtocolError as error:
+            self._over(word.grant, str(error), is_quiet=False)
+            return
+        if word.shards and not given.has_begun:
             given.has_begun = True
             self.stages.since("push_first", given.begun_ns)
-        self._post(pushed)
+        self._post(word)
 
     def _over(self, grant: int, reason: str, *, is_quiet: bool) -> None:
         given = self._given.pop(grant, None)
@@ -239,8 +234,8 @@ class PushCarrier:
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
     async def _land(self, command: events.Land) -> None:
-        loop = asyncio.get_running_loop()
-        landed = await loop.run_in_executor(self._threads, lambda: self._copy(command))
+        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy, command)
+        landed = await copying
         if bad := landed.good.count(0):
             _log.warning(
                 "node %s pushed %d of %d blocks with other bytes or shards than it says: dropped",
@@ -252,33 +247,31 @@ class PushCarrier:
         """Copy blocks out of the landing slab into their slots and verify the copies. Runs on a
         thread."""
         count, sources, targets = len(command.keys) // KEY_BYTES, command.sources, command.targets
-        sums_bytes = count * len(targets) * CHECKSUM_BYTES
-        nothing = events.Landed(command.job, bytes(count), bytes(sums_bytes))
+        made: list[list[bytes] | None] = []
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError:
-            return nothing
+            return events.Landed(command.job, *good_blocks([None] * count, len(targets)))
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1) * PAGE_BYTES
         extents = np.frombuffer(command.extents, "<u4").astype(np.int64) * PAGE_BYTES
         offsets = np.cumsum((0, *(scope.block_bytes for scope in sources[:-1])))
         moves = assembly.moves(extents[:, None] + offsets, slots)
         of_blocks = zip(*(part.reshape(-1, count).T.tolist() for part in moves), strict=True)
         memory, now_ns = self._memory, self._clock.now_ns
-        good, sums, copy_ns, begun_ns = bytearray(count), bytearray(), 0, now_ns()
-        for number, (row, runs) in enumerate(zip(slots.tolist(), of_blocks, strict=True)):
+        verified = assembly.verify(slots, memory, command.keys, command.checksums)
+        copy_ns, begun_ns = 0, now_ns()
+        for runs in of_blocks:
             at_ns = now_ns()
             for begin, to, length in zip(*runs, strict=True):
                 memory[to : to + length] = memory[begin : begin + length]
             copy_ns += now_ns() - at_ns
             # Block by block: the bytes of the copy are still in the processor's cache.
-            made = assembly.verify(number, row, memory, command.keys, command.checksums)
-            good[number] = made is not None
-            sums += b"".join(made or [bytes(len(row) * CHECKSUM_BYTES)])
+            made.append(next(verified))
         size_bytes = count * sum(scope.block_bytes for scope in targets)
         verify_ns = now_ns() - begun_ns - copy_ns
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)
-        return events.Landed(command.job, bytes(good), bytes(sums))
+        return events.Landed(command.job, *good_blocks(made, len(targets)))
 
     # ── writes ───────────────────────────────────────────────────────────────────────────────────
 
@@ -304,7 +297,7 @@ class PushCarrier:
             transfer_worker_name(node),
             its.descriptor,
             make_pieces(slots, remote, lengths),
-            timeout_s=WRITE_TIMEOUT_S,
+            timeout_s=MOVE_TIMEOUT_S,
             direction=Direction.WRITE,
         )
         if trouble:

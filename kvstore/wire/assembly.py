@@ -19,7 +19,7 @@ Pure: bytes are seen through memoryviews. Does not cover: moving them (`kvstore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import KEY_BYTES, BlockKey, Shard
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
 from kvstore.wire.peers import checksums_of
 from kvstore.wire.record import Scope, checksum_of, header
 
@@ -92,39 +92,47 @@ class Assembly:
         return begins.ravel(), ends.ravel(), np.repeat(runs.lengths, len(source_offsets))
 
     def verify(
-        self,
-        number: int,
-        begins: Sequence[int],
-        memory: NDArray[np.uint8],
-        keys: bytes,
-        checksums: bytes,
-    ) -> list[bytes] | None:
-        """The checksums of our shards of one of several blocks that have come; None if it is not
-        what was stored.
+        self, slots: NDArray[np.int64], memory: NDArray[np.uint8], keys: bytes, checksums: bytes
+    ) -> Iterator[list[bytes] | None]:
+        """The checksums of our shards of each block that has come, made when it is asked for; None
+        for one that is not what was stored.
 
         Args:
-            number: of the block among these.
-            begins: of its shards in `memory`, by target.
+            slots: offsets of the blocks' shards in `memory`, by target, [n][T].
             memory: an arena.
             keys: of all the blocks.
             checksums: as the peer sent them for all, [n][S].
         """
-        payloads = [
-            memory[begin : begin + scope.block_bytes].data
-            for begin, scope in zip(begins, self.targets, strict=True)
-        ]
-        key = BlockKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        told = checksums_of(checksums, block=number, shards=len(self.sources))
-        parts: list[list[memoryview]] = [[] for _ in self.sources]
-        for source, target, begin, length in self._ranges:
-            parts[source].append(payloads[target][begin : begin + length])
-        its = [header(prefix, key) for prefix in self._prefixes]
-        if list(map(checksum_of, its, parts)) != told:
-            return None
+        for number, begins in enumerate(slots.tolist()):
+            payloads = [
+                memory[begin : begin + scope.block_bytes].data
+                for begin, scope in zip(begins, self.targets, strict=True)
+            ]
+            key = BlockKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            told = checksums_of(checksums, block=number, shards=len(self.sources))
+            parts: list[list[memoryview]] = [[] for _ in self.sources]
+            for source, target, begin, length in self._ranges:
+                parts[source].append(payloads[target][begin : begin + length])
+            its = [header(prefix, key) for prefix in self._prefixes]
+            is_right = list(map(checksum_of, its, parts)) == told
+            yield self._ours(key, payloads, told) if is_right else None
+
+    def _ours(
+        self, key: BlockKey, payloads: Sequence[memoryview], told: Sequence[bytes]
+    ) -> list[bytes]:
+        """The checksums of our shards of a block that is right."""
         return [
             told[same] if same is not None else checksum_of(header(scope.prefix(), key), [payload])
             for scope, same, payload in zip(self.targets, self._same, payloads, strict=True)
         ]
+
+
+def good_blocks(verified: Sequence[Sequence[bytes] | None], columns: int) -> tuple[bytes, bytes]:
+    """(flags of the blocks that are right, checksums of all in `columns` shards, [n][T]: zeros for
+    the others)."""
+    nothing = [bytes(columns * CHECKSUM_BYTES)]
+    good = bytes(sums is not None for sums in verified)
+    return good, b"".join(b"".join(sums or nothing) for sums in verified)
 
 
 def _size(side: Sequence[Scope]) -> int:

@@ -41,8 +41,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
 from kvstore.index.feed import Places
-from kvstore.peers import fetcher
-from kvstore.peers.fetcher import Fetcher, _session_of
+from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.contents import SegmentFile
@@ -240,8 +239,14 @@ def stale_index_keeps_what_was_there_before_a_restart(_: Any, self: Places) -> N
 def ghost_endpoint_of_a_peer(patch: pytest.MonkeyPatch) -> None:
     """A session stays in use when its node is gone and another incarnation, or another node, is at
     that address."""
+
+    @instead_of(Fetcher, "session")
+    async def kept(session: Any, self: Fetcher, node: str) -> PeerSession:
+        known = self._sessions.get(node)
+        return known if known is not None and known.descriptor else await session(self, node)
+
     patch.setattr(Fetcher, "_forget", lambda *_: None)
-    patch.setattr(fetcher, "_is_lost", lambda opening: _session_of(opening) is None)
+    kept(patch)
 
 
 @instead_of(Fetcher, "_judge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -89,13 +90,14 @@ async def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two.holds(1)
-    looked: list[int] = []
+    looked: list[object] = []
     verify, answer = Assembly.verify, two.b.block_server.answer
     late: set[asyncio.Task[None]] = set()
 
-    def look(self: Assembly, number: int, *its: Any) -> list[bytes] | None:
-        looked.append(number)
-        return verify(self, number, *its)
+    def look(self: Assembly, *its: Any) -> Iterator[list[bytes] | None]:
+        for made in verify(self, *its):
+            looked.append(made)
+            yield made
 
     async def after_that(peer: int, its: wire.Answer) -> None:
         await two.until(lambda: bool(looked), "the block is verified")
@@ -167,7 +169,7 @@ def test_an_index_that_is_away_is_logged_once_until_it_is_back(
         for lease in (1, 2):
             assert (await two.lease(Stored(two.a, f"e{lease}"), lease, 1)).slots == b""
         two.index.is_away = False
-        await two.until(lambda: not two.a.fetcher._told["the index"], "it answers")
+        await two.until(lambda: not two.a.fetcher._told[""], "it answers")
 
     run(body)
     assert [line for line in caplog.messages if line.startswith("where blocks are")] == [
@@ -278,10 +280,10 @@ async def test_what_failed_before_ends_no_session_that_another_opened_since(two:
     await two.until(lambda: bool(before.lost), "the session is lost")
     after = await two.a.fetcher.session("b")
     assert after is not before
-    two.a.fetcher._forget("b", before)
+    two.a.fetcher._forget(before, "it failed")
     assert await two.a.fetcher.session("b") is after
     assert len(two.b.block_server.sessions) == 1
-    two.a.fetcher._forget("b", after)
+    two.a.fetcher._forget(after, "it failed")
     await two.until(lambda: len(two.b.block_server.sessions) == 0, "it has ended")
 
 
@@ -302,7 +304,7 @@ async def test_of_who_is_no_member_any_more_nothing_is_kept(two: Two) -> None:
     await two.knows("c")
     engine = Stored(two.a, "ea")
     assert (await two.lease(engine, 1, 1)).slots == b""
-    assert "node c" in two.a.fetcher._told
+    assert "c" in two.a.fetcher._told
     del two.index.addresses["c"]
     await two.until(lambda: not two.a.fetcher._told, "a knows that c is gone")
 
@@ -498,7 +500,7 @@ async def test_who_takes_other_blocks_back_is_hung_up_on(two: Two, intact: bytes
 
     two.b.block_server.answer = ended  # type: ignore[method-assign]
     assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
-    assert "other blocks than were served" in two.a.fetcher._told["node b"]
+    assert "other blocks than were served" in two.a.fetcher._told["b"]
 
 
 @driven(run)

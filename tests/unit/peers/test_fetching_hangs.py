@@ -52,7 +52,7 @@ def ask(two: Two, count: int) -> list[Located]:
 
     fetcher._post = posted
     for number in range(count):
-        fetcher.locate(Locate(first + number, "t", SPACE, keys(100 + number)))
+        fetcher.carry_out(Locate(first + number, "t", SPACE, keys(100 + number)))
     return located
 
 

@@ -76,8 +76,9 @@ class Move:
         self.slots = [memoryview(self.here)[n * slot : (n + 1) * slot] for n in range(len(target))]
 
     def verify(self, by: Assembly | None = None, key: bytes = KEY) -> list[bytes] | None:
-        slots, here = range(0, len(self.here), 4096), np.frombuffer(self.here, np.uint8)
-        return (by or self.assembly).verify(0, slots, here, key, b"".join(self.checksums))
+        slots, here = np.arange(0, len(self.here), 4096)[None], np.frombuffer(self.here, np.uint8)
+        (made,) = (by or self.assembly).verify(slots, here, key, b"".join(self.checksums))
+        return made
 
 
 SIZES = [(1, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
