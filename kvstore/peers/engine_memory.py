@@ -312,7 +312,18 @@ class EngineMemory:
                 blocks = next((n for n, key in enumerate(wanted) if key not in held), len(wanted))
                 if not blocks:
                     continue
-            rows.append(_report(follower, blocks))
+            rows.append(
+                MemoryReport(
+                    engine=its.engine,
+                    rank=its.rank,
+                    space=its.space.hex()[:SPACE_DIGITS],
+                    tenant=its.tenant,
+                    state=follower.feed.phase.value,
+                    blocks=blocks,
+                    left_out=held.left_out,
+                    note=_note(follower.feed.lookahead_tokens),
+                )
+            )
         return rows
 
     @property
@@ -443,19 +454,6 @@ def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
         frames.append(socket.recv(zmq.NOBLOCK))
         size_bytes += len(frames[-1])
     return frames
-
-
-def _report(follower: _Follower, blocks: int) -> MemoryReport:
-    return MemoryReport(
-        engine=follower.source.engine,
-        rank=follower.source.rank,
-        space=follower.source.space.hex()[:SPACE_DIGITS],
-        tenant=follower.source.tenant,
-        state=follower.feed.phase.value,
-        blocks=blocks,
-        left_out=follower.feed.blocks.left_out,
-        note=_note(follower.feed.lookahead_tokens),
-    )
 
 
 def _note(ahead: int) -> str:

@@ -128,16 +128,11 @@ class EnginePushes:
 
     def settle(self, now_ns: int) -> None:
         """Close transfers whose stores have ended."""
-        if not self._closing:
-            return
-        due = [
-            entry
-            for entry in self._closing
-            if not self._stores.has_running(entry[1]) or now_ns - entry[2] > WORK_NS_MAX
-        ]
-        self._closing = [entry for entry in self._closing if entry not in due]
-        for transfer in {transfer for transfer, *_ in due}:
-            self.close(transfer)
+        for entry in list(self._closing):
+            transfer, last_job, ended_ns = entry
+            if not self._stores.has_running(last_job) or now_ns - ended_ns > WORK_NS_MAX:
+                self._closing.remove(entry)
+                self.close(transfer)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
