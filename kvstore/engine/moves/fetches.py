@@ -16,7 +16,7 @@ leases that wait (`arrivals`), blocks served by this node (`servings`).
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -66,22 +66,6 @@ FORGET_NS = 10 * NS_PER_S
 forgotten."""
 
 
-class _Locating(msgspec.Struct, frozen=True):
-    asker: Asker
-    keys: Keys
-    search: Search
-
-
-class _Fetching(Incoming):
-    """A fetch under way: its slots belong to PEER_WRITER until it ends."""
-
-    node: str
-    search: Search
-    """The index query that led to this fetch."""
-    places: Sequence[int]
-    """Place of each key in that query."""
-
-
 class _Backoff(msgspec.Struct):
     """Failures in a row of another node or of the index. The back-off begins with number
     `first`."""
@@ -113,6 +97,25 @@ class _PeerPace(msgspec.Struct):
     backoff: _Backoff = msgspec.field(default_factory=_Backoff)
 
 
+class _Locating(msgspec.Struct, frozen=True):
+    asker: Asker
+    keys: Keys
+    search: Search
+    places: Sequence[int]
+    """As in _Fetching."""
+
+
+class _Fetching(Incoming):
+    """A fetch under way: its slots belong to PEER_WRITER until it ends."""
+
+    node: str
+    peer: _PeerPace
+    search: Search
+    """The index query that led to this fetch."""
+    places: Sequence[int]
+    """Place of each key in that query."""
+
+
 class Fetches:
     """Decides which blocks to query the index for, and which to fetch from which node."""
 
@@ -130,7 +133,7 @@ class Fetches:
         self._absent = Latest[tuple[int, bytes], tuple[int, Wanted]](ABSENT_MAX)
         """By (scope, key): (time until which the index is not queried for a run that begins with
         this key, the query that found nothing)."""
-        self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
+        self._peers = Latest[str, _PeerPace](PEERS_MAX)
         self._index = _Backoff(UNANSWERED_MAX)
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
@@ -164,7 +167,7 @@ class Fetches:
         if unasked:
             return Wanted(0, search)
         keys = keys.copy()  # not the rest of the message
-        self._locating[number] = _Locating(asker, keys, search)
+        self._locating[number] = _Locating(asker, keys, search, range(len(keys)))
         self._expect(number, asker, keys)
         state.counters.locates += 1
         state.say(Locate(number, asker.tenant, asker.space, keys.tobytes()))
@@ -183,7 +186,7 @@ class Fetches:
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         at = next(n for n, its in enumerate(each(job.keys)) if its == key)
-        return job.search, job.places[at] if isinstance(job, _Fetching) else at
+        return job.search, job.places[at]
 
     def _bringer(self, scope: int, key: bytes) -> int:
         """Number of the question or fetch that brings this key of a scope."""
@@ -218,7 +221,7 @@ class Fetches:
         number = self._bringer(asker.scopes[0], keys[wanted.coming - 1].tobytes())
         job = self._fetching.get(number)
         if job is not None:
-            return LOCATE_MS + self._peer(job.node).pace.estimate_ms(number, now_ns), job.node
+            return LOCATE_MS + job.peer.pace.estimate_ms(number, now_ns), job.node
         asked = [len(its.keys) for other, its in self._locating.items() if other <= number]
         size = sum(asked) * sum(asker.slot_sizes)
         paces = [peer.pace for peer in self._peers.values() if not peer.backoff.failures]
@@ -244,7 +247,7 @@ class Fetches:
         if event.is_known and chosen is None:
             self._remember_absent(asker, keys, search)
         elif chosen is not None and not state.is_off(asker.tenant, asker.space):
-            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
+            self._fetch(chosen.node, asker, keys[: chosen.blocks], search)
         self._arrivals.settle_keys(keys)
 
     def _remember_absent(self, asker: Asker, keys: Keys, search: Search, at: int = 0) -> None:
@@ -285,7 +288,7 @@ class Fetches:
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
+    def _fetch(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
         """Fetch those of the keys that are not here by now, as far as there is room."""
         state = self._state
         rows = state.residency.table.find_all(asker.scopes, keys)
@@ -299,29 +302,15 @@ class Fetches:
         room = min(len(keys), self._fetching.room(block_bytes, bytes_max=bytes_max))
         count = self._intake.room_for(asker, room)
         for piece in pieces(count, FETCH_BYTES // block_bytes):
-            self._fetch(node, asker, keys[piece], search, places[piece].tolist())
-
-    def _fetch(
-        self, node: str, asker: Asker, keys: Keys, search: Search, places: Sequence[int]
-    ) -> None:
-        state = self._state
-        columns = self._intake.hold(asker, len(keys), itertools.repeat(PEER_WRITER))
-        fetching = _Fetching(node, search, places, asker=asker, keys=keys, columns=columns)
-        number = self._fetching.begin(fetching)
-        search.fetching(len(places), state.now_ns)
-        self._expect(number, asker, keys)
-        self._peer(node).pace.begun(number, fetching.size_bytes, state.now_ns)
-        state.say(Fetch(number, node, *fetching.order(state.slots)))
-
-    def _peer(self, node: str) -> _PeerPace:
-        peer = self._peers.get(node)
-        if peer is None:
-            peer = self._peers[node] = _PeerPace()
-            if len(self._peers) > PEERS_MAX:
-                busy = {fetching.node for fetching in self._fetching.values()}
-                del self._peers[next(name for name in self._peers if name not in busy)]
-        self._peers.move_to_end(node)
-        return peer
+            peer = self._peers[node] = self._peers.get(node) or _PeerPace()
+            its, at = keys[piece], places[piece].tolist()
+            columns = self._intake.hold(asker, len(its), itertools.repeat(PEER_WRITER))
+            fetching = _Fetching(node, peer, search, at, asker=asker, keys=its, columns=columns)
+            number = self._fetching.begin(fetching)
+            search.fetching(len(its), state.now_ns)
+            self._expect(number, asker, its)
+            peer.pace.begun(number, fetching.size_bytes, state.now_ns)
+            state.say(Fetch(number, node, *fetching.order(state.slots)))
 
     def fetched(self, event: Fetched) -> None:
         """A fetch has truly ended: seal its good blocks that did not come by another way."""
@@ -341,7 +330,7 @@ class Fetches:
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """Update the peer's pace, failures and back-off."""
-        peer = self._peer(job.node)
+        peer = self._peers[job.node] = job.peer
         good = any(event.good)
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
         peer.measured_ns = self._state.now_ns

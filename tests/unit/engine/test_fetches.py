@@ -17,6 +17,7 @@ from kvstore.engine.moves.fetches import (
     COMING_BYTES,
     COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
+    _PeerPace,
 )
 from kvstore.engine.moves.jobs import SMALL_READ_BYTES, ReadPace
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
@@ -125,6 +126,22 @@ def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
     assert node.fetches[0].node == "c", "b took ten seconds"
 
 
+def test_what_a_fetch_shows_of_a_peer_counts_though_others_took_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetches_module, "PEERS_MAX", 2)
+    node, peer = attached(PeerNode())
+    for number, name in enumerate(("slow", "b", "c"), start=1):
+        peer.hint(number)
+        node.locate((name, 1))
+    assert node.engine._fetches._peers.keys() == {"b", "c"}
+    node.now_ns += 10**10
+    node.arrive()
+    peer.hint(11)
+    node.locate(("slow", 1), ("new", 1))
+    assert node.fetches[-1].node == "new"
+
+
 def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
     """It was slow when many asked at once: not asked any more, it would be taken for slow for
     ever."""
@@ -171,7 +188,7 @@ def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does(
 
 def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:
     node, peer = attached(PeerNode())
-    node.engine._fetches._peer("far").pace = ReadPace(10**9)
+    node.engine._fetches._peers["far"] = _PeerPace(ReadPace(10**9))
     first, second = range(1, 4), range(11, 14)
     begun = [peer.lease(number, *its).promoting_ms for number, its in ((1, first), (2, second))]
     assert begun[0] < begun[1]
