@@ -16,11 +16,11 @@ of messages (`wire.feed`), the keeper of the blocks (`holdings`, `kvstore.stores
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Hashable, Iterable
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from kvstore.types import Incarnation, Latest, SpaceId, Tier
 from kvstore.wire import feed as wire
@@ -130,96 +130,121 @@ class Verdict(enum.Enum):
     applied."""
 
 
-def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | None:
-    """Trust in a node after `silent_ms` of silence; None: it is left out of answers. `is_open`: its
-    stream is open; `is_exact`: no snapshot is missing."""
-    if silent_ms >= OUT_MS:
-        return None
-    if not is_open or silent_ms >= STALE_MS:
-        return Trust.STALE
-    return Trust.EXACT if is_exact else Trust.CATCHING_UP
+class Body(msgspec.Struct, array_like=True):
+    """State of a node by its feed, without its blocks: what a record of it in a shared store has
+    (`kvstore.stores`)."""
+
+    incarnation: Annotated[Incarnation, Meta(ge=0)]
+    """Incarnation of the present stream."""
+    replaced: tuple[Incarnation, ...]
+    """Replaced incarnations, whose Hello is refused while the present one is connected."""
+    address: str
+    sequence: Annotated[int, Meta(ge=0)]
+    is_open: bool
+    """Whether the stream has not ended."""
+    is_exact: bool
+    """Whether all updates are applied: no snapshot is missing."""
+    is_short: bool
+    """Whether some of the node's blocks found no room."""
+    load_numbers: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Fields of its last `Load`, in order; empty: none yet from this incarnation."""
+
+    @property
+    def load(self) -> Load | None:
+        """Last load that the present incarnation published; None: none yet."""
+        if not self.load_numbers:
+            return None
+        return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
-def until_ms(heard_ms: int, now_ms: int) -> int:
-    """Earliest time at which silence since `heard_ms` may change the trust in a node."""
-    ages = (STALE_MS, OUT_MS, FORGET_MS)
-    return min((t for age in ages if (t := heard_ms + age) > now_ms), default=now_ms + 1)
+class KnownNode:
+    """State of a node, and when it was last heard of."""
+
+    def __init__(self, body: Body, heard_ms: int) -> None:
+        self.body, self.heard_ms, self.load = body, heard_ms, body.load
+        self.is_refused = False
+        """Whether its address refused a connection, and nothing was heard since."""
+        self.engines: tuple[EngineEntry, ...] = ()
+        """Engines last published by the present incarnation."""
+
+    def trust(self, now_ms: int) -> Trust | None:
+        """Trust in the node at this time; None: it is left out of answers."""
+        if self.is_refused or now_ms - self.heard_ms >= OUT_MS:
+            return None
+        if not self.is_live(now_ms):
+            return Trust.STALE
+        is_exact = self.body.is_exact and not self.body.is_short
+        return Trust.EXACT if is_exact else Trust.CATCHING_UP
+
+    def is_live(self, now_ms: int) -> bool:
+        """Whether its stream is open, and not silent for long."""
+        return self.body.is_open and now_ms - self.heard_ms < STALE_MS
+
+    def until_ms(self, now_ms: int) -> int:
+        """Earliest time at which silence may change `trust` or `is_lost`."""
+        ages = (STALE_MS, OUT_MS, FORGET_MS)
+        return min((t for age in ages if (t := self.heard_ms + age) > now_ms), default=now_ms + 1)
+
+    def is_lost(self, now_ms: int) -> bool:
+        """Whether the node is silent for so long that its blocks are to be forgotten."""
+        return now_ms - self.heard_ms >= FORGET_MS
 
 
-class _Phase(enum.Enum):
-    EXACT = enum.auto()
-    ASKED = enum.auto()
-    FILLING = enum.auto()
-
-
-class Feed:
+class Feed(KnownNode):
     """Feed of one node, made for its first Hello, which must then be passed to `hear` like any
     event."""
 
-    def __init__(self, places: Places) -> None:
-        """`places`: of the node's blocks, none yet, which accepted messages are applied to."""
+    def __init__(self, places: Places, body: Body | None = None, heard_ms: int = 0) -> None:
+        """`places`: of the node's blocks, which accepted messages are applied to. `body`: None: of
+        a node of which nothing was heard."""
+        if body is None:
+            body = Body(Incarnation(0), (), "", 0, is_open=False, is_exact=True, is_short=False)
+        super().__init__(body, heard_ms)
         self.places = places
-        self.address = ""
-        self.sequence = 0
-        self.load: Load | None = None
-        """Last load published by the present incarnation; None: none yet."""
-        self.engines: tuple[EngineEntry, ...] = ()
-        """Engines last published by the present incarnation."""
-        self.incarnation = Incarnation(0)
-        """Incarnation of the present stream."""
-        self.replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
-        """Replaced incarnations, whose Hello is refused while the present one is connected."""
         self._stream = 0
-        self.is_open = False
-        """Whether the stream has not ended."""
-        self._refused = False
-        self._heard_ms = 0
         self._awaited_ms = 0
         """When a snapshot was asked for, or its last part came."""
-        self._phase = _Phase.EXACT
         self._parts = 0
-        """Parts of the present snapshot so far."""
+        """Parts of the snapshot that is coming so far; 0: none is, or it has not begun."""
 
     @classmethod
-    def of_another(
-        cls,
-        places: Places,
-        incarnation: Incarnation,
-        replaced: Iterable[Incarnation],
-        *,
-        heard_ms: int | None,
-    ) -> Feed:
+    def of_another(cls, places: Places, body: Body, *, heard_ms: int | None) -> Feed:
         """Feed of a node whose stream another replica had, until `heard_ms` (None: its stream has
         ended). Sequence numbers were those of another stream: only a snapshot or a new incarnation
         makes it in sync."""
-        feed = cls(places)
-        feed.incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
-        feed.replaced.extend(replaced)
-        if heard_ms is not None:
-            feed.is_open, feed._heard_ms = True, heard_ms
+        body.is_open, body.is_exact = heard_ms is not None, False
+        feed = cls(places, body, heard_ms or 0)
+        feed._stream = -1
         return feed
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply an event of this node. Returns what to do with the stream."""
+        verdict = self._apply(event, now_ms)
+        self.body.is_short = self.places.is_short
+        return verdict
+
+    def _apply(self, event: Event, now_ms: int) -> Verdict:
         match event:
             case wire.Hello():
                 return self._hello(event, now_ms)
             case ConnectRefused():
-                self._refused = True
+                self.is_refused = True
                 return Verdict.GO_ON
-        if (event.incarnation, event.stream) != (self.incarnation, self._stream):
+        if (event.incarnation, event.stream) != (self.body.incarnation, self._stream):
             return Verdict.CLOSE
         if isinstance(event, FeedClosed):
-            self.is_open = False
+            self.body.is_open = False
             return Verdict.GO_ON
-        if not self.is_open:
+        if not self.body.is_open:
             return Verdict.CLOSE
         self._spoke(now_ms)
         match event:
             case wire.Delta():
                 return self._delta(event, now_ms)
             case wire.FeedBeat():
-                self.load = event.load or self.load
+                if event.load is not None:
+                    self.load = event.load
+                    self.body.load_numbers = msgspec.structs.astuple(event.load)
                 return self._beat(event.sequence, now_ms)
             case wire.SnapshotPart():
                 return self._part(event, now_ms)
@@ -227,90 +252,78 @@ class Feed:
                 self.engines = engines
                 return Verdict.GO_ON
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether all updates are applied: no snapshot is missing."""
-        return self._phase is _Phase.EXACT
-
-    def trust(self, now_ms: int) -> Trust | None:
-        """Trust in the node at this time; None: it is left out of answers."""
-        if self._refused:
-            return None
-        silent_ms = now_ms - self._heard_ms
-        return trust_after(silent_ms, is_open=self.is_open, is_exact=self.is_exact)
-
-    def until_ms(self, now_ms: int) -> int:
-        """Earliest time at which silence may change `trust` or `is_lost`."""
-        return until_ms(self._heard_ms, now_ms)
-
-    def is_lost(self, now_ms: int) -> bool:
-        """Whether the node is silent for so long that its blocks are to be forgotten."""
-        return now_ms - self._heard_ms >= FORGET_MS
-
     def _spoke(self, now_ms: int) -> None:
-        self._heard_ms = max(now_ms, self._heard_ms)
-        self._refused = False
+        self.heard_ms = max(now_ms, self.heard_ms)
+        self.is_refused = False
 
     def _hello(self, hello: wire.Hello, now_ms: int) -> Verdict:
-        is_new = hello.incarnation != self.incarnation
+        body = self.body
+        is_new = hello.incarnation != body.incarnation
         if not is_new and hello.stream <= self._stream:
             return Verdict.CLOSE
-        if hello.incarnation in self.replaced:
-            if self.is_open and now_ms - self._heard_ms < STALE_MS:
+        if hello.incarnation in body.replaced:
+            if self.is_live(now_ms):
                 return Verdict.CLOSE
             # What replaced it was a dead one's Hello, which came late: this one lives.
-            self.replaced.remove(hello.incarnation)
-        if is_new and self.incarnation:
-            self.replaced.append(self.incarnation)
-        self.incarnation, self._stream, self.is_open = hello.incarnation, hello.stream, True
-        self.address = hello.address
+            body.replaced = tuple(each for each in body.replaced if each != hello.incarnation)
+        if is_new and body.incarnation:
+            body.replaced = (*body.replaced, body.incarnation)[-_REPLACED_MAX:]
+        body.incarnation, self._stream, body.is_open = hello.incarnation, hello.stream, True
+        body.address = hello.address
         self._spoke(now_ms)
         if is_new:
-            self._phase, self.sequence, self.load = _Phase.EXACT, 0, None
-            self.engines = ()
+            body.is_exact, body.sequence, body.load_numbers, self._parts = True, 0, (), 0
+            self.load, self.engines = None, ()
             self.places.forget()
-        if self._phase is _Phase.EXACT and hello.sequence == self.sequence:
+        if body.is_exact and hello.sequence == body.sequence:
             return Verdict.GO_ON
-        self.sequence = hello.sequence
+        body.sequence = hello.sequence
         return self._ask(now_ms)
 
     def _ask(self, now_ms: int) -> Verdict:
         """Drop the snapshot under way, if there is one, and ask for another."""
-        self._phase, self._awaited_ms = _Phase.ASKED, now_ms
+        self.body.is_exact, self._parts, self._awaited_ms = False, 0, now_ms
         self.places.abandon()
         return Verdict.ASK
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a snapshot was asked for that has not begun."""
+        return not self.body.is_exact and not self._parts
+
     def _delta(self, delta: wire.Delta, now_ms: int) -> Verdict:
-        if delta.sequence <= self.sequence:
+        body = self.body
+        if delta.sequence <= body.sequence:
             return Verdict.GO_ON  # heard before
-        is_next = delta.sequence == self.sequence + 1
-        self.sequence = delta.sequence
-        asks = not is_next and self._phase is not _Phase.ASKED
-        verdict = self._ask(now_ms) if asks else Verdict.GO_ON
+        is_next = delta.sequence == body.sequence + 1
+        body.sequence = delta.sequence
+        verdict = Verdict.GO_ON if is_next or self._is_asked else self._ask(now_ms)
         for change in delta.changes:
             self.places.change(change)
         return verdict
 
     def _beat(self, sequence: int, now_ms: int) -> Verdict:
-        lacks_delta = sequence > self.sequence and self._phase is not _Phase.ASKED
-        is_late = self._phase is not _Phase.EXACT and now_ms - self._awaited_ms >= ASK_AGAIN_MS
+        body = self.body
+        lacks_delta = sequence > body.sequence and not self._is_asked
+        is_late = not body.is_exact and now_ms - self._awaited_ms >= ASK_AGAIN_MS
         if not lacks_delta and not is_late:
             return Verdict.GO_ON
-        self.sequence = max(sequence, self.sequence)
+        body.sequence = max(sequence, body.sequence)
         return self._ask(now_ms)
 
     def _part(self, part: wire.SnapshotPart, now_ms: int) -> Verdict:
+        body = self.body
         if part.number == 0:
-            fits = part.sequence >= self.sequence
-        elif self._phase is not _Phase.FILLING or part.number < self._parts:
+            fits = part.sequence >= body.sequence
+        elif not 0 < self._parts <= part.number:
             return Verdict.GO_ON  # of a snapshot that was given up, or heard before
         else:
-            fits = part.number == self._parts and part.sequence == self.sequence
+            fits = part.number == self._parts and part.sequence == body.sequence
         if not fits:
             return self._ask(now_ms)
-        self.sequence = part.sequence
-        self._parts, self._awaited_ms = part.number + 1, now_ms
-        self._phase = _Phase.EXACT if part.is_last else _Phase.FILLING
+        body.sequence, body.is_exact = part.sequence, part.is_last
+        self._parts = 0 if part.is_last else part.number + 1
+        self._awaited_ms = now_ms
         self.places.fill(part)
         return Verdict.GO_ON
 

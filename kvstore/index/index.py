@@ -1,22 +1,24 @@
 """The global prefix index: how much of a prompt each holder has, as published by the nodes.
 
     Event ─▶ Feed (trust?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
+    trust in each node, and the time since ─▶ `Nodes` ─▶ trust in the whole
 
-This module maps nodes to `Holdings` slots, and nothing else: `feed` decides on trust and on
-the slot, `holdings` keeps the blocks.
+This module has the nodes, and maps them to `Holdings` slots: `feed` decides on trust and on the
+slot, `holdings` keeps the blocks.
 
-With `LocalStore` it is the state of a replica by itself, and the reference for `kvstore.stores`.
+With `LocalStore` it is the state of a replica by itself, and the reference for `kvstore.stores`,
+which keep their nodes in the same way.
 
 Pure: time is an argument. Bounded: by its `Holdings`, and `node_count_max` nodes.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from kvstore.index.feed import OUT_MS, Event, Feed, Holder, Places, Trust, Verdict
+from kvstore.index.feed import OUT_MS, Event, Feed, Holder, KnownNode, Places, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Hello
@@ -24,6 +26,8 @@ from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` sweeps while a slot is void: about a millisecond."""
+
+_NodeT = TypeVar("_NodeT", bound=KnownNode)
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -72,7 +76,63 @@ class Statistics(msgspec.Struct, frozen=True):
     """Blocks that left because the index was full."""
 
 
-class Index:
+class Nodes(Generic[_NodeT]):
+    """Nodes of a replica, and how current the view of them, and of the whole, is."""
+
+    def __init__(self, now_ms: int) -> None:
+        """`now_ms`: time of its start."""
+        self.nodes: dict[str, _NodeT] = {}
+        self.trusts: dict[str, Trust | None] = {}
+        """Trust in each node as of the last look."""
+        self.doubted: set[str] = set()
+        """Nodes in answers that are not in sync: they may hold more than answers have."""
+        self._young_until_ms = now_ms + OUT_MS
+        self._review_ms = now_ms
+        """Time until which silence does not change the trust in any node."""
+
+    def trust(self, now_ms: int) -> Trust:
+        """Trust in the whole: EXACT if by all updates there are no other holders than those in an
+        answer."""
+        self._review(now_ms)
+        is_whole = now_ms >= self._young_until_ms and not self.doubted
+        return Trust.EXACT if is_whole else Trust.CATCHING_UP
+
+    def members(self, now_ms: int) -> list[Member]:
+        """All nodes that are not forgotten, by name."""
+        self._review(now_ms)
+        return [
+            Member(
+                *(name, its.body.incarnation, its.body.address, self.trusts[name]),
+                *(its.body.sequence, its.load, its.engines),
+            )
+            for name, its in sorted(self.nodes.items())
+        ]
+
+    def lost(self, now_ms: int) -> list[str]:
+        """Nodes silent for so long that their blocks are to be forgotten."""
+        return [name for name, its in self.nodes.items() if its.is_lost(now_ms)]
+
+    def _review(self, now_ms: int) -> None:
+        """Update the trust in nodes that became silent, when silence can have changed it."""
+        if now_ms >= self._review_ms:
+            self._review_ms = now_ms + OUT_MS
+            self.trusts.clear()
+            self.doubted.clear()
+            for name in self.nodes:
+                self._judge(name, now_ms)
+
+    def _judge(self, name: str, now_ms: int) -> None:
+        """Set the trust in a node, by its last message and the time since."""
+        node = self.nodes[name]
+        trust = self.trusts[name] = node.trust(now_ms)
+        if trust is None or trust is Trust.EXACT:
+            self.doubted.discard(name)
+        else:
+            self.doubted.add(name)
+        self._review_ms = min(self._review_ms, node.until_ms(now_ms))
+
+
+class Index(Nodes[Feed]):
     """The index of one replica, with state in the memory of this process.
 
     Args:
@@ -82,16 +142,9 @@ class Index:
     """
 
     def __init__(self, holdings: Holdings, *, now_ms: int, node_count_max: int = 4096) -> None:
+        super().__init__(now_ms)
         self.holdings = holdings
-        self.nodes: dict[str, Feed] = {}
-        self._trusts: dict[str, Trust | None] = {}
-        """Trust in each node as of the last look."""
         self._node_count_max = node_count_max
-        self._young_until_ms = now_ms + OUT_MS
-        self._review_ms = now_ms
-        """Time until which silence does not change the trust in any node."""
-        self.doubted: set[str] = set()
-        """Nodes in answers that are not in sync: they may hold more than answers have."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply a message of a node, or an event of its stream. Returns what to do with the
@@ -107,35 +160,24 @@ class Index:
 
     def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         """The longest prefix of `keys` (32 bytes each) that each holder has."""
-        self._review(now_ms)
+        whole = self.trust(now_ms)
         matches = []
         for slot, hbm, dram, file, lost in self.holdings.match(tenant, space, keys):
             holder = self.holdings.holders[slot]
-            trust = self._trusts[holder.node]
+            trust = self.trusts[holder.node]
             if trust is not None:
                 if lost and trust is Trust.EXACT:
                     trust = Trust.CATCHING_UP
                 matches.append(Match(holder, hbm, dram, file, trust))
-        is_whole = now_ms >= self._young_until_ms and not self.doubted
-        is_whole = is_whole and not self.holdings.has_lost(tenant, space)
-        return Answer(Trust.EXACT if is_whole else Trust.CATCHING_UP, matches)
+        if self.holdings.has_lost(tenant, space):
+            whole = Trust.CATCHING_UP
+        return Answer(whole, matches)
 
     def tick(self, now_ms: int) -> None:
         """Regular work, a bounded piece per call: forget nodes silent for FORGET_MS, sweep void
         slots."""
         self._review(now_ms)
         self.holdings.sweep(SWEEP_ROWS)
-
-    def members(self, now_ms: int) -> list[Member]:
-        """All nodes that are not forgotten, by name."""
-        self._review(now_ms)
-        return [
-            Member(
-                *(name, its.incarnation, its.address, self._trusts[name]),
-                *(its.sequence, its.load, its.engines),
-            )
-            for name, its in sorted(self.nodes.items())
-        ]
 
     def statistics(self) -> Statistics:
         """Sizes and counts."""
@@ -148,29 +190,10 @@ class Index:
         )
 
     def _review(self, now_ms: int) -> None:
-        """Update the trust in nodes that became silent, when silence can have changed it."""
-        if now_ms < self._review_ms:
-            return
-        for name in [name for name, feed in self.nodes.items() if feed.is_lost(now_ms)]:
-            self.nodes.pop(name).places.forget()
-            del self._trusts[name]
-            self.doubted.discard(name)
-        self._review_ms = now_ms + OUT_MS
-        for name in self.nodes:
-            self._judge(name, now_ms)
-
-    def _judge(self, name: str, now_ms: int) -> None:
-        """Set the trust in a node, by its last message and the time since."""
-        feed = self.nodes[name]
-        trust = feed.trust(now_ms)
-        if trust is Trust.EXACT and feed.places.is_short:
-            trust = Trust.CATCHING_UP
-        self._trusts[name] = trust
-        if trust is None or trust is Trust.EXACT:
-            self.doubted.discard(name)
-        else:
-            self.doubted.add(name)
-        self._review_ms = min(self._review_ms, feed.until_ms(now_ms))
+        if now_ms >= self._review_ms:
+            for name in self.lost(now_ms):
+                self.nodes.pop(name).places.forget()
+            super()._review(now_ms)
 
 
 class LocalStore:

@@ -20,16 +20,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Holder, Trust, trust_after, until_ms
-from kvstore.index.index import Member, Statistics
-from kvstore.types import Incarnation, SpaceId
-from kvstore.wire.load import Load
+from kvstore.index.feed import Body, Holder, KnownNode, Trust
+from kvstore.index.index import Nodes, Statistics
+from kvstore.types import SpaceId
 
 SCOPE_BYTES = 16
 SLOT_BYTES = 4
@@ -44,30 +42,7 @@ _COUNTS: Final = ("entries", "rows", "evicted")
 _T = TypeVar("_T")
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0)]
 _Place = tuple[str, int, bytes, Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * SLOT_BYTES)]]
-
-
-class Body(msgspec.Struct, frozen=True, array_like=True):
-    """Record of a node, which other replicas read."""
-
-    incarnation: Annotated[Incarnation, msgspec.Meta(ge=0)]
-    replaced: tuple[Incarnation, ...]
-    address: str
-    sequence: _Number
-    is_open: bool
-    is_exact: bool
-    """Whether all updates of the node are applied; with `is_short`, some blocks found no room."""
-    is_short: bool
-    load_numbers: tuple[_Number, ...] = ()
-    """Fields of `Load`, in order; empty: none yet."""
-
-    @property
-    def load(self) -> Load | None:
-        """Last load of its incarnation; None: none yet."""
-        if not self.load_numbers:
-            return None
-        return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
 class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +52,11 @@ class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
     coming: list[_Place] | None
 
 
+Record = tuple[bytes, Body, bytes]
+"""Version, body, and the version of the record at which a connection to the node's address was
+refused."""
+
+
 class Polled(NamedTuple):
     """Decoded answer of the script POLL."""
 
@@ -84,9 +64,8 @@ class Polled(NamedTuple):
     void_count: int
     sizes: Statistics
     """Without the store's memory."""
-    records: dict[str, tuple[bytes, Body, bytes]]
-    """By node: version, body, and the version of the record at which a connection to the node's
-    address was refused."""
+    records: dict[str, Record]
+    """By node."""
 
 
 def polled(answer: Sequence[Any]) -> Polled:
@@ -113,9 +92,7 @@ def _count(name: str, value: bytes | int) -> int:
     return count
 
 
-def _record(
-    name: bytes, version: bytes, body: bytes | None, gone: bytes
-) -> tuple[str, tuple[bytes, Body, bytes]]:
+def _record(name: bytes, version: bytes, body: bytes | None, gone: bytes) -> tuple[str, Record]:
     shown = repr(name[:_TEXT_MAX])[1:]
     try:
         node = name.decode()
@@ -152,110 +129,51 @@ def slot_name(slot: int) -> bytes:
 # ── trust ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class Row:
+class Row(KnownNode):
     """Record of one node, and when it last changed by this replica's clock."""
 
-    version: bytes
-    body: Body
-    changed_ms: int
-    was_seen_to_change: bool
-    is_gone: bool = False
-    """Its address refused connections, and no update came since."""
+    def __init__(self, version: bytes, body: Body, changed_ms: int, *, is_first: bool) -> None:
+        """`is_first`: of the first look, and so maybe that of a node long gone."""
+        super().__init__(body, changed_ms)
+        self.version = version
+        self._is_first = is_first
 
     def trust(self, now_ms: int) -> Trust | None:
-        """Trust in the node at this time; None: it is left out of answers."""
-        if self.is_gone:
-            return None
-        body, silent_ms = self.body, now_ms - self.changed_ms
-        is_exact = body.is_exact and not body.is_short
-        trust = trust_after(silent_ms, is_open=body.is_open, is_exact=is_exact)
-        if trust is not None and not self.was_seen_to_change:
-            return Trust.STALE
-        return trust
-
-    def is_heard(self, now_ms: int) -> bool:
-        """Whether some replica has a live stream of it."""
-        return self.body.is_open and now_ms - self.changed_ms < STALE_MS
+        trust = super().trust(now_ms)
+        return Trust.STALE if self._is_first and trust is not None else trust
 
 
-class View:
-    """Records of all nodes, as polled or written by this replica."""
+class View(Nodes[Row]):
+    """Records of all nodes, as polled or written by this replica, since the store has its present
+    epoch."""
 
-    def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
-        self._doubted: set[str] = set()
-        """Nodes that are in answers, and not in sync."""
-        self._review_ms = 0
-        """Until then neither silence nor a poll changes the trust of a node."""
-        self._is_first = True
-        self._young_until_ms = 0
+    _is_first = True
+    """Whether no poll was taken in yet."""
 
-    def restart(self, now_ms: int) -> None:
-        """Forget all records, because the store has another epoch."""
-        self.rows.clear()
-        self._review_ms = now_ms
-        self._is_first = True
-        self._young_until_ms = now_ms + OUT_MS
-
-    def polled(self, records: dict[str, tuple[bytes, Body, bytes]], now_ms: int) -> None:
-        """Take in all records of a poll, by node: version, body, and the version at which the
-        node's address refused a connection."""
-        for name in self.rows.keys() - records.keys():
-            del self.rows[name]
+    def polled(self, records: dict[str, Record], now_ms: int) -> None:
+        """Take in all records of a poll, by node."""
+        for name in self.nodes.keys() - records.keys():
+            del self.nodes[name]
         for name, (version, body, gone) in records.items():
-            self._put(name, version, body, now_ms, was_seen_to_change=not self._is_first)
-            self.rows[name].is_gone = gone == version
+            self._put(name, version, body, now_ms)
+            self.nodes[name].is_refused = gone == version
         self._review_ms = now_ms
         self._is_first = False
 
     def changed(self, name: str, version: bytes, body: Body, now_ms: int) -> None:
         """Take in a record that this replica has just written."""
-        self._put(name, version, body, now_ms, was_seen_to_change=True)
+        self._put(name, version, body, now_ms)
         self._judge(name, now_ms)
 
-    def gone(self, name: str, version: bytes) -> None:
+    def gone(self, name: str, version: bytes, now_ms: int) -> None:
         """Mark a node whose address refuses connections, if `version` is still that of its
         record."""
-        row = self.rows.get(name)
+        row = self.nodes.get(name)
         if row is not None and row.version == version:
-            row.is_gone = True
-            self._doubted.discard(name)
+            row.is_refused = True
+            self._judge(name, now_ms)
 
-    def trust(self, now_ms: int) -> Trust:
-        """Trust in the whole: EXACT if by all updates there are no other locations than those in an
-        answer."""
-        if now_ms >= self._review_ms:
-            self._doubted.clear()
-            self._review_ms = now_ms + OUT_MS
-            for name in self.rows:
-                self._judge(name, now_ms)
-        is_whole = not self._doubted and now_ms >= self._young_until_ms
-        return Trust.EXACT if is_whole else Trust.CATCHING_UP
-
-    def _put(
-        self, name: str, version: bytes, body: Body, now_ms: int, *, was_seen_to_change: bool
-    ) -> None:
-        row = self.rows.get(name)
+    def _put(self, name: str, version: bytes, body: Body, now_ms: int) -> None:
+        row = self.nodes.get(name)
         if row is None or row.version != version:
-            self.rows[name] = Row(version, body, now_ms, was_seen_to_change or row is not None)
-
-    def _judge(self, name: str, now_ms: int) -> None:
-        row = self.rows[name]
-        if row.trust(now_ms) in (None, Trust.EXACT):
-            self._doubted.discard(name)
-        else:
-            self._doubted.add(name)
-        self._review_ms = min(self._review_ms, until_ms(row.changed_ms, now_ms))
-
-    def members(self, now_ms: int) -> list[Member]:
-        """All nodes that are not forgotten, by name."""
-        return [
-            Member(name, its.incarnation, its.address, row.trust(now_ms), its.sequence, its.load)
-            for name, row in sorted(self.rows.items())
-            for its in (row.body,)
-        ]
-
-    def lost(self, now_ms: int) -> list[str]:
-        """Nodes silent for so long that their blocks are to be forgotten."""
-        return [n for n, row in self.rows.items() if now_ms - row.changed_ms >= FORGET_MS]
+            self.nodes[name] = Row(version, body, now_ms, is_first=self._is_first)

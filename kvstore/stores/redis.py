@@ -29,6 +29,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import (
+    Body,
     ConnectRefused,
     Event,
     Feed,
@@ -46,8 +47,8 @@ from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection
 from kvstore.stores.records import (
-    Body,
     KeptSlots,
+    Record,
     View,
     decode,
     encode,
@@ -176,42 +177,21 @@ _BYTES_OF_EPOCH: Final = 16
 _log = logging.getLogger(__name__)
 
 
-class _Heard:
-    """State of a node whose record this replica writes."""
-
-    def __init__(self, feed: Feed, batch: StoreBatch, version: bytes) -> None:
-        self.feed = feed
-        self.batch = batch
-        self.version = version
-        self.kept = b""
-        """The node's places as they are encoded in the store."""
-
-    @property
-    def body(self) -> Body:
-        feed = self.feed
-        return Body(
-            incarnation=feed.incarnation,
-            replaced=tuple(feed.replaced),
-            address=feed.address,
-            sequence=feed.sequence,
-            is_open=feed.is_open,
-            is_exact=feed.is_exact,
-            is_short=feed.places.is_short,
-            load_numbers=msgspec.structs.astuple(feed.load) if feed.load is not None else (),
-        )
-
-
 class _Link:
     """The newest stream of a node to this replica."""
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, ids: deque[int]) -> None:
         self.hello = hello
         self.is_open = False
         self.engines: tuple[EngineEntry, ...] = ()
         """Engines of the node. Not in the store: every replica gets them from the node itself."""
-        self.heard: _Heard | None = None
+        self.feed: Feed | None = None
         """State of the node, if this replica writes its record; None: another replica does, or none
         can."""
+        self.batch = StoreBatch(ids)
+        """Changes by `feed` that are to be written."""
+        self.version = self.kept = b""
+        """Version of the record, and the node's places as they are encoded there."""
         self.lock = asyncio.Lock()
 
 
@@ -232,7 +212,7 @@ class RedisStore:
         self._node_count_max = node_count_max
         self._me = secrets.token_hex(8).encode()
         self._steps = 0
-        self._view = View()
+        self._view = View(0)
         self._links: dict[str, _Link] = {}
         self._ids: deque[int] = deque()
         self._epoch = b""
@@ -285,20 +265,19 @@ class RedisStore:
                 self._connection.lose(error)
         if self._connection.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
-        matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
         trust = max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
+        matches = (self._match(slot, lengths) for slot, lengths in scripts.matched(found))
         if found.startswith(b"1"):  # blocks of the scope were lost
             trust = max(trust, Trust.CATCHING_UP)
         return Answer(trust, [each for each in matches if each is not None])
 
-    def _match(self, slot: bytes, lengths: tuple[int, int, int], now_ms: int) -> Match | None:
+    def _match(self, slot: bytes, lengths: tuple[int, int, int]) -> Match | None:
         try:
             holder = decode(Holder, slot[2:])
         except ProtocolError:
             return None
-        row = self._view.rows.get(holder.node)
         # A node that came since the last poll is not in the view yet: its updates count.
-        trust = row.trust(now_ms) if row is not None else Trust.CATCHING_UP
+        trust = self._view.trusts.get(holder.node, Trust.CATCHING_UP)
         if trust is None:
             return None
         if slot[1:2] == b"1":
@@ -312,13 +291,13 @@ class RedisStore:
         if link is None:
             if not isinstance(event, Hello) or not self._has_room(event.node):
                 return Verdict.CLOSE
-            link = self._links[event.node] = _Link(event)
+            link = self._links[event.node] = _Link(event, self._ids)
         async with link.lock:
             match event:
                 case Hello():
                     return await self._hello(link, event, now_ms)
                 case ConnectRefused():
-                    return await self._gone(link)
+                    return await self._gone(link, now_ms)
             hello = link.hello
             if (event.incarnation, event.stream) != (hello.incarnation, hello.stream):
                 return Verdict.CLOSE
@@ -332,7 +311,7 @@ class RedisStore:
             return await self._word(link, event, now_ms)
 
     def _has_room(self, node: str) -> bool:
-        known = self._view.rows.keys() | self._links.keys()
+        known = self._view.nodes.keys() | self._links.keys()
         return node in known or len(known) < self._node_count_max
 
     async def _hello(self, link: _Link, hello: Hello, now_ms: int) -> Verdict:
@@ -341,10 +320,10 @@ class RedisStore:
             return Verdict.CLOSE
         verdict = Verdict.GO_ON
         if self._connection.is_away:
-            link.heard = None
-        elif link.heard is not None:
-            verdict = await self._say(link, link.heard, hello, now_ms)
-        if link.heard is None:
+            link.feed = None
+        elif link.feed is not None:
+            verdict = await self._say(link, link.feed, hello, now_ms)
+        if link.feed is None:
             verdict = await self._claim(link, hello, now_ms)
         if verdict is not Verdict.CLOSE:
             link.engines = link.engines if is_same else ()
@@ -356,68 +335,65 @@ class RedisStore:
     ) -> Verdict:
         if self._connection.is_away:
             return Verdict.GO_ON  # and so a gap
-        if link.heard is not None:
-            return await self._say(link, link.heard, word, now_ms)
+        if link.feed is not None:
+            return await self._say(link, link.feed, word, now_ms)
         hello = msgspec.structs.replace(link.hello, sequence=word.sequence)
         return await self._claim(link, hello, now_ms)
 
     async def _closed(self, link: _Link, closed: FeedClosed, now_ms: int) -> Verdict:
         link.is_open = False
-        if link.heard is not None and self._connection.is_away:
-            link.heard = None
-        if link.heard is not None:
-            await self._say(link, link.heard, closed, now_ms)
+        if self._connection.is_away:
+            link.feed = None
+        if link.feed is not None:
+            await self._say(link, link.feed, closed, now_ms)
         return Verdict.GO_ON
 
-    async def _gone(self, link: _Link) -> Verdict:
-        if link.heard is not None and not self._connection.is_away:
+    async def _gone(self, link: _Link, now_ms: int) -> Verdict:
+        if link.feed is not None and not self._connection.is_away:
             try:
-                await self._write(scripts.GONE, link.hello.node, link.heard.version)
+                await self._write(scripts.GONE, link.hello.node, link.version)
             except FAILURES as error:
                 self._connection.lose(error)
-            self._view.gone(link.hello.node, link.heard.version)
+            self._view.gone(link.hello.node, link.version, now_ms)
         return Verdict.GO_ON
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     async def _claim(self, link: _Link, hello: Hello, now_ms: int) -> Verdict:
         """Write this node's record from now on, unless another replica does."""
-        row = self._view.rows.get(hello.node)
+        row = self._view.nodes.get(hello.node)
         if row is not None and self._step(row.version) < 0:
             is_same = row.body.incarnation == hello.incarnation
-            if is_same and row.is_heard(now_ms):
+            if is_same and row.is_live(now_ms):
                 return Verdict.GO_ON
         if self._connection.is_away:
             return Verdict.GO_ON
         try:
-            link.heard = await self._taken_over(hello.node)
+            feed = link.feed = await self._taken_over(link)
         except (*FAILURES, ProtocolError) as error:
             self._connection.lose(error)
             return Verdict.GO_ON
-        verdict = await self._say(link, link.heard, hello, now_ms)
+        verdict = await self._say(link, feed, hello, now_ms)
         if verdict is Verdict.CLOSE:
-            link.heard = None
+            link.feed = None
         return verdict
 
-    async def _taken_over(self, node: str) -> _Heard:
+    async def _taken_over(self, link: _Link) -> Feed:
         """State of a node from its record in the store, for this replica to go on with. Raises
         FAILURES, ProtocolError."""
+        node = link.hello.node
         version, body, kept = await self._record(node)
-        batch = StoreBatch(self._ids)
-        places = Places(node, batch)
-        heard = _Heard(Feed(places), batch, version or b"")
-        if version is not None and body is not None:
-            known = decode(Body, body)
-            row = self._view.rows.get(node)
-            heard_ms = row.changed_ms if row is not None and row.body.is_open else None
-            its = places, known.incarnation, known.replaced
-            heard.feed = Feed.of_another(*its, heard_ms=heard_ms)
-            heard.feed.load = known.load
+        places = Places(node, link.batch)
+        link.version, link.kept = version or b"", b""
         if kept is not None:
             found = decode(KeptSlots, kept)
             coming = None if found.coming is None else _slots(found.coming)
             places.resume(_slots(found.slots), coming)
-        return heard
+        if version is None or body is None:
+            return Feed(places)
+        row = self._view.nodes.get(node)
+        heard_ms = row.heard_ms if row is not None and row.body.is_open else None
+        return Feed.of_another(places, decode(Body, body), heard_ms=heard_ms)
 
     async def _record(self, node: str) -> list[bytes | None]:
         """Version, body and places of a node's record; None for missing ones. Raises FAILURES."""
@@ -426,26 +402,26 @@ class RedisStore:
         )
         return found
 
-    async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
+    async def _say(self, link: _Link, feed: Feed, event: Event, now_ms: int) -> Verdict:
         """Apply one event of a node whose record this replica writes, and write the result. If the
         store refuses it, this replica gives the record up."""
         try:
             await self._reserve(event)
-            verdict = heard.feed.hear(event, now_ms)
+            verdict = feed.hear(event, now_ms)
             if verdict is Verdict.CLOSE:
                 return verdict
-            is_taken, refused = await self._flush(event.node, heard)
-            if refused and not heard.feed.places.is_short:
-                heard.feed.places.is_short = True
-                is_taken, _ = await self._flush(event.node, heard)
+            is_taken, refused = await self._flush(link, feed)
+            if refused and not feed.body.is_short:
+                feed.places.is_short = feed.body.is_short = True
+                is_taken, _ = await self._flush(link, feed)
         except FAILURES as error:
             is_taken = False
             self._refuse("words", self._connection.lose(error))
         if not is_taken:
-            link.heard = None
+            link.feed = None
             return Verdict.GO_ON  # the next update makes up for it
         self._refuse("words", "")
-        self._view.changed(event.node, heard.version, heard.body, now_ms)
+        self._view.changed(event.node, link.version, msgspec.structs.replace(feed.body), now_ms)
         return verdict
 
     def _refuse(self, what: str, reason: str) -> None:
@@ -456,12 +432,10 @@ class RedisStore:
     async def _reserve(self, event: Event) -> None:
         """Reserve slot numbers for an event: two for each change, at most. Raises FAILURES."""
         match event:
-            case Delta(changes=changes):
-                count = 2 * len(changes)
-            case SnapshotPart(stored=stored):
-                count = 2 * len(stored)
+            case Delta(changes=told) | SnapshotPart(stored=told):
+                count = 2 * len(told)
             case _:
-                count = 0
+                return
         while len(self._ids) < count:
             wanted = max(count, IDS_AT_ONCE)
             epoch = self._epoch
@@ -469,23 +443,20 @@ class RedisStore:
             if epoch == self._epoch:
                 self._ids.extend(range(last - wanted + 1, last + 1))
 
-    async def _flush(self, node: str, heard: _Heard) -> tuple[bool, int]:
+    async def _flush(self, link: _Link, feed: Feed) -> tuple[bool, int]:
         """Write the collected changes of a node in one go. Returns whether the store accepted them,
         and the number of slots that found no room. Raises FAILURES."""
-        kept = encode(_kept(heard.feed.places))
-        changed = kept if kept != heard.kept else b""
-        body = encode(heard.body)
-        calls = []
-        version = heard.version
-        for orders in heard.batch.take():
+        kept, version, calls = encode(_kept(feed.places)), link.version, []
+        its = encode(feed.body), kept if kept != link.kept else b"", *self._limits
+        for orders in link.batch.take():
             self._steps += 1
             before, version = version, b"%s.%d" % (self._me, self._steps)
             flat = [each for order in orders for each in order]
-            calls.append((self._epoch, node, before, version, body, changed, *self._limits, *flat))
+            calls.append((self._epoch, link.hello.node, before, version, *its, *flat))
         replies = await self._connection.write_all(scripts.WRITE, calls)
         if min(replies) < 0:
             return False, 0
-        heard.version, heard.kept = version, kept
+        link.version, link.kept = version, kept
         return True, sum(replies)
 
     # ── regular work ─────────────────────────────────────────────────────────────────────────────
@@ -522,11 +493,11 @@ class RedisStore:
         self._run = run
         if epoch != self._epoch:
             self._epoch = epoch
-            self._view.restart(now_ms)
+            self._view = View(now_ms)
             self._ids.clear()
             self._sweeper.restart()
             for link in self._links.values():
-                link.heard = None
+                link.feed = None
         self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
         self._sweeper.void_count = found.void_count
         self._sizes = msgspec.structs.replace(found.sizes, memory_bytes=memory_bytes)
@@ -534,11 +505,9 @@ class RedisStore:
             if not self._links[name].lock.locked():
                 del self._links[name]
 
-    def _newest(
-        self, node: str, version: bytes, body: Body, gone: bytes
-    ) -> tuple[bytes, Body, bytes]:
+    def _newest(self, node: str, version: bytes, body: Body, gone: bytes) -> Record:
         """A polled record, or this replica's own newer write of it."""
-        row = self._view.rows.get(node)
+        row = self._view.nodes.get(node)
         if row is not None and self._step(row.version) > self._step(version) >= 0:
             return row.version, row.body, gone
         return version, body, gone
@@ -550,7 +519,7 @@ class RedisStore:
 
     async def _forget(self, node: str) -> None:
         version, _, kept = await self._record(node)
-        row = self._view.rows.get(node)
+        row = self._view.nodes.get(node)
         if row is None or version != row.version:
             return
         places = decode(KeptSlots, kept) if kept is not None else KeptSlots([], None)

@@ -56,7 +56,7 @@ def check(index: Index) -> None:
                 assert holdings.holders[slot] == Holder(name, engine, rank)
     assert len(set(seen)) == len(seen), "two places have one slot"
     assert set(seen) == holdings.holders.keys(), "a slot answers for nobody"
-    trusts = index._trusts
+    trusts = index.trusts
     assert trusts.keys() == index.nodes.keys(), "somebody else is trusted"
     doubted = {name for name, trust in trusts.items() if trust not in (None, Trust.EXACT)}
     assert index.doubted == doubted, "somebody else is doubted"

@@ -202,6 +202,23 @@ def test_a_node_that_was_started_anew_is_believed_by_whoever_hears_it_first(
     assert two.found(1) is None
 
 
+def test_places_that_another_replica_wrote_are_written_again(lab: Lab, redis: RedisProcess) -> None:
+    def places() -> str:
+        return redis.cli("--no-raw", "hget", f"kvstore:1:n:{NODE}", "places")
+
+    one, two = lab.replica(redis), lab.replica(redis)
+    one.hear(hello())
+    empty = places()
+    one.hear(FeedClosed(NODE, Incarnation(1), 1))
+    two.tick()
+    two.hear(hello(stream=2))
+    two.hear(part(0, 0, stored(1), is_last=True, stream=2))
+    assert places() != empty
+    one.tick()
+    one.hear(hello(incarnation=2))
+    assert places() == empty
+
+
 def test_a_replica_that_starts_is_not_empty(lab: Lab, redis: RedisProcess) -> None:
     one = told(lab.replica(redis), stored(1, 2))
     two = lab.replica(redis)
@@ -274,6 +291,7 @@ def test_a_full_store_says_so_and_answers_on(one: Replica, redis: RedisProcess) 
     assert "Raise its maxmemory, or lower --entries." in one.store.trouble
     assert one.found(1) == (1, Trust.EXACT)
     assert one.match(1).trust is Trust.CATCHING_UP
+    assert [member.sequence for member in one.store.members(NOW)] == [1], "as it was written"
     redis.cli("config", "set", "maxmemory", "0")
     assert one.hear(beat(2)) is Verdict.ASK
     assert one.store.trouble == ""

@@ -92,7 +92,7 @@ def _is_exact_where_it_says_so(index: Index, truth: Truth) -> bool:
     if feed is None:
         return True
     is_exact = feed.trust(NOW) is Trust.EXACT
-    return not is_exact or _told(index) == truth[feed.incarnation, feed.sequence]
+    return not is_exact or _told(index) == truth[feed.body.incarnation, feed.body.sequence]
 
 
 def _heal(index: Index, held: set[int], *, incarnation: int, sequence: int) -> None:
@@ -131,13 +131,14 @@ def test_in_every_order(name: str) -> None:
 
 @instead_of(Feed, "_delta")
 def _gap_is_not_seen(delta_: Any, self: Feed, word: Delta, now_ms: int) -> Any:
-    self.sequence = word.sequence - 1
+    self.body.sequence = word.sequence - 1
     return delta_(self, word, now_ms)
 
 
 @instead_of(Feed, "_part")
 def _old_part_counts(part_: Any, self: Feed, word: object, now_ms: int) -> Any:
-    self.sequence = min(self.sequence, word.sequence)  # type: ignore[attr-defined]
+    sequence = word.sequence  # type: ignore[attr-defined]
+    self.body.sequence = min(self.body.sequence, sequence)
     return part_(self, word, now_ms)
 
 

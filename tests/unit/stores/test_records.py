@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import OUT_MS, STALE_MS, Trust
-from kvstore.stores.records import Body, Row, View, decode, encode
+from kvstore.index.feed import OUT_MS, STALE_MS, Body, Trust
+from kvstore.stores.records import Row, View, decode, encode
 from kvstore.types import Incarnation
 from kvstore.wire.load import Load
 
@@ -41,8 +41,7 @@ def test_a_load_of_what_no_node_tells_is_refused() -> None:
 
 def seen(count: int) -> View:
     """A view that saw all of them change."""
-    view = View()
-    view.restart(0)
+    view = View(0)
     view.polled({}, 0)
     view.polled({str(n): (b"1", EXACT, b"") for n in range(count)}, NOW)
     assert view.trust(NOW) is Trust.EXACT
@@ -75,9 +74,9 @@ def test_answers_doubt_who_is_in_answers_and_not_exact() -> None:
     view.changed("0", b"3", EXACT, NOW + 2)
     assert view.trust(NOW + 2) is Trust.EXACT
     view.changed("0", b"4", FILLING, NOW + 3)
-    view.gone("0", b"3")
+    view.gone("0", b"3", NOW + 3)
     assert view.trust(NOW + 3) is Trust.CATCHING_UP, "it spoke since"
-    view.gone("0", b"4")
+    view.gone("0", b"4", NOW + 3)
     assert view.trust(NOW + 3) is Trust.EXACT
     assert view.trust(NOW + STALE_MS) is Trust.CATCHING_UP, "the others are silent"
     assert view.trust(NOW + OUT_MS) is Trust.EXACT
@@ -85,5 +84,7 @@ def test_answers_doubt_who_is_in_answers_and_not_exact() -> None:
     assert view.trust(NOW + OUT_MS) is Trust.CATCHING_UP
     view.polled({"0": (b"5", FILLING, b"5")}, NOW + OUT_MS)
     assert view.trust(NOW + OUT_MS) is Trust.EXACT
+    view.polled({"0": (b"6", FILLING, b"")}, NOW + OUT_MS)
+    assert view.trust(NOW + OUT_MS) is Trust.CATCHING_UP
     view.polled({}, NOW + OUT_MS)
-    assert view.trust(NOW + OUT_MS) is Trust.EXACT
+    assert view.trust(NOW + OUT_MS) is Trust.EXACT, "another replica has forgotten it"
