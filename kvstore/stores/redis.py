@@ -126,52 +126,11 @@ class StoreBatch:
         self._orders.append((keys, (name, slot_name(slot), what, blob)))
 
 
-# ── sweeper ───────────────────────────────────────────────────────────────────────────────────────
-# Takes void slots out of the rows of a shared store, a piece at a time.
-#
-# One replica sweeps for all: the one with the lease in the store. A pass looks at every row once;
-# the slots that were void when it began are gone at its end.
-
-PIECES_AT_ONCE: Final = 4
-SLOTS_AT_ONCE: Final = 1024
-
-
-class Sweeper:
-    """Sweeps void slots out of the store's rows, while this replica has the lease."""
-
-    def __init__(self, connection: StoreConnection, me: bytes) -> None:
-        self.void_count = 0
-        """Slots to be swept, as of the last poll."""
-        self._connection = connection
-        self._me = me
-        self._void = b""
-        self._cursor = 0
-
-    def restart(self) -> None:
-        """Begin anew, because the store has another epoch."""
-        self._void, self._cursor = b"", 0
-
-    async def sweep(self, epoch: bytes) -> None:
-        """Some pieces of a pass, if a slot is void. Raises FAILURES."""
-        for _ in range(PIECES_AT_ONCE):
-            if not self._void:
-                if not self.void_count:
-                    return
-                found = await self._connection.ask("SRANDMEMBER", "void", SLOTS_AT_ONCE)
-                self._void = b"".join(found)
-                self._cursor = 0
-                if not self._void:
-                    return
-            call = (epoch, self._me, self._void, b"%d" % self._cursor)
-            (self._cursor,) = await self._connection.write_all(scripts.SWEEP, [call])
-            if self._cursor <= 0:
-                self._void = b""
-                return
-
-
 # ── redis ─────────────────────────────────────────────────────────────────────────────────────────
 
 IDS_AT_ONCE: Final = 256
+SWEEPS_AT_ONCE: Final = 4
+"""Pieces of a pass over the rows in one tick."""
 _BYTES_OF_EPOCH: Final = 16
 
 _log = logging.getLogger(__name__)
@@ -218,7 +177,8 @@ class RedisStore:
         self._epoch = b""
         self._run = ""
         self._sizes = Statistics(0, 0, 0, 0)
-        self._sweeper = Sweeper(self._connection, self._me)
+        self._void_count = 0
+        """Slots to be swept, as of the last poll."""
         self._refusals = {"words": "", "ticks": ""}
         """Reasons why the store refused the last writes of updates and of ticks; empty: it did
         not."""
@@ -474,7 +434,9 @@ class RedisStore:
         """Sweep void slots, and forget nodes that were silent too long. Returns the reason if the
         store answers, but accepts no writes. Raises FAILURES, ProtocolError."""
         try:
-            await self._sweeper.sweep(self._epoch)
+            for _ in range(SWEEPS_AT_ONCE if self._void_count else 0):
+                if await self._write(scripts.SWEEP) <= 0:
+                    break
             for node in self._view.lost(now_ms):
                 await self._forget(node)
         except REFUSALS as error:
@@ -495,11 +457,10 @@ class RedisStore:
             self._epoch = epoch
             self._view = View(now_ms)
             self._ids.clear()
-            self._sweeper.restart()
             for link in self._links.values():
                 link.feed = None
         self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
-        self._sweeper.void_count = found.void_count
+        self._void_count = found.void_count
         self._sizes = msgspec.structs.replace(found.sizes, memory_bytes=memory_bytes)
         for name in [n for n, li in self._links.items() if not li.is_open and n not in records]:
             if not self._links[name].lock.locked():
@@ -528,8 +489,9 @@ class RedisStore:
         self._links.pop(node, None)
         _log.info("node %s is forgotten", node)
 
-    async def _write(self, script: scripts.Script, *arguments: bytes | str) -> None:
-        await self._connection.write_all(script, [(self._epoch, *arguments)])
+    async def _write(self, script: scripts.Script, *arguments: bytes | str) -> int:
+        (answer,) = await self._connection.write_all(script, [(self._epoch, *arguments)])
+        return answer
 
 
 def _slots(rows: list[tuple[str, int, bytes, int]]) -> dict[Place, int]:

@@ -7,7 +7,7 @@
     PREFIX void         set of slots to be swept out of the rows
     PREFIX counts       hash: entries, rows, evicted
     PREFIX ids          the last slot number given
-    PREFIX sweeper      lease of the sweeping replica; ends by itself
+    PREFIX pass         hash: void slots that the pass over the rows sweeps out, and its cursor
     PREFIX b:SCOPE KEY  a row: locations of the block, five bytes each: slot, mask of tiers
 
 A slot is four bytes, a scope sixteen, a key thirty-two. Every script begins with the epoch, so that
@@ -30,9 +30,10 @@ forgot."""
 OTHER_EPOCH: Final = -2
 SAMPLES: Final = 8
 """Number of random rows of which the oldest is evicted, as Redis itself does."""
-SWEEPER_MS: Final = 5000
 ROWS_AT_ONCE: Final = 1000
 """About as many rows are swept by one script."""
+SLOTS_AT_ONCE: Final = 1024
+"""Most void slots of one pass over the rows."""
 _LINE: Final = struct.Struct(">IIII")
 
 
@@ -274,8 +275,11 @@ return answer
 """Argument: an epoch, which is set if there is none. Answer: epoch, void slots, last slot number,
 entries, rows, evicted, then nodes."""
 
-RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
-"""Argument: the epoch that replaces the present one."""
+RENEW: Final = _script(
+    f"{_SAME_EPOCH}redis.call('SET', P .. 'epoch', ARGV[3]) return redis.call('DEL', P .. 'pass')"
+)
+"""Argument: the epoch that replaces the present one. The cursor of a pass is one of the server that
+was restarted."""
 
 GONE: Final = _script(
     _SAME_EPOCH + _SAME_RECORD + "return redis.call('HSET', record, 'gone', ARGV[4])"
@@ -297,16 +301,21 @@ SWEEP: Final = _script(
     + f"""
 -- A script that has written goes on though the store is full: what is swept makes room.
 redis.call('SREM', P .. 'void', '')
-local lease = P .. 'sweeper'
-redis.call('SET', lease, ARGV[3], 'NX', 'PX', {SWEEPER_MS})
-if redis.call('GET', lease) ~= ARGV[3] then return {LOST} end
-redis.call('PEXPIRE', lease, {SWEEPER_MS})
-local found = redis.call('SCAN', ARGV[5], 'MATCH', P .. 'b:*', 'COUNT', {ROWS_AT_ONCE})
+local pass = P .. 'pass'
+local slots = redis.call('HGET', pass, 'slots')
+if not slots then
+  slots = table.concat(redis.call('SRANDMEMBER', P .. 'void', {SLOTS_AT_ONCE}))
+  if slots == '' then return 0 end
+  redis.call('HSET', pass, 'slots', slots, 'cursor', 0)
+end
+local cursor = redis.call('HGET', pass, 'cursor')
+local found = redis.call('SCAN', cursor, 'MATCH', P .. 'b:*', 'COUNT', {ROWS_AT_ONCE})
+redis.call('HSET', pass, 'cursor', found[1])
 """
     + _COUNTS
     + """
 local void = {}
-for at = 1, #ARGV[4], 4 do void[string.sub(ARGV[4], at, at + 3)] = true end
+for at = 1, #slots, 4 do void[string.sub(slots, at, at + 3)] = true end
 for _, name in ipairs(found[2]) do
   local value, left = redis.call('GET', name), {}
   for place = 1, #(value or ''), 5 do
@@ -319,12 +328,14 @@ end
 count()
 if found[1] == '0' then
   for slot in pairs(void) do redis.call('SREM', P .. 'void', slot) end
+  redis.call('DEL', pass)
 end
 return found[1]
 """
 )
-"""Arguments: sweeping replica, void slots, cursor. Removes the void slots from the next rows; after
-the last piece, of cursor 0, they are gone. Answer: the next cursor."""
+"""No arguments. Removes void slots from the next rows of the pass that all replicas share. It looks
+at every row once; the slots that were void at its begin, and that it sweeps, are gone at its end.
+Answer: the next cursor; 0: the pass is over, or no slot is void."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 

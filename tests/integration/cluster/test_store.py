@@ -27,6 +27,7 @@ from kvstore.index.index import Answer
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore
+from kvstore.stores.scripts import ROWS_AT_ONCE
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Change, Left
@@ -60,10 +61,12 @@ class Lab:
 
         return self._runner.run(wait())
 
-    def replica(self, redis: RedisProcess, deadlines: Deadlines = PATIENT) -> Replica:
+    def replica(
+        self, redis: RedisProcess, deadlines: Deadlines = PATIENT, *, entries: int = 1000
+    ) -> Replica:
         store = RedisStore(
             store_config(redis.url, password_file=None, ca=None),
-            entry_count_max=1000,
+            entry_count_max=entries,
             deadlines=deadlines,
         )
         self._stores.append(store)
@@ -309,6 +312,46 @@ def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
 
     assert eventually(is_swept, timeout_s=PATIENCE_S)
     assert one.found(1) == (1, Trust.EXACT)
+
+
+SWEPT = range(6 * ROWS_AT_ONCE)
+
+
+def begun_to_sweep(lab: Lab, redis: RedisProcess) -> Replica:
+    """A replica in the midst of a pass over rows of an engine that left; they stay the node's."""
+    replica = lab.replica(redis, entries=2 * len(SWEPT))
+    one = told(replica, stored(*SWEPT, engine="e"), stored(*SWEPT))
+    one.hear(delta(2, Left("e")))
+    one.tick()
+    entries = int(redis.cli("hget", "kvstore:1:counts", "entries"))
+    assert len(SWEPT) < entries < 2 * len(SWEPT)
+    return one
+
+
+def test_replicas_share_a_pass_over_the_rows(lab: Lab, redis: RedisProcess) -> None:
+    one = begun_to_sweep(lab, redis)
+    two = lab.replica(redis)
+    two.tick()
+    assert two.store.statistics().entry_count == len(SWEPT), "it went on where the other one was"
+    one.hear(delta(3, stored(*SWEPT[:8], engine="f")))
+    one.hear(delta(4, Left("f")))
+    for _ in range(4):
+        two.tick()
+    assert two.store.statistics().entry_count == len(SWEPT), "the next pass has other slots"
+
+
+def test_a_pass_begins_again_in_a_store_that_was_restarted(lab: Lab) -> None:
+    with RedisProcess.start(lab.directory) as redis:
+        port = redis.port
+        one = begun_to_sweep(lab, redis)
+        redis.cli("save")
+        redis.kill()
+        one.tick()
+    with RedisProcess.start(lab.directory, port=port):
+        assert eventually(lambda: one.believes_again(NOW), timeout_s=PATIENCE_S)
+        for _ in range(4):
+            one.tick()
+        assert one.store.statistics().entry_count == len(SWEPT)
 
 
 def test_a_store_that_is_back_but_takes_nothing_answers(
