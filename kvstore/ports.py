@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from kvstore.breaker import BreakerState
 from kvstore.index.feed import Event, Verdict
-from kvstore.index.index import Answer, Member, Statistics
+from kvstore.index.holdings import Statistics
+from kvstore.index.index import Answer, Member
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.space import Slab

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,6 +50,17 @@ _SWEPT_PER_TOLD: Final = 4
 def default_slot_count(entry_count_max: int) -> int:
     """How many slots an index of so many entries has."""
     return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Sizes now, and what was counted since the start."""
+
+    entry_count: int
+    """(block, holder) pairs, those of void slots until they are swept included."""
+    block_count: int
+    memory_bytes: int
+    evicted_count: int
+    """Blocks that left because the index was full."""
 
 
 class Loops(NamedTuple):
@@ -119,25 +131,14 @@ class Holdings:
         """Slots that became void since the present sweep began."""
         self._sweeping: list[int] = []
 
-    @property
-    def entry_count(self) -> int:
-        """(block, slot) pairs, those of void slots until they are swept included."""
-        return self._meta[loops.ENTRIES]
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks that some slot holds."""
-        return self._meta[loops.BLOCKS]
-
-    @property
-    def evicted_count(self) -> int:
-        """Blocks that left because there was no room."""
-        return self._meta[loops.EVICTED]
-
-    @property
-    def void_slots(self) -> list[int]:
-        """Void slots whose rows are still to be swept."""
-        return self._sweeping + self._void
+    def statistics(self) -> Statistics:
+        """Sizes and counts."""
+        return Statistics(
+            entry_count=self._meta[loops.ENTRIES],
+            block_count=self._meta[loops.BLOCKS],
+            memory_bytes=self.memory_bytes,
+            evicted_count=self._meta[loops.EVICTED],
+        )
 
     # As `PlaceSlots`, in whose terms slots are opened and filled.
 

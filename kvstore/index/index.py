@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from kvstore.index.feed import OUT_MS, Event, Feed, Holder, KnownNode, Places, Trust, Verdict
-from kvstore.index.holdings import Holdings
+from kvstore.index.holdings import Holdings, Statistics
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
@@ -63,17 +63,6 @@ class Member(msgspec.Struct, frozen=True):
     """Last published load; None: none yet."""
     engines: tuple[EngineEntry, ...] = ()
     """Engines that the node serves."""
-
-
-class Statistics(msgspec.Struct, frozen=True):
-    """Sizes now, and what was counted since the start."""
-
-    entry_count: int
-    """(block, holder) pairs, those of void slots until they are swept included."""
-    block_count: int
-    memory_bytes: int
-    evicted_count: int
-    """Blocks that left because the index was full."""
 
 
 class Nodes(Generic[_NodeT]):
@@ -181,13 +170,7 @@ class Index(Nodes[Feed]):
 
     def statistics(self) -> Statistics:
         """Sizes and counts."""
-        holdings = self.holdings
-        return Statistics(
-            entry_count=holdings.entry_count,
-            block_count=holdings.block_count,
-            memory_bytes=holdings.memory_bytes,
-            evicted_count=holdings.evicted_count,
-        )
+        return self.holdings.statistics()
 
     def _review(self, now_ms: int) -> None:
         if now_ms >= self._review_ms:

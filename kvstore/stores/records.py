@@ -26,7 +26,8 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Body, Holder, KnownNode, Trust
-from kvstore.index.index import Nodes, Statistics
+from kvstore.index.holdings import Statistics
+from kvstore.index.index import Nodes
 from kvstore.types import SpaceId
 
 SCOPE_BYTES = 16

@@ -41,8 +41,8 @@ from kvstore.index.feed import (
     Trust,
     Verdict,
 )
-from kvstore.index.holdings import SLOT_COUNT_MAX
-from kvstore.index.index import Answer, Match, Member, Statistics
+from kvstore.index.holdings import SLOT_COUNT_MAX, Statistics
+from kvstore.index.index import Answer, Match, Member
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection

@@ -52,9 +52,9 @@ def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(
     flat.void(full)
     for left in (20, 10):
         assert flat.open(HOLDER, PLACE, is_hidden=False) is None
-        assert flat.entry_count == left
+        assert flat.statistics().entry_count == left
     assert flat.open(HOLDER, PLACE, is_hidden=False) == full
-    assert flat.entry_count == 0
+    assert flat.statistics().entry_count == 0
     check_holdings(flat)
 
 
@@ -76,7 +76,7 @@ def test_a_row_that_changes_as_the_one_before_costs_the_sweep_two_calls() -> Non
         flat.sweep(2000)
     finally:
         sys.setprofile(None)
-    assert flat.entry_count == 1000
+    assert flat.statistics().entry_count == 1000
     assert calls < 2100, "`give` and `release`"
 
 
@@ -86,7 +86,8 @@ def test_a_prompt_on_many_nodes_costs_little_more_than_on_one() -> None:
         slot = flat.open(HOLDER, PLACE, is_hidden=False)
         assert slot is not None
         flat.stored(slot, PLACE, Tier.DRAM, keys(*range(100)))
-    assert (flat.block_count, flat.entry_count) == (100, 6400)
+    sizes = flat.statistics()
+    assert (sizes.block_count, sizes.entry_count) == (100, 6400)
     assert np.count_nonzero(flat.arrays["set_cells"]) == 1
 
 
@@ -105,8 +106,8 @@ def test_there_is_a_chunk_for_every_set_that_can_be() -> None:
     for block, members in enumerate(wanted):
         for slot, tier in members:
             flat.stored(names[slot], PLACE, Tier(tier), keys(block))
-    assert flat.entry_count == entries
-    assert flat.evicted_count == 0
+    assert flat.statistics().entry_count == entries
+    assert flat.statistics().evicted_count == 0
     assert np.count_nonzero(flat.arrays["set_cells"]) == len(wanted)
     check_holdings(flat)
 
@@ -151,7 +152,8 @@ def test_tables_of_a_few_cells_wrap_round() -> None:
             (model.stored if stores else model.removed)(slot, tier, block)
             if step % 6 == 0:
                 check_holdings(flat)
-        assert (flat.entry_count, flat.evicted_count) == (model.entry_count(), 0)
+        sizes = flat.statistics()
+        assert (sizes.entry_count, sizes.evicted_count) == (model.entry_count(), 0)
         for number in range(16):
             told = {s: (h, d, f) for s, h, d, f, _ in flat.match("t", SPACE, keys(number))}
             assert told == model.match("t", SPACE, keys(number))

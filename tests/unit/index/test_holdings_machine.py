@@ -23,7 +23,7 @@ from kvstore.index.holdings import Holdings
 from kvstore.index.loops import LOST, ROW, SCOPE, SLOT, WORDS, Ints
 from kvstore.installation import is_installed
 from kvstore.types import Tier
-from tests.kit.index_check import check_holdings
+from tests.kit.index_check import check_holdings, void_slots
 from tests.kit.planted import Patch, instead_of
 from tests.steps import CountedMachine
 from tests.unit.index.model import Model
@@ -120,17 +120,19 @@ class Machine(CountedMachine):
     def is_whole(self) -> None:
         if hasattr(self, "flat"):
             check_holdings(self.flat)
-            if self.flat.evicted_count == 0 and not self.flat.void_slots:
-                assert self.flat.entry_count == self.model.entry_count()
+            sizes = self.flat.statistics()
+            if sizes.evicted_count == 0 and not void_slots(self.flat):
+                assert sizes.entry_count == self.model.entry_count()
 
     def teardown(self) -> None:
         if hasattr(self, "flat"):
             for slot in self.model.scopes:
                 self.flat.void(slot)
-            while self.flat.void_slots:
+            while void_slots(self.flat):
                 self.flat.sweep(7)
             check_holdings(self.flat)
-            assert self.flat.entry_count == self.flat.block_count == 0
+            sizes = self.flat.statistics()
+            assert sizes.entry_count == sizes.block_count == 0
             assert not self.flat.scopes
 
 

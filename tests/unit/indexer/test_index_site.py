@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvstore.index.feed import Trust
-from kvstore.index.index import Member, Statistics
+from kvstore.index.holdings import Statistics
+from kvstore.index.index import Member
 from kvstore.indexer.replica import Replica, make_pages
 from kvstore.indexer.service import IndexService
 from kvstore.net.site import ROWS_MAX, STATE_BYTES_MAX
