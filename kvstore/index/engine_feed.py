@@ -295,12 +295,16 @@ class EngineFeed:
                 self._quiet_since_ms = now_ms
             elif self.phase is Phase.LIVE and self._waiting:
                 number, payload = self._waiting[0]
-                if self._is_behind(number) and self._can_replay:
+                is_behind = self._is_behind(number)
+                if is_behind and self._can_replay:
                     self._fill(now_ms)
                     break
                 self._waiting.popleft()
                 work += 1 + len(payload) // _WORK_BYTES
-                self._live(number, payload)
+                if is_behind:
+                    self._void()
+                if self._next is None or number >= self._next:  # or else it was in a replay
+                    self._take(number, payload)
             else:
                 break
 
@@ -343,13 +347,6 @@ class EngineFeed:
         """Whether what comes before this batch is missing."""
         return self._next is not None and number > self._next
 
-    def _live(self, number: int, payload: bytes) -> None:
-        if self._next is not None and number < self._next:
-            return  # it was in a replay
-        if self._is_behind(number):
-            self._void()
-        self._take(number, payload)
-
     def _wait(self, number: int, payload: bytes) -> None:
         size_bytes = sum(len(each) for _, each in self._waiting) + len(payload)
         if len(self._waiting) >= WAITING_BATCHES_MAX or size_bytes > WAITING_BYTES_MAX:
@@ -377,12 +374,12 @@ class EngineFeed:
         self._next = number + 1
         self.counters.batches += 1
         try:
-            batch = wire.decode_batch(payload)
+            events = wire.decode_batch(payload)
         except ProtocolError:
             self.counters.refused += 1
             self._void()
             return
-        for event in batch.events:
+        for event in events:
             self._events.extend(_pieces_of(event))
 
     def _apply(self, event: wire.EngineEvent) -> None:

@@ -248,9 +248,9 @@ class Publisher:
             block_tokens=change.block_tokens,
             keys=change.keys,
         )
-        return wire.block_event(
-            origin, tier=change.tier, stored=change.stored, whole_hashes=self._whole_hashes
-        )
+        hashes = (wire.whole_hashes if self._whole_hashes else wire.low_hashes)(change.keys)
+        kind = wire.BlockStored if change.stored else wire.BlockRemoved
+        return kind(block_hashes=hashes, medium=wire.MEDIUM[change.tier], kvstore=origin)
 
     def _batch(self, label: str, events: list[wire.KVEvent]) -> _Frames:
         """Topic and payload of events of one model."""

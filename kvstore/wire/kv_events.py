@@ -72,11 +72,9 @@ class PublisherName(msgspec.Struct, frozen=True):
     """16 hex digits."""
 
 
-class EventOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Node, tenant, space and shard of the blocks of an event, and their keys."""
+class EventOrigin(PublisherName, frozen=True, kw_only=True):
+    """Tenant, space and shard of the blocks of an event, and their keys."""
 
-    node: Name
-    incarnation: Hex64
     tenant: Name
     space: Space32
     shard: Shard
@@ -123,22 +121,14 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 _encoder = msgspec.msgpack.Encoder()
 
 
-def block_event(
-    origin: EventOrigin, *, tier: Tier, stored: bool, whole_hashes: bool
-) -> BlockStored | BlockRemoved:
-    """One event about the keys of `origin`."""
-    hashes = _whole(origin.keys) if whole_hashes else low_hashes(origin.keys)
-    kind = BlockStored if stored else BlockRemoved
-    return kind(block_hashes=hashes, medium=MEDIUM[tier], kvstore=origin)
-
-
 def low_hashes(keys: bytes) -> list[int]:
     """The low 64 bits of each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
     low: list[int] = np.frombuffer(keys, ">u8").reshape(-1, KEY_BYTES // 8)[:, -1].tolist()
     return low
 
 
-def _whole(keys: bytes) -> list[bytes]:
+def whole_hashes(keys: bytes) -> list[bytes]:
+    """Each key: what vLLM publishes without it."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
@@ -197,23 +187,15 @@ _kind = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 
 
-class EventBatch(msgspec.Struct, frozen=True):
-    """The events of one message that are known here, and the data-parallel rank of its engine."""
-
-    events: Annotated[list[EngineEvent], _AsMany]
-    rank: Small
-
-
-def decode_batch(payload: bytes) -> EventBatch:
+def decode_batch(payload: bytes) -> list[EngineEvent]:
     """The events of a payload that are known here. Raises ProtocolError."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise ProtocolError(f"a batch of {len(payload)} bytes; at most {PAYLOAD_BYTES_MAX}")
     try:
-        _, raw, rank = _raw.decode(payload)
-        events = [_decoder.decode(event) for event in raw if _is_known(event)]
+        _, raw, _ = _raw.decode(payload)
+        return [_decoder.decode(event) for event in raw if _is_known(event)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed KV events: {error}") from None
-    return EventBatch(events, rank or 0)
 
 
 def _is_known(event: msgspec.Raw) -> bool:

@@ -103,7 +103,7 @@ another prompt, with the first 8 of them; the first prompt's blocks were evicted
 
 def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of() -> None:
     first, second, evicted = map(bytes.fromhex, LOOKAHEAD.read_text().split())
-    (event,) = decode_batch(first).events
+    (event,) = decode_batch(first)
     assert isinstance(event, EngineStored)
     assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
     assert event.block_hashes != LOW[:3], "its own names"
@@ -139,20 +139,19 @@ STORED = {
 
 def test_what_vllm_publishes_is_understood() -> None:
     removed = {"type": "BlockRemoved", "block_hashes": [KEYS[0]], "medium": "GPU"}
-    batch = decode_batch(
+    events = decode_batch(
         payload(STORED, {"type": "Later", "x": 1}, removed, {"type": "AllBlocksCleared"}, rank=3)
     )
-    assert batch.rank == 3
-    assert decode_batch(payload(rank=None)).rank == 0
-    assert [type(event) for event in batch.events] == [EngineStored, EngineRemoved, EngineCleared]
-    assert batch.events[0] == EngineStored(
+    assert decode_batch(payload(rank=None)) == []
+    assert [type(event) for event in events] == [EngineStored, EngineRemoved, EngineCleared]
+    assert events[0] == EngineStored(
         block_hashes=[*LOW[:1]],
         parent_block_hash=None,
         token_ids=TOKENS[:SIZE],
         block_size=SIZE,
         medium="GPU",
     )
-    assert batch.events[1] == EngineRemoved(block_hashes=[KEYS[0]], medium="GPU")
+    assert events[1] == EngineRemoved(block_hashes=[KEYS[0]], medium="GPU")
 
 
 @pytest.mark.parametrize(

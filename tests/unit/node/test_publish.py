@@ -19,7 +19,7 @@ from kvstore.peers import changes
 from kvstore.ports import Clock
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import KEY_BYTES, Incarnation, Shard, SpaceId, Tier
-from kvstore.wire.kv_events import END, SEQUENCE_BYTES
+from kvstore.wire.kv_events import END, SEQUENCE_BYTES, BlockRemoved, BlockStored
 from tests.kit.event_indexer import Indexer
 from tests.kit.set_clock import SetClock
 
@@ -54,6 +54,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         ask: Callable[[int], Held] | None = nothing_held,
         place: str = "events",
         clock: Clock | None = None,
+        whole_hashes: bool = False,
     ) -> Publisher:
         endpoint = f"ipc://{tmp_path / place}"
         config = EventsConfig(
@@ -61,7 +62,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             replay_endpoint=endpoint + ".replay",
             node="n1",
             beyond_loopback=False,
-            whole_hashes=False,
+            whole_hashes=whole_hashes,
         )
         publisher = Publisher(config, incarnation=Incarnation(7), clock=clock or MonotonicClock())
         made.append(publisher)
@@ -72,6 +73,17 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield start
     for publisher in made:
         publisher.close()
+
+
+def test_hashes_are_in_the_form_of_the_engines_events(make: Make) -> None:
+    (key,) = make_keys(1)
+    low = int.from_bytes(key[-8:], "big")
+    for number, (whole_hashes, expected) in enumerate([(False, low), (True, key)]):
+        publisher = make(ask=None, place=f"events{number}", whole_hashes=whole_hashes)
+        for stored in (True, False):
+            event = publisher._event(change(key, stored=stored))
+            assert isinstance(event, BlockStored if stored else BlockRemoved)
+            assert event.block_hashes == [expected]
 
 
 def follow(publisher: Publisher) -> Indexer:

@@ -24,14 +24,19 @@ ORIGIN = kv_events.EventOrigin(
 
 
 def batch(*, whole_hashes: bool) -> bytes:
-    kinds = [(Tier.DRAM, True), (Tier.FILE, True), (Tier.DRAM, False)]
+    keys = ORIGIN.keys
+    hashes = kv_events.whole_hashes(keys) if whole_hashes else kv_events.low_hashes(keys)
+    kinds = [
+        (Tier.DRAM, kv_events.BlockStored),
+        (Tier.FILE, kv_events.BlockStored),
+        (Tier.DRAM, kv_events.BlockRemoved),
+    ]
     events: list[kv_events.KVEvent] = [
         kv_events.AllBlocksCleared(kvstore=kv_events.PublisherName("n1", "00000000000000ab"))
     ]
-    for tier, stored in kinds:
-        events.append(
-            kv_events.block_event(ORIGIN, tier=tier, stored=stored, whole_hashes=whole_hashes)
-        )
+    for tier, kind in kinds:
+        medium = kv_events.MEDIUM[tier]
+        events.append(kind(block_hashes=hashes, medium=medium, kvstore=ORIGIN))
     return kv_events.encode_batch(12.5, events)
 
 
