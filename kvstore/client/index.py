@@ -232,22 +232,22 @@ class IndexClient:
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         pause_s = PAUSE_MIN_S
         while True:
-            reply, error = self._ask_each(call, request, deadline_s)
-            if error is None:
-                return reply
-            # Too many calls at a time: back off.
-            may_wait = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            if not may_wait or time.monotonic() + pause_s >= deadline_s:
-                raise IndexUnavailable(_sentence(error))
+            try:
+                return self._ask_each(call, request, deadline_s)
+            except grpc.RpcError as error:
+                # Too many calls at a time: back off.
+                may_wait = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if not may_wait or time.monotonic() + pause_s >= deadline_s:
+                    raise IndexUnavailable(_sentence(error)) from None
             self._closed.wait(pause_s)
             self._check_open()
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     def _ask_each(
         self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, deadline_s: float
-    ) -> tuple[_R | None, grpc.RpcError | None]:
-        """Ask each replica once. Returns (first answer, None), or (None, error) without any; the
-        error is RESOURCE_EXHAUSTED if one replica refused for it."""
+    ) -> _R:
+        """Ask each replica once; returns the first answer. Raises grpc.RpcError without any: that
+        of RESOURCE_EXHAUSTED if one replica refused for it."""
         first, count = self._first, len(self._stubs)
         told: grpc.RpcError | None = None
         for turn in range(count):
@@ -258,15 +258,16 @@ class IndexClient:
                 reply = call(self._stubs[number])(request, timeout=left_s / (count - turn))
             except grpc.RpcError as error:
                 _check_understood(error)
+                if error.code() not in _ELSEWHERE:
+                    raise
                 if told is None or told.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     told = error
-                if error.code() not in _ELSEWHERE:
-                    return None, error
+                self._first = (number + 1) % count
             else:
                 self._first = number
-                return reply, None
-            self._first = (number + 1) % count
-        return None, told
+                return reply
+        assert told is not None
+        raise told
 
 
 def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.MatchRequest:

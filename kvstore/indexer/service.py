@@ -28,6 +28,7 @@ from typing import Final
 from urllib.parse import unquote
 
 import grpc
+import msgspec
 
 from kvstore.config.values import address_of
 from kvstore.errors import ProtocolError
@@ -39,9 +40,8 @@ from kvstore.net.server import Context, RefusedCall, Threads, require_node
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
-from kvstore.types import KEY_BYTES, Incarnation, SpaceId
+from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import feed as wire
-from kvstore.wire.load import EngineEntry
 
 FEED_COUNT_MAX: Final = 4096
 WATCHER_COUNT_MAX: Final = 64
@@ -64,9 +64,6 @@ _log = logging.getLogger(__name__)
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 _REPLACED: Final = "a newer stream of this node is open"
-News = tuple[Incarnation, str, Trust | None, tuple[EngineEntry, ...]]
-"""Part of a node's state whose changes are sent to watchers. Sequence numbers and loads change all
-the time."""
 
 
 class IndexCounters:
@@ -92,20 +89,18 @@ class _Sight:
         """Time until which nothing is read again."""
         self.reply: pb.NodesReply | None = None
         """Reply to `Nodes` with these members; None: not made yet."""
-        self._news: dict[str, News] = {}
+        self._news: dict[str, Member] = {}
         self.members: dict[str, Member] = {}
 
-    def look(self, now_ms: int) -> dict[str, News]:
-        """Present `News` by node; the same object as before unless one has changed."""
+    def look(self, now_ms: int) -> dict[str, Member]:
+        """What watchers are told of each node, by name; the same object as before unless it has
+        changed. Sequence numbers and loads, which change all the time, are left out."""
         if now_ms >= self.due_ms:
             self.due_ms, self.reply = now_ms + int(WATCH_PERIOD_S * 1000), None
             self.members = {member.node: member for member in self._store.members(now_ms)}
             news = {
-                name: (
-                    its.incarnation,
-                    its.address,
-                    its.trust,
-                    its.engines if self._engines else (),
+                name: msgspec.structs.replace(
+                    its, sequence=0, load=None, engines=its.engines if self._engines else ()
                 )
                 for name, its in self.members.items()
             }
@@ -183,7 +178,7 @@ class IndexService(IndexServicer):
             self.watcher_count -= 1
 
     async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
-        told: dict[str, News] = {}
+        told: dict[str, Member] = {}
         sight = self._sights[request.engines]
         answered: pb.MatchReply | None = None
         is_first = True

@@ -162,6 +162,16 @@ def test_a_replica_that_refuses_is_asked_again_after_all_others() -> None:
         assert (one.asked, two.asked) == (3, 4), "the one that answered is asked first"
 
 
+def test_a_replica_that_refuses_is_asked_again_though_the_last_one_is_not_there() -> None:
+    busy = Busy(2)
+    with (
+        served(busy) as address,
+        IndexClient([address, "127.0.0.1:1"], insecure=True, timeout_s=60) as client,
+    ):
+        assert [each.node for each in client.nodes().nodes] == ["n1"]
+    assert busy.asked == 3
+
+
 def test_a_replica_that_always_refuses_is_asked_until_the_time_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

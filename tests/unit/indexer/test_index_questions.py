@@ -20,6 +20,7 @@ from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import Delta, FeedBeat, Hello, SnapshotPart
+from kvstore.wire.load import EngineEntry
 from tests.sim.world.loop import SimLoop
 
 WATCHERS = 20
@@ -139,6 +140,25 @@ def test_watchers_look_together_and_only_at_what_has_changed(
     assert [row.node for row in late.told[0].nodes] == sorted(store.nodes)
     assert min(row.sequence for row in late.told[0].nodes) >= begin_ms - WATCH_PERIOD_S * 1000
     crowd.loop.end()
+
+
+def test_engines_are_told_to_those_who_ask_for_them(service: IndexService, store: Store) -> None:
+    now_ns = 0
+    loop = SimLoop(lambda: now_ns)
+    plain, thorough = Caller(), Caller()
+    for caller in (plain, thorough):
+        request = pb.WatchRequest(nodes=True, engines=caller is thorough)
+        loop.create_task(service.Watch(request, cast("Any", caller)))
+    loop.go_on()
+    its = EngineEntry(engine="e", tenant="t", space=SpaceId(bytes(32)))
+    store.nodes["n07"] = msgspec.structs.replace(store.nodes["n07"], engines=(its,))
+    for _ in range(3):
+        now_ns += PERIOD_NS
+        loop.go_on()
+    assert [len(reply.nodes) for reply in plain.told] == [NODES]
+    assert [len(reply.nodes) for reply in thorough.told] == [NODES, 1]
+    assert [each.engine for each in thorough.told[1].nodes[0].engines] == ["e"]
+    loop.end()
 
 
 class Asker:
