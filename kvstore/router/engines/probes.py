@@ -45,13 +45,13 @@ VALUE_MAX: Final = 1e12
 
 
 class Figure(NamedTuple):
-    """Series that hold one number: the metric's name, and the value of a label (empty:
-    any series).
+    """Series that hold one number: the metric's name, and the value of a label (empty: any series;
+    None: the number is in the label).
     """
 
     metric: str
     label: str = ""
-    value: str = ""
+    value: str | None = ""
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -70,23 +70,22 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """False: only some versions publish `memory`."""
     adapters: str = ""
     """Metric whose label `running_lora_adapters` lists adapters."""
-    cache: str = ""
-    """Metric whose labels describe the cache."""
-    block: str = ""
-    """Label of `cache` with the tokens of a block."""
-    blocks: str = ""
-    """Label of `cache` with the number of blocks."""
-    block_gauge: Figure = Figure("")
-    """Gauges of both, for kinds without such a metric: tokens of a block, number of blocks."""
-    blocks_gauge: Figure = Figure("")
+    block: tuple[Figure, ...] = ()
+    """Tokens of a block: the largest number counts, as versions differ in where they publish it."""
+    blocks: tuple[Figure, ...] = ()
+    """Number of blocks in the cache, likewise."""
     advice: str = ""
     """Hint for operators how to make the engine publish metrics."""
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """All that are read."""
+        return (self.waiting, self.running, self.memory, *self.block, *self.blocks)
 
     @functools.cached_property
     def wanted(self) -> tuple[bytes, ...]:
         """Beginnings of the lines that are read."""
-        figures = (self.waiting, self.running, self.memory, self.block_gauge, self.blocks_gauge)
-        names = {*(figure.metric for figure in figures), self.cache, self.adapters}
+        names = {*(figure.metric for figure in self.figures), self.adapters}
         return tuple(name.encode() for name in sorted(filter(None, names)))
 
     @property
@@ -102,19 +101,16 @@ ENGINES: Final[dict[str, EngineKind]] = {
         running=Figure("vllm:num_requests_running"),
         memory=Figure("vllm:kv_cache_usage_perc"),
         adapters="vllm:lora_requests_info",
-        cache="vllm:cache_config_info",
-        block="block_size",
-        blocks="num_gpu_blocks",
+        block=(Figure("vllm:cache_config_info", "block_size", None),),
+        blocks=(Figure("vllm:cache_config_info", "num_gpu_blocks", None),),
     ),
     "sglang": EngineKind(
         waiting=Figure("sglang:num_queue_reqs"),
         running=Figure("sglang:num_running_reqs"),
         memory=Figure("sglang:token_usage"),
-        cache="sglang:cache_config_info",
-        block="page_size",
-        blocks="num_pages",
-        block_gauge=Figure("sglang:page_size"),  # with the next: 0.5.11 and later
-        blocks_gauge=Figure("sglang:num_pages"),
+        # The gauges: 0.5.11 and later.
+        block=(Figure("sglang:cache_config_info", "page_size", None), Figure("sglang:page_size")),
+        blocks=(Figure("sglang:cache_config_info", "num_pages", None), Figure("sglang:num_pages")),
         advice="start it with --enable-metrics",
     ),
     "tgi": EngineKind(waiting=Figure("tgi_queue_size"), running=Figure("tgi_batch_current_size")),
@@ -123,8 +119,8 @@ ENGINES: Final[dict[str, EngineKind]] = {
         waiting=Figure("trtllm_num_requests_waiting"),
         running=Figure("trtllm_num_requests_running"),
         memory=Figure("trtllm_kv_cache_utilization"),
-        block_gauge=Figure("trtllm_kv_cache_tokens_per_block"),
-        blocks_gauge=Figure("trtllm_kv_cache_max_blocks"),
+        block=(Figure("trtllm_kv_cache_tokens_per_block"),),
+        blocks=(Figure("trtllm_kv_cache_max_blocks"),),
         advice="set return_perf_metrics and enable_iter_perf_stats in its options",
     ),
     "triton": EngineKind(
@@ -133,10 +129,8 @@ ENGINES: Final[dict[str, EngineKind]] = {
         waiting=Figure("nv_trt_llm_request_metrics", "request_type", "waiting"),
         running=Figure("nv_trt_llm_request_metrics", "request_type", "scheduled"),
         memory=Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "fraction"),
-        block_gauge=Figure(
-            "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "tokens_per"
-        ),
-        blocks_gauge=Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max"),
+        block=(Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "tokens_per"),),
+        blocks=(Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max"),),
     ),
     "llamacpp": EngineKind(
         waiting=Figure("llamacpp:requests_deferred"),
@@ -166,9 +160,7 @@ def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
     """Numbers in a page of metrics of an engine. Lines that are no metrics, or have absurd values,
     are skipped.
     """
-    figures = (kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge)
     sums: dict[Figure, list[float]] = {}
-    block = blocks = 0
     adapters: tuple[float, tuple[str, ...]] | None = None
     for line in page.split(b"\n"):
         if not line.startswith(kind.wanted) or len(line) > LINE_BYTES_MAX:
@@ -176,17 +168,19 @@ def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
         if (read := _read_line(line)) is None:
             continue
         name, labels, value = read
-        for figure in figures:
-            if figure.metric == name and labels.get(figure.label, "") == figure.value:
-                sums.setdefault(figure, []).append(value)
-        if name == kind.cache:
-            block, blocks = _count(labels.get(kind.block)), _count(labels.get(kind.blocks))
+        for figure in kind.figures:
+            its = labels.get(figure.label, "")
+            if figure.metric == name and figure.value in (None, its):
+                number = _count(its) if figure.value is None else value
+                sums.setdefault(figure, []).append(number)
         if name == kind.adapters and (adapters is None or value >= adapters[0]):  # the newest
             named = labels.get("running_lora_adapters", "").split(",")
             adapters = (value, tuple(filter(None, (each.strip() for each in named))))
     memory = sums.get(kind.memory)
-    block = block or round(max([0.0, *sums.get(kind.block_gauge, ())]))
-    blocks = blocks or round(max([0.0, *sums.get(kind.blocks_gauge, ())]))
+    block, blocks = (
+        round(max([0.0, *(number for figure in its for number in sums.get(figure, ()))]))
+        for its in (kind.block, kind.blocks)
+    )
     return EngineFigures(
         LoadSample(
             waiting=_total(sums.get(kind.waiting)),
@@ -219,8 +213,8 @@ def _total(values: list[float] | None) -> int | None:
     return None if values is None else max(0, round(sum(values)))
 
 
-def _count(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 10 else 0
+def _count(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 # ── probes ────────────────────────────────────────────────────────────────────────────────────────
