@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
@@ -126,7 +126,7 @@ class _ExactPrefixes(Prefixes):
     """What each engine's cache holds at that moment."""
 
     def __init__(self, jobs: Sequence[Job], engines: Sequence[ServedEngine]) -> None:
-        super().__init__(TokenEstimates())
+        super().__init__(TokenEstimates(), cast("Any", None), cast("Any", None))
         self._jobs, self._engines = jobs, engines
 
     async def of(

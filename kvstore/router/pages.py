@@ -90,16 +90,15 @@ def _metrics(router: Router) -> Values:
     for field in _OF_WORKERS:
         found[f"router_worker_{field}_total"] = {w.name: getattr(w, field) for w in workers}
     found["router_picks_total"] = router.picker.counts
-    if router.rendering is not None and router.index is not None:
+    if router.config.index:
         found["router_rendered_total"] = router.rendering.counts
         found["router_index_matches_total"] = router.index.match_count
         found["router_index_late_total"] = router.index.late_count
         found["router_index_used"] = int(not (router.index.trouble or router.index.lost))
-    found["router_traced_requests_total"] = router.traces.counts if router.traces else {}
-    found["router_peers"] = router.exchange.peer_count
-    if router.ahead is not None:
         found["router_prepares_total"] = router.ahead.counts
         found["router_prepared_blocks_total"] = router.ahead.blocks
+    found["router_traced_requests_total"] = router.traces.counts if router.traces else {}
+    found["router_peers"] = router.exchange.peer_count
     pools = sorted({worker.address.pool for worker in workers})
     return {
         **found,
@@ -144,11 +143,10 @@ def health_of(router: Router) -> Page:
     unindexed = "text prompts are not tokenized by {}, so the index is not used for them"
     notes += _of_workers(unindexed, workers, lambda worker: worker.unrendered)
     notes += _adapters(workers)
-    index = (router.index.trouble or router.index.lost) if router.index is not None else ""
-    ahead = router.ahead.trouble if router.ahead is not None else ""
     own = [router.door.trouble, router.engines.trouble, router.discovery.trouble]
-    notes += filter(None, [*own, index, router.exchange.trouble, ahead])
-    notes += router.rendering.unused() if router.rendering is not None else ()
+    own += [router.index.trouble or router.index.lost, router.exchange.trouble]
+    notes += filter(None, [*own, router.ahead.trouble])
+    notes += router.rendering.unused()
     if router.config.insecure:
         notes.append(INSECURE_NOTE)
     if router.proxy.is_draining:

@@ -102,12 +102,16 @@ class Router:
         """Decisions of the latest requests that ended."""
         self.probes = Probes(self.engines, self.dispatcher)
         self.keys = KeyProcess(config.tokenizers)
-        self.estimates = TokenEstimates()
-        self.index: IndexCalls | None = None
-        self.parity: Parity | None = None
-        self.rendering: Rendering | None = None
-        self.ahead: Preparations | None = None
-        prefixes = self._with_index(config) if config.index else Prefixes(self.estimates)
+        # Without an index nothing is compared, so no keys are made and no blocks prepared.
+        self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
+        self.rendering = Rendering(
+            self.engines, self.workers, self.keys, tokenizers=config.tokenizers
+        )
+        spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
+        self.parity = Parity(self.rendering, spaces)
+        self.ahead = Preparations(config.tls, spaces, answered=self.dispatcher.note)
+        self.dispatcher.handlers[Prepare] = self.ahead.begin
+        prefixes = Prefixes(TokenEstimates(), self.rendering, spaces)
         bodies = Bodies(bytes_max=config.body_max)
         self.intake = RequestIntake(prefixes, tenants, self.dispatcher, bodies)
         self.servers: dict[str, RpcServer] = {}
@@ -145,17 +149,6 @@ class Router:
             memory=self.intake.bodies,
         )
 
-    def _with_index(self, config: RouterConfig) -> Prefixes:
-        self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
-        self.rendering = Rendering(
-            self.engines, self.workers, self.keys, tokenizers=config.tokenizers
-        )
-        spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
-        self.parity = Parity(self.rendering, spaces)
-        self.ahead = Preparations(config.tls, spaces, answered=self.dispatcher.note)
-        self.dispatcher.handlers[Prepare] = self.ahead.begin
-        return Prefixes(self.estimates, self.rendering, spaces)
-
     async def start(self) -> None:
         """Listen, and begin all work. Raises ConfigError."""
         config, context = self.config, None
@@ -191,9 +184,8 @@ class Router:
         if config.slices is not None:
             slices = Slices(config.slices, in_cluster(), self.discovery)
             works.append(("engines of a Kubernetes service", slices.once, self.discovery.pause_s))
-        if self.index is not None and self.parity is not None:
-            index = self.index
-            follow = partial(index.follow, lambda: self.discovery.listed(index.listed))
+        if config.index:
+            follow = partial(self.index.follow, lambda: self.discovery.listed(self.index.listed))
             works += [
                 ("engines listed by the index", follow, RETRY_S),
                 ("comparison of keys", self.parity.once, self.parity.pause_s),
@@ -242,14 +234,11 @@ class Router:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         await self.probes.close()
-        if self.rendering is not None:
-            await self.rendering.close()
+        await self.rendering.close()
         self.engines.close()
         await self.keys.close()
-        if self.ahead is not None:
-            await self.ahead.close()
-        if self.index is not None:
-            await self.index.close()
+        await self.ahead.close()
+        await self.index.close()
 
     def adopt_policy(self) -> None:
         """Read the policy file again; a wrong one changes nothing."""

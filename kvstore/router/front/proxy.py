@@ -256,15 +256,11 @@ class Proxy:
         *,
         intake: RequestIntake,
         origins: Origins,
-        parity: Parity | None,
+        parity: Parity,
         probes: Probes,
         traces: RouteTraces | None = None,
     ) -> None:
-        """
-        Args:
-            parity: learns from cached tokens that engines report; None: no index.
-            traces: None: headers of traces are passed on as the client sent them.
-        """
+        """`traces`: None: headers of traces are passed on as the client sent them."""
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, dispatcher.workers, engines
         self._intake, self._origins = intake, origins
@@ -678,8 +674,7 @@ class Proxy:
         worker.prompt_tokens += prompt_tokens
         worker.predicted_tokens += predicted
         worker.cached_tokens += cached
-        if self._parity is not None:
-            self._parity.observed(worker, job.read.model, predicted, cached)
+        self._parity.observed(worker, job.read.model, predicted, cached)
 
     @property
     def _authorization(self) -> str | None:

@@ -46,8 +46,10 @@ class IndexCalls:
     """Calls to the replicas of the index; on one loop."""
 
     def __init__(self, endpoints: Sequence[str], tls: Tls | None, *, timeout_s: float) -> None:
-        """`timeout_s`: limit for a match of few keys; each key adds TIMEOUT_S_PER_KEY."""
-        self._timeout_s = timeout_s
+        """`endpoints`: none: there is no index. `timeout_s`: limit for a match of few keys; each
+        key adds TIMEOUT_S_PER_KEY.
+        """
+        self.endpoints, self._timeout_s = endpoints, timeout_s
         credentials = tls.channel_credentials() if tls is not None else None
         self._channels = [aio_channel(each, credentials) for each in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]

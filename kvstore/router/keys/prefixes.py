@@ -46,13 +46,7 @@ _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
 class Prefixes:
     """Source of prefixes: by keys of tokens, with the index's answer; else by keys of bytes."""
 
-    def __init__(
-        self,
-        estimates: TokenEstimates,
-        rendering: Rendering | None = None,
-        spaces: Spaces | None = None,
-    ) -> None:
-        """`rendering`, `spaces`: None: there is no index, and keys are of bytes."""
+    def __init__(self, estimates: TokenEstimates, rendering: Rendering, spaces: Spaces) -> None:
         self.estimates, self._rendering, self._spaces = estimates, rendering, spaces
 
     async def of(
@@ -64,7 +58,6 @@ class Prefixes:
             return self._of_bytes(read, text, request_salt)
         found = list[Prefix]()
         for each, its in _orders(body, read, scope.model):
-            assert self._rendering is not None
             made = await self._rendering.keys_of(path, each, its, scope, request_salt, tenant)
             if made is None:  # its tokens are not known in time
                 return self._of_bytes(read, text, request_salt)
@@ -77,7 +70,6 @@ class Prefixes:
         index, or they are not made in time.
         """
         if (scope := self._scope(model)) is not None:
-            assert self._rendering is not None
             made = await self._rendering.keys_of_ids(ids, scope.plan, tenant)
             if made is not None:
                 return await self._found(scope, made.keys, len(ids))
@@ -97,7 +89,7 @@ class Prefixes:
         return await self._found(scope, keys, prompt_tokens)
 
     def _scope(self, model: str) -> PrefixScope | None:
-        return None if self._spaces is None else self._spaces.scope(model)
+        return self._spaces.scope(model) if self._spaces.index.endpoints else None
 
     def _of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
         """Facts about a prompt that is not rendered."""
@@ -117,7 +109,6 @@ class Prefixes:
         )
 
     async def _found(self, scope: PrefixScope, keys: bytes, prompt_tokens: int) -> Prefix:
-        assert self._spaces is not None
         answers = await asyncio.gather(
             *(self._spaces.index.match(tenant, space, keys) for tenant, space in scope.places)
         )

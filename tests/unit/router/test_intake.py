@@ -28,12 +28,11 @@ from kvstore.router.front.intake import (
     output_tokens,
     session_of,
 )
-from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.rpc import _request
 from kvstore.routing.core import RouterCore
-from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import Prefix
+from tests.kit.byte_prefixes import BytePrefixes
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ TENANTS = {hashlib.sha256(KEY.encode()).digest(): "team-a"}
 class Site:
     def __init__(self, tenants: Tenants | None = None) -> None:
         dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
-        self.workers, prefixes = dispatcher.workers, Prefixes(TokenEstimates())
+        self.workers, prefixes = dispatcher.workers, BytePrefixes()
         self.workers.replace(
             WorkerAddress(name=n, url=f"http://{n}", models=("sole",)) for n in "ab"
         )

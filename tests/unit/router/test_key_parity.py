@@ -63,7 +63,7 @@ class Site:
         self.status = 200
         # As an index looks from outside.
         self.lost = self.trouble = ""
-        self.epoch, self.listed = 1, ()
+        self.endpoints, self.epoch, self.listed = ("index:1",), 1, ()
         dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
         self.workers = dispatcher.workers
         address = WorkerAddress(

@@ -19,13 +19,12 @@ from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.front.answers import new_id
 from kvstore.router.front.intake import BODIES_SHARE, Bodies, RequestIntake, Tenants
-from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.picker import DESTINATION, DROPPED, SERVED, SUBSET, Picker
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import FirstToken, Probed, RequestEnded, RouteEvent
-from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import ProbeResult, WorkerWord
+from tests.kit.byte_prefixes import BytePrefixes
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
 
@@ -88,7 +87,7 @@ class Site:
         )
         for worker in self.workers:
             self.dispatcher.note(Probed(worker.name, ProbeResult.ANSWERED))
-        prefixes = Prefixes(TokenEstimates())
+        prefixes = BytePrefixes()
         self.bodies = Bodies(bytes_max=BODY_BYTES_MAX)
         intake = RequestIntake(prefixes, tenants, self.dispatcher, self.bodies)
         self.picker = Picker(self.dispatcher, intake)

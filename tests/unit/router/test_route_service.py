@@ -35,11 +35,11 @@ from kvstore.routing.events import (
     Routed,
     RouteEvent,
 )
-from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.rows import FAULTS_MAX
 from kvstore.routing.values import Prefix, ProbeResult, RouteRequest, WorkerWord
 from kvstore.types import KEY_BYTES
+from tests.kit.byte_prefixes import BytePrefixes
 from tests.kit.coroutines import driven
 from tests.kit.routing_check import check
 from tests.kit.virtual_loop import VirtualLoop
@@ -108,7 +108,7 @@ class Site:
         self.suspected: list[Worker] = []
         self.service = RouteService(
             self.dispatcher,
-            prefixes or Prefixes(TokenEstimates()),
+            prefixes or BytePrefixes(),
             suspected=self.suspected.append,
         )
         self.workers.replace(
@@ -347,11 +347,11 @@ async def test_a_worker_that_has_left_has_no_address_and_its_claim_is_no_error(s
     assert not site.core.open
 
 
-class NotingPrefixes(Prefixes):
+class NotingPrefixes(BytePrefixes):
     """Notes what it is asked. `found`: all its answers; None: as without an index."""
 
     def __init__(self, found: Prefix | None) -> None:
-        super().__init__(TokenEstimates())
+        super().__init__()
         self.found, self.asked = found, list[tuple[Any, ...]]()
 
     async def of_ids(self, *asked: Any) -> Prefix:
