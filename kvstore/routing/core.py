@@ -22,7 +22,7 @@ from kvstore.routing import events as its
 from kvstore.routing.ahead import Ahead, Stays
 from kvstore.routing.events import Ending, Rejected, RejectReason, RouteCommand, Routed
 from kvstore.routing.fleet import Fleet
-from kvstore.routing.learning import OutputLengths
+from kvstore.routing.learning import OutputLengths, learn_weights
 from kvstore.routing.legs import Blame, Legs, Races, may_retry
 from kvstore.routing.models import ModelMap, ModelUnknown
 from kvstore.routing.placing import Placer
@@ -31,6 +31,7 @@ from kvstore.routing.pressure import Gauges
 from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.role_planner import Planner
+from kvstore.routing.rows import WEIGHTS
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import ProbeResult, RouteRequest, SharedLoad, WorkerRole
 from kvstore.routing.waiting import WaitingRoom
@@ -203,7 +204,6 @@ class RouterCore:
     def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> None:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
-        self.placer.weights.forget(event.worker)
         self.arrivals.forget_models()
 
     def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
@@ -369,10 +369,9 @@ class RouterCore:
         why = "the gateway went elsewhere"
         self.blame.served(opened, event.served_by, why, now_ns, is_whole=False)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
-        computed = placed.prefill_worker or placed.worker
-        is_frozen = self.policy.learning.is_frozen
-        if computed in self.fleet.row_of and not is_frozen:  # one that has left is forgotten
-            self.placer.weights.learn(computed, placed.raw, achieved_s)
+        row = self.fleet.row_of.get(placed.prefill_worker or placed.worker)
+        if row is not None and not self.policy.learning.is_frozen:
+            learn_weights(self.fleet.columns[WEIGHTS, row], placed.raw, achieved_s)
         if placed.prefill_worker:
             split, _ = self.placer.split_of(opened.pool)
             split.learn(uncached=placed.uncached, remote_s=achieved_s, local_s=placed.local_s)

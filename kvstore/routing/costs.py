@@ -14,14 +14,13 @@ part of its own TTFT: compute displaces the requests that come after it and evic
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
 import numpy as np
 
 from kvstore.routing.features import TRUSTS, Case, FeatureColumn
 from kvstore.routing.policy import PolicyCosts, RoutingPolicy
-from kvstore.routing.rows import Floats
+from kvstore.routing.rows import Floats, Term
 from kvstore.routing.values import PrefixTrust
 
 NETWORK_S: Final = 0.001
@@ -39,23 +38,6 @@ CONGESTION_MAX: Final = 4.0
 """Upper bound of both factors in `others_per_s`, congestion and reuse: both formulas have
 a pole.
 """
-
-
-class Term(enum.IntEnum):
-    """Rows of the terms; those up to OTHERS add up to the TTFT and have a learned weight."""
-
-    BASE = 0
-    QUEUE = 1
-    LOAD = 2
-    COMPUTE = 3
-    INTERFERENCE = 4
-    LINK = 5
-    OTHERS = 6
-
-
-LEARNED: Final = Term.OTHERS
-_TERM_COUNT: Final = len(Term)
-TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
 
 
 def compute_s(uncached: Floats, prompt_tokens: int, costs: PolicyCosts) -> Floats:
@@ -80,7 +62,7 @@ def terms(columns: Floats, policy: RoutingPolicy, case: Case) -> tuple[Floats, F
         load, work, tokens = seen_load[way, each], compute[way, each], uncached[way, each]
     else:
         load, work, tokens = seen_load[0], compute[0], uncached[0]
-    made = np.zeros((_TERM_COUNT, len(queue)))
+    made = np.zeros((len(Term), len(queue)))
     made[Term.BASE] = costs.base_s
     made[Term.QUEUE] = queue
     made[Term.LOAD] = load

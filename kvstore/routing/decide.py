@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.costs import LEARNED, TERM_NAMES, Term, terms
+from kvstore.routing.costs import terms
 from kvstore.routing.features import Case, FeatureColumn, Features
 from kvstore.routing.policy import PolicyLimits, RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.requests import OpenRequest
-from kvstore.routing.rows import Floats, WorkerState
+from kvstore.routing.rows import LEARNED, Floats, Term, WorkerState
 
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +208,6 @@ class RouteVerdict(msgspec.Struct):
 
     features: Features
     case: Case
-    weights: Floats
     order: list[int]
     """Places of the candidates in `features.workers`: the chosen one first, then by score."""
     codes: npt.NDArray[np.intp]
@@ -223,18 +222,17 @@ class RouteVerdict(msgspec.Struct):
     """(learned terms, workers), in seconds before weights are applied: input of learning."""
 
 
-def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Floats) -> RouteVerdict:
-    """Filter and score the workers for a request, and choose one. `weights`: (learned terms,
-    workers).
-    """
+def decide(features: Features, case: Case, policy: RoutingPolicy) -> RouteVerdict:
+    """Filter and score the workers for a request, and choose one."""
     columns = features.columns
     codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
     made, uncached = terms(columns, policy, case)
     raw, others = made[:LEARNED], made[LEARNED]
-    seconds = raw * weights
+    seconds = raw * features.weights
     ttft_s = np.add.reduce(seconds, axis=0)
     if policy.policy == "cost" or not features.workers:
-        named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
+        names = (term.name.lower() for term in Term)
+        named = dict(zip(names, [*seconds, others], strict=True))
         named["cold"] = (1 - columns[FeatureColumn.WARM]) * ADAPTER_S
         scores = ttft_s + others + named["cold"]
         if np.count_nonzero(columns[FeatureColumn.LATE_S]):
@@ -246,7 +244,6 @@ def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Float
     verdict = RouteVerdict(
         features,
         case,
-        weights,
         order=[],
         codes=codes,
         scores=scores,
@@ -289,15 +286,15 @@ def features_of(receipt: Receipt) -> Features:
     for column in FeatureColumn:
         if (found := receipt.features.get(column.name.lower())) is not None:
             columns[column] = found
-    return Features(list(receipt.workers), columns)
+    weights = np.array(receipt.weights or np.ones((LEARNED, len(receipt.workers))))
+    return Features(list(receipt.workers), columns, weights)
 
 
 def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
     """The receipt with the decision that `policy` would have made from the same features."""
     features = features_of(receipt)
-    weights = np.array(receipt.weights or np.ones((LEARNED, len(receipt.workers))))
     case = msgspec.convert(receipt, Case, from_attributes=True)
-    verdict = decide(features, case, policy, weights)
+    verdict = decide(features, case, policy)
     chosen = features.workers[verdict.order[0]] if verdict.order else ""
     return msgspec.structs.replace(
         receipt,

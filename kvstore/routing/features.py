@@ -81,6 +81,8 @@ class Features(msgspec.Struct):
 
     workers: list[str]
     columns: Floats
+    weights: Floats
+    """Learned weights: shape (LEARNED, workers)."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

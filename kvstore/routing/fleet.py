@@ -25,6 +25,7 @@ from kvstore.routing.rows import (
     NEVER_NS,
     REST_NS,
     STALE_S,
+    WEIGHTS,
     YOUNG_S,
     Crew,
     FleetColumn,
@@ -52,7 +53,7 @@ class Fleet:
         """Policy in effect, for all parts of the core."""
         self.workers: list[WorkerState] = []
         self.row_of: dict[str, int] = {}
-        self.columns: Floats = np.zeros((len(FleetColumn), _ROWS_MIN))
+        self.columns: Floats = np.zeros((WEIGHTS.stop, _ROWS_MIN))
         self.flights: dict[Flight, None] = {}
         """Flights under way, in the order in which they were sent."""
         self._shared: dict[str, tuple[SharedLoad, ...]] = {}
@@ -87,6 +88,8 @@ class Fleet:
             self.columns[FleetColumn.SCRAPED_NS, row] = -1
             self.columns[FleetColumn.SENT_NS, row] = NEVER_NS
             self.columns[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1, row] = 1
+            known = self.columns[WEIGHTS, :row]  # of a new worker: the mean
+            self.columns[WEIGHTS, row] = known.mean(axis=1) if row else 1
         self.columns[FleetColumn.MEMORY_TOKENS, row] = spec.memory_tokens
         self._drain(self.workers[row])
         self._changed()

@@ -6,7 +6,7 @@
 Normalised least mean squares: each step moves the weights of the terms that made up the prediction,
 in proportion to their part in it. One step is bounded (an achieved time counts as at most twice
 and at least half of the predicted one), and so are the weights. Workers learn apart; a new one
-starts with the mean of its pool. Frozen: predicts with what it has.
+starts with the mean of the others. Frozen: predicts with what it has.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.routing.costs import LEARNED
 from kvstore.routing.rows import Floats
 from kvstore.types import Latest
 
@@ -37,51 +35,15 @@ _OUTPUT_TOKENS_MAX: Final = 1 << 20
 _MODELS_MAX: Final = 1000
 
 
-class TermWeights:
-    """Learned weights of the terms by worker: one for each learned term, 1 at the start."""
-
-    def __init__(self) -> None:
-        self._place: dict[str, int] = {}
-        self._all: Floats = np.ones((LEARNED, 0))
-        """Weights (learned terms, workers)."""
-        self._last: tuple[list[str], npt.NDArray[np.intp]] = [], np.zeros(0, dtype=np.intp)
-        """Workers that were asked for last, and their columns."""
-
-    def of(self, workers: list[str]) -> Floats:
-        """Weights of these workers: (learned terms, workers)."""
-        known, columns = self._last
-        if known is not workers:  # a crew's list of names is the same until the crew changes
-            columns = np.array([self._column(name) for name in workers], dtype=np.intp)
-            self._last = workers, columns
-        return self._all.take(columns, axis=1)
-
-    def _column(self, worker: str) -> int:
-        """Column of a worker; a new worker starts with the mean of all."""
-        if worker not in self._place:
-            known = self._all.shape[1] > 0
-            mean = self._all.mean(axis=1, keepdims=True) if known else np.ones((LEARNED, 1))
-            self._place[worker] = self._all.shape[1]
-            self._all = np.hstack([self._all, mean])
-        return self._place[worker]
-
-    def learn(self, worker: str, raw: Floats, achieved_s: float) -> None:
-        """Move the weights of a worker by one step. `raw`: its terms without weights."""
-        column = self._column(worker)
-        weights = self._all[:, column]
-        predicted = float(raw @ weights)
-        if predicted > _LEAST_S:
-            target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
-            step = RATE * (target - predicted) * raw / float(raw @ raw)
-            moved = np.clip(weights + step, LEAST, MOST)
-            self._all[:, column] = moved
-
-    def forget(self, worker: str) -> None:
-        """Drop the weights of a worker that is gone."""
-        column = self._place.pop(worker, None)
-        if column is not None:
-            self._last = [], self._last[1]
-            self._all = np.delete(self._all, column, axis=1)
-            self._place = {n: at - (at > column) for n, at in self._place.items()}
+def learn_weights(weights: Floats, raw: Floats, achieved_s: float) -> None:
+    """Move the weights of a worker's terms, in place, by one step. `raw`: the terms without
+    weights.
+    """
+    predicted = float(raw @ weights)
+    if predicted > _LEAST_S:
+        target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
+        step = RATE * (target - predicted) * raw / float(raw @ raw)
+        np.clip(weights + step, LEAST, MOST, out=weights)
 
 
 class OutputLengths:

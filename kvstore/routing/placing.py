@@ -36,12 +36,12 @@ from kvstore.routing.features import (
     load_columns,
 )
 from kvstore.routing.fleet import Fleet
-from kvstore.routing.learning import OutputLengths, TermWeights
+from kvstore.routing.learning import OutputLengths
 from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
 from kvstore.routing.requests import OpenRequest, Placement
-from kvstore.routing.rows import Crew, FleetColumn, Floats
+from kvstore.routing.rows import WEIGHTS, Crew, FleetColumn, Floats
 from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
@@ -102,7 +102,6 @@ class Placer:
 
     def __init__(self, fleet: Fleet, tree: ApproximateTree, seed: int) -> None:
         self.fleet = fleet
-        self.weights = TermWeights()
         self.lengths = OutputLengths()
         self.splits: dict[str, PrefillSplit] = {}
         self.lanes: dict[str, PrefillLanes] = {}
@@ -150,7 +149,8 @@ class Placer:
             suspects = [crew.place_of[name] for name in named if name in crew.place_of]
         for place in suspects:
             columns[FeatureColumn.UNFIT, place] = unfit(crew.states[place], opened, now_ns)
-        return Features(crew.names, columns)
+        weights = self.fleet.columns[WEIGHTS].take(crew.rows, axis=1)
+        return Features(crew.names, columns, weights)
 
     def queue(self, opened: OpenRequest, now_ns: int) -> None:
         """Put a request into the lanes of its pool, by the tokens that were uncached at the last
@@ -203,8 +203,7 @@ class Placer:
         placed = _local(opened, verdict, reason)
         if prefillers is not None:
             self._link(prefillers, placed.worker)
-            weights = self.weights.of(prefillers.workers)
-            legs = decide(prefillers, verdict.case, self.fleet.policy, weights)
+            legs = decide(prefillers, verdict.case, self.fleet.policy)
             if not legs.order:
                 return Blocked.LANES
             placed = _remote(placed, legs)
@@ -225,8 +224,7 @@ class Placer:
 
     def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> RouteVerdict:
         features, case = self.columns(opened, crew, now_ns), self._case(opened, crew)
-        weights = self.weights.of(features.workers)
-        verdict = decide(features, case, self.fleet.policy, weights)
+        verdict = decide(features, case, self.fleet.policy)
         codes = features.columns[FeatureColumn.UNFIT]
         opened.last_resort = 0
         for place, resort in enumerate(LAST_RESORTS, 1):
@@ -234,7 +232,7 @@ class Placer:
                 break
             if np.count_nonzero(is_this := codes == resort):
                 codes[is_this] = 0
-                verdict = decide(features, case, self.fleet.policy, weights)
+                verdict = decide(features, case, self.fleet.policy)
                 opened.last_resort = place
         return verdict
 
@@ -328,7 +326,7 @@ class Placer:
             columns=features.columns[:, keep],
             terms={name: column[keep] for name, column in verdict.terms.items()},
             scores=verdict.scores[keep],
-            weights=verdict.weights[:, keep],
+            weights=features.weights[:, keep],
             cached=case.prompt_tokens - verdict.uncached[keep],
         )
 

@@ -179,6 +179,23 @@ NEVER_NS: Final = -1e15
 AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
 
 
+class Term(enum.IntEnum):
+    """Terms of a cost; those up to OTHERS add up to the TTFT and have a learned weight."""
+
+    BASE = 0
+    QUEUE = 1
+    LOAD = 2
+    COMPUTE = 3
+    INTERFERENCE = 4
+    LINK = 5
+    OTHERS = 6
+
+
+LEARNED: Final = Term.OTHERS
+WEIGHTS: Final = slice(len(FleetColumn), len(FleetColumn) + LEARNED)
+"""Learned weights of the terms, behind the other columns; 1 at the start."""
+
+
 class Flight(msgspec.Struct, eq=False):
     """A leg of a request at a worker, and the load that it brings there."""
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from kvstore.routing.ahead import HEAT_MAX, PINS_MAX, STAYS_MAX, Ahead, PromptPins, Stays
 from kvstore.routing.core import RouterCore
 from kvstore.routing.fleet import Fleet
-from kvstore.routing.learning import LEAST, MOST, TermWeights
+from kvstore.routing.learning import LEAST, MOST
 from kvstore.routing.requests import OpenRequest
-from kvstore.routing.rows import FleetColumn, Flight
+from kvstore.routing.rows import WEIGHTS, FleetColumn, Flight
 from kvstore.routing.split import PrefillLanes
 from kvstore.routing.tree import _ALL, _YOUNG, ApproximateTree
 from kvstore.routing.waiting import _SLACK, TENANTS_MAX, WaitingRoom
@@ -23,7 +23,6 @@ def check(core: RouterCore) -> None:
     check_fleet(core.fleet)
     check_tree(core.tree)
     _check_room(core.room)
-    check_weights(core.placer.weights)
     _check_ahead(core.ahead)
     _check_stays(core.stays)
     for name, opened in core.open.items():
@@ -37,7 +36,7 @@ def check(core: RouterCore) -> None:
 
 
 def check_fleet(fleet: Fleet) -> None:
-    """Counts equal the flights. Raises AssertionError if not."""
+    """Counts equal the flights, weights are in bounds. Raises AssertionError if not."""
     assert fleet.row_of == {w.spec.worker: row for row, w in enumerate(fleet.workers)}
     for row, state in enumerate(fleet.workers):
         name, column = state.spec.worker, fleet.columns[:, row]
@@ -49,6 +48,7 @@ def check_fleet(fleet: Fleet) -> None:
         late = [f.tokens for f in here if f.sent_ns >= state.reported_ns]
         assert column[FleetColumn.NEED_TOKENS] == sum(late)
         assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued)) < 1e-6
+        assert LEAST <= column[WEIGHTS].min() <= column[WEIGHTS].max() <= MOST
     assert all(flight.worker in fleet.row_of for flight in fleet.flights)
 
 
@@ -61,13 +61,6 @@ def check_tree(tree: ApproximateTree) -> None:
         tree._clean(entry)
         assert not entry[_ALL] & ~known
         assert not entry[_YOUNG] & ~entry[_ALL]
-
-
-def check_weights(weights: TermWeights) -> None:
-    """Raises AssertionError if a weight is out of bounds."""
-    assert sorted(weights._place.values()) == list(range(weights._all.shape[1]))
-    assert (weights._all >= LEAST).all()
-    assert (weights._all <= MOST).all()
 
 
 def check_lanes(lanes: PrefillLanes) -> None:

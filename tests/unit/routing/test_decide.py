@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bench.routing.baselines import other_router
-from kvstore.routing.costs import Term, terms
+from kvstore.routing.costs import terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
 from kvstore.routing.features import TRUSTS, Case, FeatureColumn
 from kvstore.routing.policy import PolicyCosts, PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
+from kvstore.routing.rows import Term
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,

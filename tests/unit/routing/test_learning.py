@@ -9,45 +9,44 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.costs import LEARNED
-from kvstore.routing.events import Ending, FirstToken, RequestEnded, WorkerLeft
-from kvstore.routing.learning import OutputLengths, TermWeights, smoothed_ratio
+from kvstore.routing.events import Ending, FirstToken, Joined, RequestEnded, WorkerLeft
+from kvstore.routing.learning import LEAST, MOST, OutputLengths, learn_weights, smoothed_ratio
 from kvstore.routing.policy import parse
-from tests.kit.routing_check import check, check_weights
+from kvstore.routing.rows import LEARNED, WEIGHTS
+from tests.kit.routing_check import check
 from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
 
 
+def weights_of(core: RouterCore, worker: str) -> list[float]:
+    found: list[float] = core.fleet.columns[WEIGHTS, core.fleet.row_of[worker]].tolist()
+    return found
+
+
 def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
-    weights = TermWeights()
-    weights.of(["w1"])
+    weights = np.ones((LEARNED, 2))
     random = np.random.default_rng(1)
     for _ in range(800):
         raw = np.abs(random.normal(0.3, 0.2, LEARNED))
-        weights.learn("w0", raw, float(raw.sum()) * 2)
+        learn_weights(weights[:, 0], raw, float(raw.sum()) * 2)
     raw = np.full(LEARNED, 0.3)
-    assert float(raw @ weights.of(["w0"])[:, 0]) == pytest.approx(2 * raw.sum(), rel=0.1)
-    assert (weights.of(["w1"])[:, 0] == 1).all()
-    check_weights(weights)
+    assert float(raw @ weights[:, 0]) == pytest.approx(2 * raw.sum(), rel=0.1)
+    assert (weights[:, 1] == 1).all()
 
 
-def test_a_new_worker_starts_with_the_mean() -> None:
-    weights = TermWeights()
-    weights.of(["a"])
-    for _ in range(20):
-        weights.learn("b", np.full(LEARNED, 0.1), 6.0)
-    known = weights.of(["a", "b"])
-    assert known[0, 0] == 1 < known[0, 1]
-    assert weights.of(["c"])[:, 0].tolist() == known.mean(axis=1).tolist()
-    assert (weights.of(["a", "b"]) == known).all()
-
-
-def test_the_weights_of_the_others_stay_when_a_worker_leaves() -> None:
-    weights, asked = TermWeights(), ["b", "c"]
-    weights.of(["a"])
-    weights.learn("b", np.full(LEARNED, 0.1), 6.0)
-    before = weights.of(asked).tolist()
-    weights.forget("a")
-    assert weights.of(asked).tolist() == before
+def test_a_new_worker_starts_with_the_mean_and_the_others_keep_theirs() -> None:
+    core = core_of(spec(0), spec(1))
+    for n in range(20):
+        sent = routed(arrive(core, request(f"r{n}"), now_ns=100 * n * S))
+        core.step(FirstToken(f"r{n}"), (100 * n + 60 * (sent.worker == "w1")) * S)
+    before = {name: weights_of(core, name) for name in ("w0", "w1")}
+    assert max(before["w0"]) < max(before["w1"])
+    core.step(Joined(spec(2)), 2000 * S)
+    assert weights_of(core, "w2") == pytest.approx(np.mean([*before.values()], axis=0))
+    core.step(WorkerLeft("w0"), 2001 * S)
+    assert weights_of(core, "w1") == before["w1"]
+    core.step(Joined(spec(0)), 2002 * S)
+    assert weights_of(core, "w0") != before["w0"], "what it was is forgotten"
+    check(core)
 
 
 def test_frozen_weights_stay() -> None:
@@ -55,7 +54,7 @@ def test_frozen_weights_stay() -> None:
         core = core_of(spec(0), policy=parse({"learning": {"is_frozen": is_frozen}}))
         routed(arrive(core, request("r")))
         core.step(FirstToken("r"), 60 * S)
-        assert bool((core.placer.weights.of(["w0"]) == 1).all()) is is_frozen
+        assert (weights_of(core, "w0") == [1.0] * LEARNED) is is_frozen
 
 
 @given(
@@ -67,16 +66,16 @@ def test_frozen_weights_stay() -> None:
     )
 )
 def test_weights_stay_in_bounds(steps: list[tuple[list[float], float]]) -> None:
-    weights = TermWeights()
+    weights = np.ones(LEARNED)
     for raw, achieved_s in steps:
-        weights.learn("w0", np.array(raw), achieved_s)
-        check_weights(weights)
+        learn_weights(weights, np.array(raw), achieved_s)
+        assert LEAST <= weights.min() <= weights.max() <= MOST
 
 
 def test_one_wild_time_moves_little() -> None:
-    weights = TermWeights()
-    weights.learn("w0", np.full(LEARNED, 0.1), 3600.0)
-    assert weights.of(["w0"]).max() < 1.1
+    weights = np.ones(LEARNED)
+    learn_weights(weights, np.full(LEARNED, 0.1), 3600.0)
+    assert 1 < weights.max() < 1.1
 
 
 def test_the_ratio_of_hits_is_smoothed() -> None:
@@ -94,7 +93,8 @@ def test_a_worker_that_left_before_its_first_token_is_forgotten() -> None:
     gone = routed(arrive(core, request("r"))).worker
     core.step(WorkerLeft(gone), S)
     core.step(FirstToken("r"), 2 * S)
-    assert gone not in core.placer.weights._place
+    [left] = core.fleet.row_of
+    assert weights_of(core, left) == [1.0] * LEARNED
     check(core)
 
 

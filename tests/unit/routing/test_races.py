@@ -22,6 +22,7 @@ from kvstore.routing.events import (
     Shared,
 )
 from kvstore.routing.policy import parse
+from kvstore.routing.rows import WEIGHTS
 from kvstore.routing.values import SharedLoad, WorkerRole
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
@@ -223,7 +224,7 @@ def test_the_time_of_a_second_worker_is_counted_from_its_own_beginning() -> None
     assert placed is not None
     core.step(RaceOver("r", "w0"), 31 * S)
     core.step(FirstToken("r"), 31 * S + int(placed.predicted_s * S))
-    learned = core.placer.weights.of([second.worker])
+    learned = core.fleet.columns[WEIGHTS, core.fleet.row_of[second.worker]]
     assert learned == pytest.approx(1.0), "it took as long as was predicted"
 
 
