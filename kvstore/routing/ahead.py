@@ -256,7 +256,7 @@ class Ahead:
         opened.is_prepared = True
         state, request = self._fleet.workers[row], opened.request
         assert request.answer is not None
-        if not state.spec.node or state.is_red:
+        if not state.spec.node or state.spec.is_red:
             return []
         near, begin, longest = _reach(request.answer, state.spec)
         if (longest - near) * request.block_tokens < self._fleet.policy.ahead.tokens_min:
@@ -393,7 +393,7 @@ class Ahead:
     def _is_fit(self, state: WorkerState, model: str, now_ns: int) -> bool:
         spec = state.spec
         serves = not spec.models or model in spec.models
-        is_fine = bool(spec.node) and state.health.is_up and not state.is_red
+        is_fine = bool(spec.node) and state.health.is_up and not spec.is_red
         return is_fine and serves and self._rests.get(spec.node, 0) <= now_ns
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:

@@ -146,7 +146,6 @@ class RouterCore:
         self._handlers: dict[type, Callable[[Any, int], Sequence[RouteCommand] | None]] = {
             its.Joined: self._joined,
             its.WorkerLeft: self._worker_left,
-            its.Judged: self.fleet.judged,
             its.Probed: self._probed,
             its.Scraped: self.fleet.scraped,
             its.Shared: self.fleet.shared,

@@ -116,16 +116,6 @@ class WorkerLeft(RouteEvent, frozen=True, tag=True):
     worker: str
 
 
-class Judged(RouteEvent, frozen=True, tag=True):
-    """Parity check of a worker: its engine's keys of a probe prompt were compared with the
-    router's.
-    """
-
-    worker: str
-    is_parity_red: bool
-    """The keys differ, or were not compared yet: the worker is chosen by load only."""
-
-
 class Probed(RouteEvent, frozen=True, tag=True):
     """A probe of a worker ended, or is late."""
 

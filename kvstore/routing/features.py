@@ -215,7 +215,7 @@ class PrefixColumns:
     def _red(self, request: RouteRequest) -> list[int]:
         row_of, workers = self._fleet.row_of, self._fleet.workers
         rows = [row_of[name] for name in self._fleet.doubtful]
-        red = [row for row in rows if workers[row].is_red]
+        red = [row for row in rows if workers[row].spec.is_red]
         return red + [row_of[name] for name in request.load_only if name in row_of]
 
     def _from_tree(

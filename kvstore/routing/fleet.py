@@ -40,7 +40,7 @@ from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSp
 from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:
-    from kvstore.routing.events import Judged, Probed, Scraped, Shared
+    from kvstore.routing.events import Probed, Scraped, Shared
 
 _ROWS_MIN: Final = 16
 
@@ -146,12 +146,6 @@ class Fleet:
         most = state.spec.context_of(model) if state is not None else 0
         return [s.spec.worker for s in self.workers if s.spec.context_of(model) <= most < math.inf]
 
-    def judged(self, event: Judged, _now_ns: int) -> None:
-        """Take in the result of a parity check. Ignored for a worker that is not there."""
-        if (state := self.state(event.worker)) is not None:
-            state.is_red = event.is_parity_red
-            self._doubt(state)
-
     def probed(self, event: Probed) -> None:
         """Take in a probe's result; ignored for a worker that is not there."""
         if (row := self.row_of.get(event.worker)) is not None:
@@ -218,7 +212,7 @@ class Fleet:
 
     def _doubt(self, state: WorkerState) -> None:
         self._news[state.spec.worker] = None
-        if state.health.is_fine and not state.is_red:
+        if state.health.is_fine and not state.spec.is_red:
             self.doubtful.discard(state.spec.worker)
         else:
             self.doubtful.add(state.spec.worker)

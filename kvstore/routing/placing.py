@@ -336,7 +336,7 @@ class Placer:
         prefix = request.answer
         trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, place])]
         state = self.fleet.workers[self.fleet.row_of[worker]]
-        if trust is not PrefixTrust.NONE or state.is_red or worker in request.load_only:
+        if trust is not PrefixTrust.NONE or state.spec.is_red or worker in request.load_only:
             return trust
         if request.prompt_tokens <= request.block_tokens:  # no engine caches less than a block
             return PrefixTrust.EXACT

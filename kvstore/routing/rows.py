@@ -228,8 +228,6 @@ class WorkerState:
         self.role = begin_as(spec.role)
         """Role in effect; for a flexible worker, the planner's choice."""
         self.health = WorkerHealth()
-        self.is_red = False
-        """Its keys differ from the router's."""
         self.adapters = frozenset(spec.adapters)
         self.without_media = set[str]()
         """Models that take no images, audio or video there, by the engine's own word."""

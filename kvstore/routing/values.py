@@ -216,6 +216,10 @@ class WorkerSpec(WorkerFacts, frozen=True, kw_only=True):
     """Tokens that its KV cache holds; 0: not known, never filtered by memory."""
     context_tokens: dict[str, int] = {}
     """Model → longest prompt with its output; not named: not known."""
+    is_red: bool = False
+    """Its engine's keys of a probe prompt differ from the router's, or were not compared yet: it is
+    chosen by load only.
+    """
 
     @property
     def is_followed(self) -> bool:

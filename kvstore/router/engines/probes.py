@@ -388,10 +388,6 @@ class Probes:
         worker.memory_tokens, worker.block_tokens = found.memory_tokens, block_tokens
         self._note(Scraped(worker.name, found.load, asked_ns))
         if known != (found.memory_tokens, block_tokens):
-            self._describe(worker)
-
-    def _describe(self, worker: Worker) -> None:
-        if self._workers.get(worker.name) is worker:
             self._workers.describe(worker)
 
     def read_models(self, worker: Worker) -> None:
@@ -449,7 +445,7 @@ class Probes:
             else WorkerAdapter(base or "", path)
             for name, (base, path) in adapters.items()
         }
-        self._describe(worker)
+        self._workers.describe(worker)
 
     async def _get(self, worker: Worker, path: str, port: int = 0) -> HttpAnswer:
         """GET of a path at a worker. Raises NoConnection, NoAnswer."""

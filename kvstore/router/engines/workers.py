@@ -1,6 +1,6 @@
 """Workers of the router: addresses, what is known of their engines, requests under way there.
 
-    discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe, judge ─▶ core
+    discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe ─▶ core
     core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ AbandonWorker ─▶ `give_up`
 
 Health is judged by the core (`kvstore.routing.rows`); here is its last word, for pages and for
@@ -21,7 +21,7 @@ import msgspec
 from yarl import URL
 
 from kvstore.config.router import WorkerAddress
-from kvstore.routing.events import AbandonWorker, Joined, Judged, RouteEvent, WorkerLeft
+from kvstore.routing.events import AbandonWorker, Joined, RouteEvent, WorkerLeft
 from kvstore.routing.policy import ModelPool, RoutingPolicy
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import WorkerFacts, WorkerRole, WorkerSpec, WorkerWord
@@ -124,6 +124,7 @@ class Worker:
             adapters=tuple(self.adapters),
             memory_tokens=self.memory_tokens,
             context_tokens=self.contexts,
+            is_red=bool(self.parity),
             **facts | {"models": self.models},
         )
 
@@ -232,14 +233,12 @@ class Workers:
         self.version += 1
 
     def describe(self, worker: Worker) -> None:
-        """Give the core a worker's new or changed description."""
-        self._note(Joined(worker.spec()))
-        self.judge(worker)
-
-    def judge(self, worker: Worker) -> None:
-        """Report to the core whether a worker's keys are used."""
-        self.version += 1
-        self._note(Judged(worker.name, is_parity_red=bool(worker.parity)))
+        """Give the core a worker's new or changed description, of which its parity is a part;
+        nothing if it has left.
+        """
+        if self._workers.get(worker.name) is worker:
+            self.version += 1
+            self._note(Joined(worker.spec()))
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────
 

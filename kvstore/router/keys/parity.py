@@ -109,7 +109,7 @@ class Parity:
             elif not why:
                 _log.info("worker %s: keys are equal", worker.name)
         worker.parity, worker.drift, worker.drift_count = why, 0.0, 0
-        self._workers.judge(worker)
+        self._workers.describe(worker)
 
     def _unready(self, worker: Worker) -> str:
         """Reason why a probe would prove nothing; empty: a probe can be sent."""

@@ -18,7 +18,7 @@ from kvstore.router import pages
 from kvstore.router.engines.workers import UNASKED
 from kvstore.router.keys import parity
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Arrived, Judged
+from kvstore.routing.events import Arrived, Joined
 from kvstore.routing.policy import parse
 from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
@@ -109,9 +109,9 @@ def arrived(router: RouterThread) -> list[Arrived]:
 def test_equal_keys_make_a_worker_exact(node: NodeProcess, worker: ScriptedWorker) -> None:
     with storing(node, worker), routed(node, worker) as router:
         until(lambda: state(router) == "up" and router.router.workers["a"].has_parity)
-        judged = [e for e in router.core.events if isinstance(e, Judged)]
-        assert judged[-1].is_parity_red is False
-        assert any(e.is_parity_red for e in judged), "until it was compared"
+        judged = [e.spec.is_red for e in router.core.events if isinstance(e, Joined)]
+        assert judged[-1] is False
+        assert any(judged), "until it was compared"
         for _ in range(2):
             assert router.ask(ASK | {"prompt": TEXT})[0] == 200
             until(lambda: "A prefix" in worker.seen()["body"])

@@ -65,7 +65,7 @@ class Site:
         self.lost = self.trouble = ""
         self.endpoints, self.epoch, self.listed = ("index:1",), 1, ()
         dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1))
-        self.workers = dispatcher.workers
+        self.core, self.workers = dispatcher.core, dispatcher.workers
         address = WorkerAddress(
             name="a",
             url="http://a",
@@ -196,6 +196,21 @@ async def test_an_engine_that_refuses_a_probe_is_not_equal() -> None:
     await site.parity.once()
     assert site.worker.parity == "a probe got status 401"
     assert not site.worker.has_parity
+
+
+@on_loop
+async def test_a_worker_that_leaves_amid_its_comparison_stays_away() -> None:
+    site = Site()
+    fetch = site.fetch
+
+    async def leaving(url: URL, *, body: bytes, **more: Any) -> HttpAnswer:
+        site.workers.replace([])
+        return await fetch(url, body=body, **more)
+
+    site.fetch = leaving  # type: ignore[method-assign]
+    await site.parity.once()
+    assert site.worker.has_parity
+    assert not site.core.fleet.workers
 
 
 @on_loop

@@ -56,7 +56,7 @@ def test_a_model_has_a_scope_while_a_worker_with_equal_keys_serves_it() -> None:
     assert (scope.model, scope.plan.block_tokens, set(scope.places)) == ("m", 16, {("t", ONE)})
     assert site.spaces.scope("unknown") is None
     site.workers["a"].has_parity = False
-    site.workers.judge(site.workers["a"])
+    site.workers.describe(site.workers["a"])
     assert site.spaces.scope("m") is None
 
 

@@ -13,7 +13,6 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     Joined,
-    Judged,
     Prepare,
     PrepareAnswered,
     PrepareReason,
@@ -113,7 +112,7 @@ def test_a_worker_without_a_node_or_with_other_keys_is_left_alone() -> None:
     prefix = answer(dram(1, 100))
     assert prepares(held_core(spec(0, node="", engine="")), request("r"), prefix) == []
     core = held_core()
-    core.step(Judged("w0", is_parity_red=True), S)
+    core.step(Joined(spec(0, is_red=True)), S)
     assert prepares(core, request("r"), prefix) == []
 
 
@@ -203,10 +202,8 @@ def test_the_longest_run_that_is_hot_is_copied() -> None:
     assert copy.keys == keys("hot", 24), "16 and 24 blocks were counted three times"
 
 
-@pytest.mark.parametrize(
-    "event", [Probed("w2", ProbeResult.UNWELL), Judged("w2", is_parity_red=True)]
-)
-def test_a_worker_that_gets_no_requests_gets_no_copy(event: Judged | Probed) -> None:
+@pytest.mark.parametrize("event", [Probed("w2", ProbeResult.UNWELL), Joined(spec(2, is_red=True))])
+def test_a_worker_that_gets_no_requests_gets_no_copy(event: Joined | Probed) -> None:
     core = hot_core()
     core.step(event, S)
     [copy] = copies(core, 5)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from bench.routing.baselines import other_router
 from kvstore.routing.costs import terms
 from kvstore.routing.decide import replay
-from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
+from kvstore.routing.events import Ending, FirstToken, Joined, RequestEnded, Scraped
 from kvstore.routing.features import TRUSTS, Case, FeatureColumn
 from kvstore.routing.policy import PolicyCosts, PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
@@ -157,7 +157,7 @@ def test_a_subset_is_kept_to_by_name_and_by_address() -> None:
 
 def test_red_parity_means_load_only() -> None:
     core = core_of(spec(0), spec(1))
-    core.step(Judged("w0", is_parity_red=True), S)
+    core.step(Joined(spec(0, is_red=True)), S)
     receipt = routed(arrive(core, request("r"), answer(hbm(0, 256), hbm(1, 10)))).draft.receipt()
     assert receipt.chosen == "w1"
     assert receipt.features["hbm"] == [0, 160]
@@ -251,7 +251,7 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
     assert degraded(request("a"), answer(trust=PrefixTrust.STALE)) == ["prefix-stale"]
     assert degraded(request("a", keys=b""), None) == ["load-only"], "not rendered"
     assert degraded(request("a", load_only={"w0": "other keys"}), answer()) == ["load-only"]
-    core.step(Judged("w0", is_parity_red=True), S)
+    core.step(Joined(spec(0, is_red=True)), S)
     assert degraded(request("a"), answer()) == ["load-only"]
     stranger = core_of(spec(0, node="", engine=""))
     assert explain(stranger, request("a"), answer(), S).degraded == ("prefix-approximate",)

@@ -13,7 +13,7 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     FirstToken,
-    Judged,
+    Joined,
     Lack,
     RequestEnded,
     Routed,
@@ -276,8 +276,8 @@ def test_a_red_worker_keeps_its_prefixes_where_there_is_no_index() -> None:
     core = core_of(spec(0), spec(1))
     first = routed(arrive(core, request("a", prefix="x")))
     core.step(RequestEnded("a", Ending.DONE), S)
-    for worker in ("w0", "w1"):
-        core.step(Judged(worker, is_parity_red=True), S)
+    for number in (0, 1):
+        core.step(Joined(spec(number, is_red=True)), S)
     for n in range(5):
         its = request(f"r{n}", prefix="x", load_only={"w0": "other keys"})
         again = routed(arrive(core, its, now_ns=(30 + n) * S))

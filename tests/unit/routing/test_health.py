@@ -13,7 +13,6 @@ from kvstore.routing.events import (
     Failure,
     FirstToken,
     Joined,
-    Judged,
     Lack,
     Probed,
     RequestEnded,
@@ -342,10 +341,10 @@ def test_doubts_about_a_worker_end_when_nothing_speaks_against_it() -> None:
     """Else each request would look at it: with a thousand workers that takes milliseconds."""
     core = core_of(spec(0), spec(1))
     goes_down(core, "w0")
-    core.step(Judged("w1", is_parity_red=True), S)
+    core.step(Joined(spec(1, is_red=True)), S)
     assert core.fleet.doubtful == {"w0", "w1"}
     comes_back(core, "w0")
-    core.step(Judged("w1", is_parity_red=False), S)
+    core.step(Joined(spec(1)), S)
     assert not core.fleet.doubtful
     open_breaker(core)
     assert core.fleet.doubtful == {"w0"}

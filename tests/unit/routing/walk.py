@@ -17,7 +17,6 @@ from kvstore.routing.events import (
     Fault,
     FirstToken,
     Joined,
-    Judged,
     Lack,
     Late,
     Leg,
@@ -327,8 +326,10 @@ class Walk(Oracle):
         self.step(Joined(self.specs[name]))
 
     def judge(self) -> None:
-        worker = f"w{self.random.randrange(7)}"
-        self.step(Judged(worker, self.random.random() < 0.3))
+        worker, is_red = f"w{self.random.randrange(7)}", self.random.random() < 0.3
+        if worker in self.specs:
+            self.specs[worker] = msgspec.structs.replace(self.specs[worker], is_red=is_red)
+            self.step(Joined(self.specs[worker]))
 
     def probe(self) -> None:
         result = self.random.choice([*ProbeResult, ProbeResult.ANSWERED, ProbeResult.ANSWERED])
