@@ -32,7 +32,7 @@ from kvstore.config.router import RouterConfig, load_policy
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
-from kvstore.net.aio import persist
+from kvstore.net.aio import Tasks, persist
 from kvstore.net.http import HttpServer
 from kvstore.net.server import connections_max, warn_of_its_end
 from kvstore.net.site import REQUESTS_SHOWN
@@ -116,7 +116,7 @@ class Router:
         self.intake = RequestIntake(prefixes, tenants, self.dispatcher, bodies)
         self.servers: dict[str, RpcServer] = {}
         """gRPC servers by name, `route` and `picker`, if configured."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks("a bug: work of the router has ended")
         self._open_door: OpenDoor | None = None
         self.port = 0
         self.traces: RouteTraces | None = None
@@ -190,9 +190,8 @@ class Router:
                 ("engines listed by the index", follow, RETRY_S),
                 ("comparison of keys", self.parity.once, self.parity.pause_s),
             ]
-        loop = asyncio.get_running_loop()
         for what, work, pause_s in works:
-            self._tasks.append(loop.create_task(persist(what, work, pause_s=pause_s)))
+            self._tasks.run(persist(what, work, pause_s=pause_s))
 
     async def drain(self, is_hurried: asyncio.Event) -> None:
         """Readiness fails; after `drain_delay` no connection is accepted; then requests in flight
@@ -226,9 +225,7 @@ class Router:
         self._leave()
         await self.exchange.close()
         await asyncio.gather(*(server.close() for server in self.servers.values()))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         await self.door.shutdown(0.1)
         await self._write_receipts()
         if self.traces is not None:

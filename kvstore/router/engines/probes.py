@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
+from kvstore.net.aio import Tasks
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.failures import NoAnswer, NoConnection
@@ -270,6 +271,7 @@ class Probes:
         """Probes without an answer: worker → (when it began, its task)."""
         self._readings: dict[Worker, asyncio.Task[None]] = {}
         """Reads of models under way."""
+        self._tasks = Tasks("a bug: a probe failed")
         self._looked_s = self._awake_s = asyncio.get_running_loop().time()
         """When `once` ran last, and when it last ran after a stall of this process."""
         self._round: asyncio.Task[None] | None = None
@@ -280,8 +282,8 @@ class Probes:
 
     async def once(self) -> None:
         """Begin the probes that are due, and look at those without an answer."""
-        loop = asyncio.get_running_loop()
-        now_s, settings = loop.time(), self._dispatcher.core.policy.probes
+        settings = self._dispatcher.core.policy.probes
+        now_s = asyncio.get_running_loop().time()
         if now_s - self._looked_s > STALL_S:  # what came meanwhile is not read yet
             self._awake_s = now_s
         self._looked_s = now_s
@@ -303,7 +305,7 @@ class Probes:
                 break
             if worker not in self._open:
                 self._budget -= 1
-                task = loop.create_task(self._probe(worker))
+                task = self._tasks.run(self._probe(worker))
                 self._open[worker] = now_s, task
                 task.add_done_callback(functools.partial(self._over, worker))
             share = 1.0
@@ -312,10 +314,8 @@ class Probes:
             worker.probe_due_s = now_s + period_s * share
             worker.probe_count += 1
 
-    def _over(self, worker: Worker, task: asyncio.Task[None]) -> None:
+    def _over(self, worker: Worker, _: object) -> None:
         del self._open[worker]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a bug: a probe failed", exc_info=error)
 
     def look_now(self, worker: Worker) -> None:
         """A request failed at this worker: it is probed next, behind those that are due."""
@@ -394,10 +394,9 @@ class Probes:
         """Begin to read the worker's models: they may have changed."""
         reading = self._readings.get(worker)
         if reading is None or reading.done():
-            loop = asyncio.get_running_loop()
             pause_s = max(MODELS_S, len(self._workers) / MODELS_PER_S)
-            worker.models_due_s = loop.time() + pause_s
-            self._readings[worker] = loop.create_task(self._read_models(worker))
+            worker.models_due_s = asyncio.get_running_loop().time() + pause_s
+            self._readings[worker] = self._tasks.run(self._read_models(worker))
 
     async def read_again(self, name: str, *, is_taken: bool) -> None:
         """Read the models of all engines now, because a request names an unknown one; joins a round
@@ -410,7 +409,7 @@ class Probes:
             return
         self._sought[name] = now_s
         if self._round is None or self._round.done():
-            self._round = asyncio.create_task(self._read_all())
+            self._round = self._tasks.run(self._read_all())
         await asyncio.wait([self._round])
 
     async def _read_all(self) -> None:
@@ -455,11 +454,7 @@ class Probes:
 
     async def close(self) -> None:
         """End the probes and reads that are under way."""
-        tasks = [*(task for _, task in self._open.values()), *self._readings.values()]
-        tasks += [self._round] if self._round is not None else []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
 
 
 def _say_unread(worker: Worker, why: str) -> None:
