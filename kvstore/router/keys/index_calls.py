@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import grpc
@@ -220,6 +221,9 @@ class Spaces:
         return self._made[model]
 
     def _scope(self, model: str) -> PrefixScope | None:
+        """Scope by the workers whose keys equal those of most: of an adapter, the same name, path
+        and weights. The other workers are load-only for requests of an adapter.
+        """
         names = self._served(model)
         able = [
             worker
@@ -228,23 +232,8 @@ class Spaces:
             and worker.block_tokens
             and any(worker.serves(name) for name in names)
         ]
-        if any(name in worker.adapters for name in names for worker in able):
-            return self._adapter_scope(names, able)
-        plans = {worker: plan_of(worker) for worker in able if worker.has_parity}
-        if not plans:
-            return None
-        plan = Counter(plans.values()).most_common(1)[0][0]
-        chosen = [worker for worker in plans if plans[worker] == plan]
-        places = frozenset(place for worker in chosen for place in self.of(worker))
-        served = next((name for name in names if any(w.serves(name) for w in chosen)), model)
-        return PrefixScope(served, plan, places, {}) if places else None
-
-    def _adapter_scope(self, names: list[str], able: list[Worker]) -> PrefixScope | None:
-        """Scope of an adapter by the workers whose keys equal those of most: the same name, path
-        and weights. The other workers are load-only for its requests; None: no worker has keys.
-        """
         found = [(w, name, w.adapters[name]) for w in able for name in names if name in w.adapters]
-        plans: dict[Worker, KeyPlan] = {}
+        plans = {w: plan_of(w) for w in able if w.has_parity and not found}
         for worker, name, adapter in found:
             if not adapter.is_wanted:
                 adapter.is_wanted, adapter.due_s = True, 0.0
@@ -253,21 +242,18 @@ class Spaces:
                     adapter=(name, adapter.path), digest=adapter.digest
                 )
         most = Counter(plans.values()).most_common(1)
-        plan = most[0][0] if most else None
-        load_only, served = dict[str, str](), ""
+        chosen = {worker for worker, plan in plans.items() if plan == most[0][0]}
+        load_only = dict[str, str]()
         for worker, _, adapter in found:
-            is_other = worker in plans and plans[worker] != plan
-            adapter.other = OTHER_KEYS if is_other else ""
+            adapter.other = OTHER_KEYS if worker in plans and worker not in chosen else ""
             if why := worker.parity or adapter.trouble or adapter.other:
                 load_only[worker.name] = why
-            else:
-                served = adapter.base
-        if plan is None:
+        places = frozenset(place for worker in chosen for place in self.of(worker))
+        if not places:
             return None
-        places = frozenset(
-            place for worker, its in plans.items() if its == plan for place in self.of(worker)
-        )
-        return PrefixScope(served, plan, places, load_only) if places else None
+        bases = (adapter.base for worker, _, adapter in found if worker in chosen)
+        served = (name for name in names if any(worker.serves(name) for worker in chosen))
+        return PrefixScope(next(chain(bases, served)), most[0][0], places, load_only)
 
     def _served(self, model: str) -> list[str]:
         for name, rule in self._policy().models.items():
