@@ -185,7 +185,7 @@ class PolicyAhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Class of service."""
 
-    rank: int
+    rank: Annotated[int, msgspec.Meta(ge=0)]
     """0 is the most urgent."""
     ttft_s: _NotNegative = 0.0
     """Objective; 0: none. A request whose predicted TTFT exceeds it is rejected early."""

@@ -13,6 +13,7 @@ WRONG: list[tuple[object, str]] = [
     ({"policy": "x"}, "policy 'x' must be one of cost, least-load, round-robin, session"),
     ({"clases": {}}, "unknown key 'clases': did you mean 'classes'?"),
     ({"classes": {"a": {"rank": 0, "ttft": 1}}}, "classes.a: unknown key 'ttft'"),
+    ({"classes": {"a": {"rank": -1}}}, "classes.a: rank must be at least 0"),
     ({"models": {"a": {"pools": [{"pol": 1}]}}}, "models.a.pools[0]: unknown key 'pol'"),
     ({"models": {"a": {"pools": [{"weight": 1}]}}}, "models.a.pools[0]: pool is missing"),
     ({"limits": 3}, "limits: must be a mapping, not a number"),
