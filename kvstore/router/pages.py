@@ -118,7 +118,7 @@ def _pressure(core: RouterCore, pools: Sequence[str], now_ns: int) -> Values:
         "router_saturation": {(pool, its.cause.value): its.value for pool, its in full.items()},
         "router_worker_role": {(s.spec.worker, s.role.value): 1 for s in core.fleet.workers},
         "router_role_changes_total": {(pool, role.value): n for (pool, role), n in changes},
-        "router_prefill_waiting": {k: len(lanes) for k, lanes in core.placer.lanes.items()},
+        "router_prefill_waiting": {k: len(laned) for k, laned in core.placer.laned.items()},
         "router_prefill_threshold_tokens": {pool: split.uncached_min for pool, split in splits},
         "router_desired_replicas": {
             (pool, role.value): core.desired_replicas(pool, role, now_ns) for pool, role in roles

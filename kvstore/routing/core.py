@@ -135,7 +135,7 @@ class RouterCore:
         self.blame = Blame(self.fleet)
         self.races = Races(self.fleet)
         self.planner = Planner(self.fleet, self.placer)
-        self.room = WaitingRoom(policy, self.placer.lanes)
+        self.room = WaitingRoom(policy, self.placer.laned)
         self.ahead = Ahead(self.fleet)
         self.stays = Stays(self.fleet)
         self.arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
@@ -190,7 +190,7 @@ class RouterCore:
         for opened in self.open.values():  # its class may be gone
             opened.service = self.arrivals.service_of(opened.request)
         held = self.room.entries.values()
-        self.room = WaitingRoom(policy, self.placer.lanes)
+        self.room = WaitingRoom(policy, self.placer.laned)
         commands = [command for opened in held for command in self._put(opened, now_ns)]
         return commands + self._pump(now_ns) + self.fleet.take_changes()
 
@@ -281,7 +281,7 @@ class RouterCore:
         if opened.likely_worker is None and self.ahead.may_help(opened):
             self.placer.judge(opened, now_ns)
         if why is its.Blocked.LANES:
-            self.placer.queue(opened, now_ns)
+            opened.wait_for_prefiller(now_ns)
         opened.is_held = opened.was_held = True
         return [*self._put(opened, now_ns), *self.ahead.waits(opened)]
 
@@ -372,7 +372,7 @@ class RouterCore:
         if row is not None and not self.policy.learning.is_frozen:
             learn_weights(self.fleet.columns[WEIGHTS, row], placed.raw, achieved_s)
         if placed.prefill_worker:
-            split, _ = self.placer.split_of(opened.pool)
+            split = self.placer.split_of(opened.pool)
             split.learn(uncached=placed.uncached, remote_s=achieved_s, local_s=placed.local_s)
         self.races.learn(opened, placed, achieved_s)
         self.planner.first_token(opened.pool, opened.arrived_ns, now_ns)
@@ -472,8 +472,7 @@ class RouterCore:
             if placed is not its.Blocked.LANES:
                 blocked_rank = rank
             elif rank >= 0:
-                self.placer.queue(opened, now_ns)
-                self.room.trim(opened)
+                self.room.lane(opened, now_ns)
         return None
 
     # Readings

@@ -8,6 +8,7 @@ Changes nothing but the count of decisions: `core` sends, holds or rejects.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, Literal
 
@@ -42,7 +43,7 @@ from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.rows import WEIGHTS, Crew, FleetColumn, Floats
-from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
+from kvstore.routing.split import PrefillSplit, SplitReason, may_take
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -104,7 +105,8 @@ class Placer:
         self.fleet = fleet
         self.lengths = OutputLengths()
         self.splits: dict[str, PrefillSplit] = {}
-        self.lanes: dict[str, PrefillLanes] = {}
+        self.laned = defaultdict[str, dict[str, OpenRequest]](dict)
+        """Pool → held requests that wait for a prefiller, by id."""
         self.utilisation = 0.0
         """Share of workers with queued requests, as arriving requests find it; smoothed."""
         self.hit_share = 0.0
@@ -124,12 +126,11 @@ class Placer:
         for split in self.splits.values():
             split.settings = policy.split
 
-    def split_of(self, pool: str) -> tuple[PrefillSplit, PrefillLanes]:
-        """(thresholds, queue) of a pool's remote prefills."""
+    def split_of(self, pool: str) -> PrefillSplit:
+        """Thresholds of a pool's remote prefills."""
         if pool not in self.splits:
             self.splits[pool] = PrefillSplit(self.fleet.policy.split)
-            self.lanes.setdefault(pool, PrefillLanes())
-        return self.splits[pool], self.lanes[pool]
+        return self.splits[pool]
 
     def columns(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Features:
         """Features of a request at some workers."""
@@ -151,14 +152,6 @@ class Placer:
             columns[FeatureColumn.UNFIT, place] = unfit(crew.states[place], opened, now_ns)
         weights = self.fleet.columns[WEIGHTS].take(crew.rows, axis=1)
         return Features(crew.names, columns, weights)
-
-    def queue(self, opened: OpenRequest, now_ns: int) -> None:
-        """Put a request into the lanes of its pool, by the tokens that were uncached at the last
-        judgement.
-        """
-        _, lanes = self.split_of(opened.pool)
-        opened.uncached = opened.uncached or opened.request.prompt_tokens
-        lanes.add(opened, now_ns)
 
     def judge(self, opened: OpenRequest, now_ns: int) -> None:
         """Note the worker that the request would likely go to now, as `likely_worker`."""
@@ -396,7 +389,7 @@ class Placer:
             return SplitReason.NO_PREFILLERS, None
         if not settings.is_on or request.must_be_local:
             return SplitReason.OFF, None
-        split, lanes = self.split_of(pool)
+        split, laned = self.split_of(pool), self.laned[pool]
         chosen = verdict.order[0]
         prefillers = self.columns(opened, crew, now_ns)
         unfit_codes = prefillers.columns[FeatureColumn.UNFIT]
@@ -406,7 +399,7 @@ class Placer:
             return SplitReason.FELL_BACK, None
         queued = prefillers.columns[FeatureColumn.QUEUED]
         uncached = float(verdict.uncached[chosen])
-        waiting = max(0, len(lanes) - opened.is_held) / able.sum()
+        waiting = max(0, len(laned) - opened.is_held) / able.sum()
         reason = split.where(
             uncached=uncached,
             streams=float(verdict.features.columns[FeatureColumn.STREAMS, chosen]),
@@ -419,7 +412,7 @@ class Placer:
             for its, is_able in zip(crew.states, able, strict=True)
             if is_able
         }
-        free = lanes.may_take(uncached, busy)
+        free = may_take(uncached, busy)
         if not free:
             if opened.laned_ns is None:
                 opened.uncached = uncached

@@ -55,8 +55,8 @@ class OpenRequest(msgspec.Struct):
     uncached: float = 0.0
     """Uncached tokens of its remote prefill, while that waits in the lanes."""
     laned_ns: int | None = None
-    """When it came into the lanes (`split.PrefillLanes`), which decide on its turn; None: it is
-    not there.
+    """When it came into a lane of its length (`waiting`), which decides on its turn; None: it is in
+    none.
     """
     stays_at: str = ""
     """Worker of its session's last request; empty: none, or too long ago."""
@@ -70,6 +70,11 @@ class OpenRequest(msgspec.Struct):
     """End of its time to live, once it was held; None: never."""
     outcome: RouteOutcome = msgspec.field(default_factory=RouteOutcome)
     """Outcome for its receipt, filled in until the request ends."""
+
+    def wait_for_prefiller(self, now_ns: int) -> None:
+        """Wait in a lane from now on, by the tokens that were uncached at the last judgement."""
+        self.uncached = self.uncached or self.request.prompt_tokens
+        self.laned_ns = now_ns
 
     @property
     def request_id(self) -> str:

@@ -161,9 +161,8 @@ class Planner:
         serving = self._fleet.crew(pool, prefill=False).rows
         rows = prefillers if prefillers.size else serving
         queued_s = float(columns[FleetColumn.WORK_S, rows].sum())
-        lanes = self._placer.lanes.get(pool)
-        if lanes is not None:
-            queued_s += lanes.uncached() / self._fleet.policy.costs.prefill_tokens_per_s
+        laned = sum(opened.uncached for opened in self._placer.laned.get(pool, {}).values())
+        queued_s += laned / self._fleet.policy.costs.prefill_tokens_per_s
         streams = float(columns[FleetColumn.STREAMS, serving].sum())
         plan.prefill_s += (1 - kept) * (queued_s / max(1, rows.size) - plan.prefill_s)
         plan.streams += (1 - kept) * (streams / max(1, serving.size) - plan.streams)

@@ -1,49 +1,53 @@
 """Held requests: classes of service, tenants, displacement, time to live.
 
     add ─▶ (class, tenant) queue ─▶ heads in order ─▶ take         expired, displaced
+       └─▶ lane ─▶ the same: a remote prefill waits for a prefiller, among prompts of its length
 
-Order: class rank; then the tenant that was served least, by uncached tokens over its share; then
-priority, then arrival. A tenant that comes back after a pause starts level with the least served
-active one, so that a pause saves up nothing (virtual token counters).
+Order: lanes, by the rules of `split`; then class rank; then the tenant that was served least, by
+uncached tokens over its share; then priority, then arrival. A tenant that comes back after a pause
+starts level with the least served active one, so that a pause saves up nothing (virtual token
+counters).
 Bounded: `queue_max` of each class, `held_max` in all; a full room displaces the newest request of
 the lowest class for one of a higher class.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from typing import Final
+from operator import itemgetter
+from typing import Any, Final
 
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest
-from kvstore.routing.split import PrefillLanes
+from kvstore.routing.split import AGING_S, bucket
+from kvstore.types import Latest
 from kvstore.units import NS_PER_S
 
 _RATE_SAMPLES: Final = 64
 _RETRY_S_MAX: Final = 60
 TENANTS_MAX: Final = 4096
 """Tenants whose tokens are remembered; the one that was routed longest ago is forgotten."""
-_SLACK: Final = 1000
-"""A heap is swept when more than half of its entries, and more than this, are gone."""
-
-
-_Lane = tuple[str, int, str]
+_LANED: Final = -1
+"""In the place of a rank: the queue is a lane of the remote prefills of one bucket."""
+_Queue = tuple[str, int, str]
+"""(pool, class rank, tenant), or (pool, _LANED, bucket)."""
 
 
 class WaitingRoom:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy, prefills: Mapping[str, PrefillLanes]) -> None:
-        """`prefills`: lanes of each pool, which decide on the turn of requests that are there."""
-        self.policy, self._prefills = policy, prefills
+    def __init__(self, policy: RoutingPolicy, laned: Mapping[str, dict[str, OpenRequest]]) -> None:
+        """`laned`: pool → requests in its lanes, by id; kept up to date here."""
+        self.policy, self._laned = policy, laned
         self.entries: dict[str, OpenRequest] = {}
-        self._lanes: dict[_Lane, list[tuple[int, int, str]]] = {}
-        """(pool, rank, tenant) → heap of (priority, number, request)."""
+        self._queues: dict[_Queue, list[tuple[int, int, str]]] = {}
+        """(priority, number, request) of each request, sorted; no queue is empty."""
         self._expiry: list[tuple[int, str]] = []
-        self._served: dict[str, float] = {}
+        """(end of its time to live, request), sorted."""
+        self._served = Latest[str, float](TENANTS_MAX)
         """Tenant → uncached tokens over its share."""
         self._by_class = Counter[str]()
         self._by_pool = Counter[str]()
@@ -69,69 +73,66 @@ class WaitingRoom:
             if self._rank(displaced) <= self._rank(entry):
                 return entry
             self.remove(displaced)
-        if entry.laned_ns is None:
-            lane = self._lane(entry)
-            if lane not in self._lanes:
-                self._level(entry.request.tenant)
-            heap = self._lanes.setdefault(lane, [])
-            heapq.heappush(heap, (entry.request.priority, entry.number, entry.request_id))
+        self._queue(entry)
         self.entries[entry.request_id] = entry
-        if len(self._expiry) > 2 * len(self.entries) + _SLACK:
-            every = self.entries.values()
-            self._expiry = [(e.expires_ns, e.request_id) for e in every if e.expires_ns is not None]
-            heapq.heapify(self._expiry)
-        elif entry.expires_ns is not None:
-            heapq.heappush(self._expiry, (entry.expires_ns, entry.request_id))
+        if entry.expires_ns is not None:
+            insort(self._expiry, (entry.expires_ns, entry.request_id))
         self._by_class[entry.service] += 1
         self._by_pool[entry.pool] += 1
         return displaced
 
     def remove(self, entry: OpenRequest) -> None:
         """Take a request out (routed, rejected or aborted); no error if it is not here."""
-        if entry.laned_ns is not None:
-            self._prefills[entry.pool].remove(entry)
         if self.entries.pop(entry.request_id, None) is not None:
             self._by_class[entry.service] -= 1
             self._by_pool[entry.pool] -= 1
-            self.trim(entry)
+            self._unqueue(entry)
+            if entry.expires_ns is not None:
+                _drop(self._expiry, (entry.expires_ns, entry.request_id))
+        if entry.laned_ns is not None:
+            self._laned[entry.pool].pop(entry.request_id, None)
+            entry.laned_ns = None
 
-    def trim(self, entry: OpenRequest) -> None:
-        """Drop the heads of an entry's lane that are not queued in it any more; an empty
-        lane goes.
-        """
-        lane = self._lane(entry)
-        heap = self._lanes.get(lane, [])
-        while heap and not self._is_queued(heap[0][2]):
-            heapq.heappop(heap)
-        if not heap:
-            self._lanes.pop(lane, None)
+    def lane(self, entry: OpenRequest, now_ns: int) -> None:
+        """A request that is held waits in a lane of its length from now on."""
+        self._unqueue(entry)
+        entry.wait_for_prefiller(now_ns)
+        self._queue(entry)
 
-    def _is_queued(self, request_id: str) -> bool:
-        return request_id in self.entries and self.entries[request_id].laned_ns is None
+    def _queue(self, entry: OpenRequest) -> None:
+        name, place = _queue_of(entry, self._rank(entry)), _place(entry)
+        if entry.laned_ns is not None:
+            self._laned[entry.pool][entry.request_id] = entry
+        elif name not in self._queues:
+            self._level(entry.request.tenant)
+        insort(self._queues.setdefault(name, []), place)
+
+    def _unqueue(self, entry: OpenRequest) -> None:
+        name = _queue_of(entry, self._rank(entry))
+        _drop(self._queues[name], _place(entry))
+        if not self._queues[name]:
+            del self._queues[name]
 
     def taken(self, tenant: str, uncached: float, now_ns: int, *, was_held: bool) -> None:
         """A request was routed: charge its tenant."""
-        served = self._served.pop(tenant, 0.0)
+        served = self._served.get(tenant, 0.0)
         self._served[tenant] = served + uncached / self.policy.tenants.get(tenant, 1.0)
-        if len(self._served) > TENANTS_MAX:
-            del self._served[next(iter(self._served))]
         if was_held:
             self._taken_ns.append(now_ns)
 
     def heads(self, pool: str, now_ns: int) -> Iterator[tuple[int, OpenRequest]]:
         """(class rank, first request) of each tenant, in the order in which they are due, behind
-        those that are due in the prefill lanes, with rank -1.
+        the first of each lane, by bucket less aging, then by arrival, with rank -1.
         """
-        if pool in self._prefills:
-            yield from ((-1, entry) for entry in self._prefills[pool].order(now_ns))
-        due = sorted(
-            (rank, self._served.get(tenant, 0.0), tenant)
-            for its_pool, rank, tenant in self._lanes
-            if its_pool == pool
-        )
-        for rank, _, tenant in due:
-            if heap := self._lanes.get((pool, rank, tenant)):
-                yield rank, self.entries[heap[0][2]]
+        due = []
+        for (its_pool, rank, name), queue in self._queues.items():
+            if its_pool == pool:
+                entry = self.entries[queue[0][2]]
+                turn, since_ns = self._served.get(name, 0.0), entry.laned_ns or 0
+                if rank == _LANED:
+                    turn = int(name) - int((now_ns - since_ns) / NS_PER_S / AGING_S)
+                due.append(((rank, turn, since_ns, name), entry))
+        yield from ((key[0], entry) for key, entry in sorted(due, key=itemgetter(0)))
 
     def pools(self) -> list[str]:
         """Pools with held requests."""
@@ -146,15 +147,14 @@ class WaitingRoom:
 
     def has_before(self, pool: str, rank: int) -> bool:
         """Whether a new request of this rank has to queue up."""
-        return any(p == pool and its <= rank for p, its, _ in self._lanes)
+        return any(p == pool and _LANED < its <= rank for p, its, _ in self._queues)
 
     def expired(self, now_ns: int) -> list[OpenRequest]:
         """Remove the requests whose time to live is over, and return them."""
         over = []
         while self._expiry and self._expiry[0][0] <= now_ns:
-            if (entry := self.entries.get(heapq.heappop(self._expiry)[1])) is not None:
-                self.remove(entry)
-                over.append(entry)
+            over.append(self.entries[self._expiry[0][1]])
+            self.remove(over[-1])
         return over
 
     def wait_s(self, ahead: int, now_ns: int) -> float:
@@ -173,9 +173,6 @@ class WaitingRoom:
             min(_RETRY_S_MAX, max(1, math.ceil(max(self.wait_s(ahead, now_ns), excess_s))))
         )
 
-    def _lane(self, entry: OpenRequest) -> _Lane:
-        return (entry.pool, self._rank(entry), entry.request.tenant)
-
     def _rank(self, entry: OpenRequest) -> int:
         return self.policy.classes[entry.service].rank
 
@@ -185,7 +182,24 @@ class WaitingRoom:
         )
 
     def _level(self, tenant: str) -> None:
-        active = {name for _, _, name in self._lanes}
+        active = {name for _, rank, name in self._queues if rank != _LANED}
         if tenant not in active:
             least = min((self._served.get(name, 0.0) for name in active), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
+
+def _queue_of(entry: OpenRequest, rank: int) -> _Queue:
+    if entry.laned_ns is not None:
+        return entry.pool, _LANED, str(bucket(entry.uncached))
+    return entry.pool, rank, entry.request.tenant
+
+
+def _place(entry: OpenRequest) -> tuple[int, int, str]:
+    its = entry.request
+    is_alike = entry.laned_ns is not None and its.tenant  # no tenant goes before another
+    return 0 if is_alike else its.priority, entry.number, its.request_id
+
+
+def _drop(found: list[Any], its: Any) -> None:
+    """Take one out of a sorted list."""
+    del found[bisect_left(found, its)]

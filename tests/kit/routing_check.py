@@ -11,9 +11,8 @@ from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import LEAST, MOST
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.rows import WEIGHTS, FleetColumn, Flight
-from kvstore.routing.split import PrefillLanes
 from kvstore.routing.tree import _ALL, _YOUNG, ApproximateTree
-from kvstore.routing.waiting import _SLACK, TENANTS_MAX, WaitingRoom
+from kvstore.routing.waiting import TENANTS_MAX, WaitingRoom, _place, _queue_of
 from kvstore.types import KEY_BYTES
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
 
@@ -22,7 +21,7 @@ def check(core: RouterCore) -> None:
     """Invariants between two steps. Raises AssertionError if one is broken."""
     check_fleet(core.fleet)
     check_tree(core.tree)
-    _check_room(core.room)
+    check_room(core.room)
     _check_ahead(core.ahead)
     _check_stays(core.stays)
     for name, opened in core.open.items():
@@ -30,8 +29,6 @@ def check(core: RouterCore) -> None:
         is_sent = not core.fleet.flights.keys().isdisjoint(legs_of(opened))
         assert not (opened.is_held and is_sent)
     assert core.room.entries.keys() <= core.open.keys()
-    for lanes in core.placer.lanes.values():
-        check_lanes(lanes)
     _check_legs(core.fleet, core.open)
 
 
@@ -63,23 +60,18 @@ def check_tree(tree: ApproximateTree) -> None:
         assert not entry[_YOUNG] & ~entry[_ALL]
 
 
-def check_lanes(lanes: PrefillLanes) -> None:
+def check_room(room: WaitingRoom) -> None:
     """Raises AssertionError if an invariant is broken."""
-    queued = {name for heap in lanes._lanes for *_, name in heap}
-    assert lanes._waiting.keys() <= queued
-    assert all(opened.laned_ns is not None for opened in lanes._waiting.values())
-
-
-def _check_room(room: WaitingRoom) -> None:
-    """Raises AssertionError if an invariant is broken."""
-    assert len(room.entries) <= room.policy.limits.held_max
-    queued = [name for heap in room._lanes.values() for _, _, name in heap]
-    laned = {name for lanes in room._prefills.values() for name in lanes._waiting}
-    assert laned == {n for n, opened in room.entries.items() if opened.laned_ns is not None}
-    assert set(queued) >= room.entries.keys() - laned
-    assert all(room._is_queued(heap[0][2]) for heap in room._lanes.values())
+    every = room.entries.values()
+    assert len(every) <= room.policy.limits.held_max
+    places = sorted((_queue_of(e, room._rank(e)), _place(e)) for e in every)
+    assert places == [(name, each) for name in sorted(room._queues) for each in room._queues[name]]
+    assert all(room._queues.values())
+    laned = {(pool, name) for pool, lanes in room._laned.items() for name in lanes}
+    assert laned == {(e.pool, e.request_id) for e in every if e.laned_ns is not None}
+    expiry = [(e.expires_ns, e.request_id) for e in every if e.expires_ns is not None]
+    assert room._expiry == sorted(expiry)
     assert len(room._served) <= TENANTS_MAX
-    assert len(room._expiry) <= 2 * room.policy.limits.held_max + _SLACK + 1
     assert +room._by_class == Counter(e.service for e in room.entries.values())
     assert +room._by_pool == Counter(e.pool for e in room.entries.values())
 

@@ -258,13 +258,13 @@ def test_another_number_of_prefillers_has_another_threshold() -> None:
     core = planned(ANY, ANY, ANY, cooldown_s=10)
     traffic = Traffic(core)
     traffic.go(1)
-    split, _ = core.placer.split_of("p")
+    split = core.placer.split_of("p")
     split.uncached_min = 1000.0  # learned, say
     traffic.go(8, prompts=True)
-    assert core.placer.split_of("p")[0] is split, "nothing has changed so far"
+    assert core.placer.split_of("p") is split, "nothing has changed so far"
     traffic.go(20, prompts=True)
     assert prefillers(core) == ["w0", "w1"]
-    assert core.placer.split_of("p")[0].uncached_min == 256.0
+    assert core.placer.split_of("p").uncached_min == 256.0
 
 
 def test_a_role_without_workers_is_filled_at_once() -> None:

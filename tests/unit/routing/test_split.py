@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import PolicySplit
+from kvstore.routing.policy import PolicySplit, RoutingPolicy
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.split import (
     LEARNED_LEAST,
-    PrefillLanes,
     PrefillSplit,
     SplitReason,
+    may_take,
 )
-from tests.kit.routing_check import check_lanes
+from kvstore.routing.waiting import WaitingRoom
+from tests.kit.routing_check import check_room
 from tests.unit.routing.fleets import S, request
 
 LONG, BUSY, SHORT = SplitReason.LONG, SplitReason.BUSY_DECODE, SplitReason.SHORT
@@ -66,8 +69,12 @@ def test_a_long_prompt_says_nothing_about_the_threshold() -> None:
     assert split.uncached_min == 256
 
 
+def empty_room() -> WaitingRoom:
+    return WaitingRoom(RoutingPolicy(), defaultdict(dict))
+
+
 def put(
-    lanes: PrefillLanes,
+    room: WaitingRoom,
     name: str,
     uncached: float,
     at_s: float = 0.0,
@@ -76,76 +83,93 @@ def put(
 ) -> OpenRequest:
     its = request(name, 16, priority=priority)
     opened = OpenRequest(its, ModelSide("p", "m", "m"), "inline", 0, number, uncached=uncached)
-    lanes.add(opened, int(at_s * S))
+    opened.wait_for_prefiller(int(at_s * S))
+    assert room.add(opened) is None
+    check_room(room)
     return opened
 
 
+def order(room: WaitingRoom, at_s: float) -> list[str]:
+    """First request of each lane, in the order in which they are due."""
+    return [entry.request_id for _, entry in room.heads("p", int(at_s * S))]
+
+
 def test_short_prompts_go_first_and_long_ones_age() -> None:
-    lanes = PrefillLanes()
-    put(lanes, "long", 30_000, 0.0, 1)
-    short = put(lanes, "short", 500, 0.5, 2)
-    assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
-    put(lanes, "late", 500, 4.0, 3)
-    assert [e.request_id for e in lanes.order(4 * S)] == ["short", "long"]
-    lanes.remove(short)  # three buckets up in four seconds: before one that comes now
-    assert [e.request_id for e in lanes.order(4 * S)] == ["long", "late"]
+    room = empty_room()
+    put(room, "long", 30_000, 0.0, 1)
+    short = put(room, "short", 500, 0.5, 2)
+    assert order(room, 1) == ["short", "long"]
+    put(room, "late", 500, 4.0, 3)
+    assert order(room, 4) == ["short", "long"]
+    room.remove(short)  # three buckets up in four seconds: before one that comes now
+    assert order(room, 4) == ["long", "late"]
 
 
 def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
-    lanes = PrefillLanes()
+    room = empty_room()
     for number, priority in enumerate((0, 5, -5, 0)):
-        put(lanes, f"r{number}", 400, number=number, priority=priority)
-    order = []
-    while len(lanes):
-        [first] = lanes.order(0)
-        order.append(first.request_id)
-        lanes.remove(first)
-    assert order == ["r2", "r0", "r3", "r1"]
+        put(room, f"r{number}", 400, number=number, priority=priority)
+    found = []
+    while len(room):
+        found += order(room, 0)
+        room.remove(room.entries[found[-1]])
+    assert found == ["r2", "r0", "r3", "r1"]
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
-    lanes = PrefillLanes()
-    put(lanes, "long", 100_000, 0.0, 0)
+    room = empty_room()
+    put(room, "long", 100_000, 0.0, 0)
     for number in range(1, 200):
         now_s = number * 0.1
-        put(lanes, f"s{number}", 100, now_s, number)
-        first = lanes.order(int(now_s * S))[0]
-        if first.request_id == "long":
+        put(room, f"s{number}", 100, now_s, number)
+        first = order(room, now_s)[0]
+        if first == "long":
             assert 3.0 < now_s < 6.0
             return
-        lanes.remove(first)
+        room.remove(room.entries[first])
     raise AssertionError("the long prompt starved")
 
 
 def test_aborted_prefills_leave_nothing_behind() -> None:
-    lanes = PrefillLanes()
-    put(lanes, "first", 400, number=0)
+    room = empty_room()
+    put(room, "first", 400, number=0)
     for number in range(1, 2000):
-        lanes.remove(put(lanes, f"r{number}", 400, number=number))
-        check_lanes(lanes)
-    assert sum(map(len, lanes._lanes)) < 200
-    assert [e.request_id for e in lanes.order(0)] == ["first"]
+        room.remove(put(room, f"r{number}", 400, number=number))
+        assert sum(map(len, room._queues.values())) == 1
+    assert order(room, 0) == ["first"]
 
 
 def test_a_prefill_may_come_back_to_its_lane() -> None:
-    """After a failure, say: it has the same priority and number as what is left of it there."""
-    lanes = PrefillLanes()
-    first, second = (put(lanes, name, 400, number=number) for number, name in enumerate("ab"))
-    lanes.remove(second)
-    lanes.add(second, S)
-    lanes.remove(first)
-    assert [e.request_id for e in lanes.order(S)] == ["b"]
-    lanes.remove(second)
-    lanes.add(second, 2 * S)
-    assert [e.request_id for e in lanes.order(2 * S)] == ["b"]
-    check_lanes(lanes)
+    """After a failure, say: it has the same priority and number as before."""
+    room = empty_room()
+    first, second = (put(room, name, 400, number=number) for number, name in enumerate("ab"))
+    room.remove(second)
+    assert second.laned_ns is None
+    second.wait_for_prefiller(S)
+    room.add(second)
+    room.remove(first)
+    assert order(room, 1) == ["b"]
+    room.remove(second)
+    check_room(room)
+    assert order(room, 1) == []
+
+
+def test_a_request_that_is_held_may_wait_for_a_prefiller_from_then_on() -> None:
+    room = empty_room()
+    held = put(room, "held", 400)
+    room.remove(held)
+    room.add(held)
+    assert [rank for rank, _ in room.heads("p", 0)] == [0]
+    room.lane(held, S)
+    check_room(room)
+    assert [rank for rank, _ in room.heads("p", S)] == [-1]
+    assert not room.has_before("p", 0), "others do not queue up behind it"
 
 
 def test_one_prefiller_is_kept_from_long_prompts() -> None:
-    lanes = PrefillLanes()
     idle = {"a": (0, 0.0), "b": (0, 0.0)}
-    assert lanes.may_take(30_000, idle) == {"a", "b"}
-    assert lanes.may_take(30_000, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a"}
-    assert lanes.may_take(100, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a", "b"}
-    assert lanes.may_take(30_000, {"a": (4, 30_000.0), "b": (0, 0.0)}) == set()
-    assert lanes.may_take(30_000, {"a": (1, 30_000.0)}) == {"a"}
+    assert may_take(30_000, idle) == {"a", "b"}
+    assert may_take(30_000, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a"}
+    assert may_take(100, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a", "b"}
+    assert may_take(30_000, {"a": (4, 30_000.0), "b": (0, 0.0)}) == set()
+    assert may_take(30_000, {"a": (1, 30_000.0)}) == {"a"}

@@ -194,11 +194,11 @@ def test_those_that_expire_are_found_among_those_that_never_do() -> None:
     core = full(classes=classes)
     for n in range(1500):
         core.step(Arrived(request(f"r{n}", 16, service="batch")), S)
-        if n % 1000:  # those that end sooner leave something behind, until it is swept out
+        if n % 1000:
             core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
         if n % 100 == 0:
             core.step(Arrived(request(f"i{n}", 16)), S)
-    assert len(core.room._expiry) < 1100
+    assert len(core.room._expiry) == 2
     expired = turn(core, RouteTick(), 3 * S)
     assert {rejected(each).request_id for each in expired} == {"r0", "r1000"}
     assert len(core.room) == 15
@@ -212,7 +212,17 @@ def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
         core.room.taken(f"t{n}", 1.0, S, was_held=False)
     check(core)
     assert not core.room.entries
-    assert len(core.room._expiry) < 1100
+    assert not core.room._expiry
+
+
+def test_aborted_requests_leave_nothing_behind_one_that_waits_on() -> None:
+    core = full()
+    core.step(Arrived(request("waits", 16, priority=-1)), S)
+    for n in range(2000):
+        core.step(Arrived(request(f"r{n}", 16)), S)
+        core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
+    check(core)
+    assert sum(map(len, core.room._queues.values())) == 1
 
 
 def test_an_objective_that_will_break_is_429_at_once() -> None:

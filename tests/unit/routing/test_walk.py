@@ -14,7 +14,6 @@ from kvstore.routing.events import Scraped
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs import Blame, Legs
 from kvstore.routing.rows import FleetColumn, Flight, WorkerHealth
-from kvstore.routing.split import PrefillLanes
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from tests.amounts import amount, covered
@@ -179,8 +178,12 @@ def rows_are_mixed_up_when_a_worker_leaves(real: Any, self: Fleet, worker: str) 
         self.columns[:, row] = before
 
 
-def an_abort_stays_in_the_lanes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillLanes, "remove", lambda *_: False)
+@instead_of(WaitingRoom, "remove")
+def an_abort_stays_in_the_lanes(real: Any, self: WaitingRoom, opened: Any) -> None:
+    laned_ns, lanes = opened.laned_ns, self._laned[opened.pool]
+    real(self, opened)
+    if laned_ns is not None:
+        lanes[opened.request_id] = opened
 
 
 def expired_ones_are_not_told(patch: pytest.MonkeyPatch) -> None:
