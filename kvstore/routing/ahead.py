@@ -15,7 +15,6 @@ Does not cover: what a node does with it (`kvstore.engine.sessions.lookups`).
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
@@ -84,10 +83,10 @@ class Stays:
         `session`, if it is up and no attempt failed there; else `chosen`, the worker of this
         request.
         """
-        row = self._fleet.row_of.get(before)
-        if row is None or before in failed or self._fleet.policy.policy != "session":
+        state, is_on = self._fleet.state(before), self._fleet.policy.policy == "session"
+        if state is None or before in failed or not is_on:
             return chosen
-        return before if self._fleet.workers[row].health.is_up else chosen
+        return before if state.health.is_up else chosen
 
     def touch(self, request: RouteRequest, now_ns: int) -> None:
         """A request of a session ended: its stay lasts `session_ttl_s` from now."""
@@ -142,7 +141,7 @@ class PromptPins:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._pins: OrderedDict[PinName, Pin] = OrderedDict()
+        self._pins = Latest[PinName, Pin](PINS_MAX)
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -170,31 +169,28 @@ class PromptPins:
         due_ns = now_ns + int(settings.touch_s * NS_PER_S)
         until_ns = now_ns + int(ttl_s * NS_PER_S)
         self._pins[name] = Pin(name, worker, keys, request.request_id, until_ns, due_ns)
-        self._pins.move_to_end(name)
         tokens = len(keys) // KEY_BYTES * request.block_tokens
         return HintAnswer(pinned_s=ttl_s, pinned_tokens=tokens)
 
-    def due(self, now_ns: int) -> list[Pin]:
-        """Pins whose blocks are to be touched now; each is due again later. Expired ones go."""
-        found: list[Pin] = []
+    def due(self, now_ns: int) -> list[tuple[Pin, WorkerSpec]]:
+        """Pins whose blocks are to be touched now, with their workers; each is due again later.
+        Pins that have expired, or whose worker has left, are dropped.
+        """
+        found: list[tuple[Pin, WorkerSpec]] = []
         for pin in list(self._pins.values())[:DUE_MAX] if self._pins else ():
             if pin.due_ns > now_ns:
                 break
-            if pin.until_ns <= now_ns:
-                self.drop(pin.name)
-                continue
-            pin.due_ns = now_ns + int(self._fleet.policy.ahead.touch_s * NS_PER_S)
-            self._pins.move_to_end(pin.name)
-            found.append(pin)
+            del self._pins[pin.name]
+            state = self._fleet.state(pin.worker)
+            if pin.until_ns > now_ns and state is not None:
+                pin.due_ns = now_ns + int(self._fleet.policy.ahead.touch_s * NS_PER_S)
+                self._pins[pin.name] = pin
+                found.append((pin, state.spec))
         return found
 
-    def drop(self, name: PinName) -> None:
-        """End a pin; no error if there is none."""
-        self._pins.pop(name, None)
-
     def end_session(self, request: RouteRequest) -> None:
-        """Drop the pin of a session."""
-        self.drop((request.tenant, session_name(request)))
+        """Drop the pin of a session; no error if there is none."""
+        self._pins.pop((request.tenant, session_name(request)), None)
 
 
 # ── preparations ──────────────────────────────────────────────────────────────────────────────────
@@ -250,11 +246,10 @@ class Ahead:
         """A request is held: preparations of the blocks that the node of its likely worker should
         bring to dram; empty: none.
         """
-        row = self._fleet.row_of.get(opened.likely_worker or "")
-        if row is None or not self.may_help(opened):
+        state, request = self._fleet.state(opened.likely_worker or ""), opened.request
+        if state is None or not self.may_help(opened):
             return []
         opened.is_prepared = True
-        state, request = self._fleet.workers[row], opened.request
         assert request.answer is not None
         if not state.spec.node or state.spec.is_red:
             return []
@@ -310,16 +305,10 @@ class Ahead:
         return msgspec.structs.replace(answer, ends_session=ends)
 
     def due(self, now_ns: int) -> list[Prepare]:
-        """Preparations for the pins whose blocks are to be touched now; pins of workers that left
-        are dropped.
-        """
+        """Preparations for the pins whose blocks are to be touched now."""
         made: list[Prepare] = []
-        for pin in self.pins.due(now_ns):
-            row = self._fleet.row_of.get(pin.worker)
-            if row is None:
-                self.pins.drop(pin.name)
-            elif self._fleet.policy.ahead.is_on:
-                spec = self._fleet.workers[row].spec
+        for pin, spec in self.pins.due(now_ns):
+            if self._fleet.policy.ahead.is_on:
                 made += self._prepare(pin.request_id, spec, pin.keys, PrepareReason.PINNED)
         return made
 
@@ -356,10 +345,7 @@ class Ahead:
         least = -(-settings.tokens_min // block_tokens)
         for blocks in _lengths(least, min(cached, len(keys) // KEY_BYTES)):
             name = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
-            heat = self._heat.get(name)
-            if heat is None:
-                heat = self._heat[name] = _Heat(0.0, now_ns)
-            self._heat.move_to_end(name)
+            heat = self._heat[name] = self._heat.get(name) or _Heat(0.0, now_ns)
             age_s = (now_ns - heat.at_ns) / NS_PER_S
             heat.count, heat.at_ns = 1 + heat.count * 0.5 ** (age_s / settings.hot_s), now_ns
             if heat.count >= settings.hot_requests:

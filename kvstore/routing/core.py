@@ -45,25 +45,20 @@ class NewRequests:
 
     def __init__(self, fleet: Fleet, stays: Stays, lengths: OutputLengths) -> None:
         self._fleet, self._stays, self._lengths = fleet, stays, lengths
-        self._models: ModelMap | None = None
+        self._models: ModelMap
+        self._made_by = -1, fleet.policy
         self.count = 0
         """Requests so far: the number of the last one."""
-
-    def forget_models(self) -> None:
-        """Make the map of models anew for the next request: workers have joined or left, or the
-        policy is another one.
-        """
-        self._models = None
 
     @property
     def models(self) -> ModelMap:
         """Names of models by the current policy and workers. Made when a request asks for it: a
         thousand workers may join or leave in one turn.
         """
-        if self._models is None:
-            self._models = ModelMap(
-                self._fleet.policy, (state.spec for state in self._fleet.workers)
-            )
+        made_by = self._fleet.version, self._fleet.policy
+        if made_by != self._made_by:
+            specs = (state.spec for state in self._fleet.workers)
+            self._models, self._made_by = ModelMap(self._fleet.policy, specs), made_by
         return self._models
 
     def opened(self, request: RouteRequest, now_ns: int) -> OpenRequest | Rejected:
@@ -144,7 +139,7 @@ class RouterCore:
         self._retries_left = RETRY_BURST
         self.gauges = Gauges(self.fleet)
         self._handlers: dict[type, Callable[[Any, int], Sequence[RouteCommand] | None]] = {
-            its.Joined: self._joined,
+            its.Joined: lambda event, _: self.fleet.join(event.spec),
             its.WorkerLeft: self._worker_left,
             its.Probed: self._probed,
             its.Scraped: self.fleet.scraped,
@@ -186,7 +181,6 @@ class RouterCore:
         self.policy = policy
         self.fleet.adopt(policy)
         self.placer.adopt(policy)
-        self.arrivals.forget_models()
         for opened in self.open.values():  # its class may be gone
             opened.service = self.arrivals.service_of(opened.request)
         held = self.room.entries.values()
@@ -196,14 +190,9 @@ class RouterCore:
 
     # Workers
 
-    def _joined(self, event: its.Joined, _now_ns: int) -> None:
-        self.fleet.join(event.spec)
-        self.arrivals.forget_models()
-
     def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> None:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
-        self.arrivals.forget_models()
 
     def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
         self.fleet.probed(event)

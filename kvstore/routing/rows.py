@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore.breaker import Breaker, BreakerState
 from kvstore.routing.values import ProbeResult, WorkerRole, WorkerSpec, WorkerWord
+from kvstore.types import Latest
 from kvstore.units import NS_PER_S
 
 # ── health ────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +276,7 @@ class Crew:
         self.states = [workers[row] for row in rows]
         self.names = [state.spec.worker for state in self.states]
         self.place_of = {name: place for place, name in enumerate(self.names)}
-        self._fits: dict[str, CrewFit] = {}
+        self._fits = Latest[str, CrewFit](MODELS_MAX)
         self.base: Floats | None = None
         """Features that are the same for all requests (`features.load_columns`); None: not made
         yet.
@@ -292,7 +293,5 @@ class Crew:
             all_serve = all(not spec.models or model in spec.models for spec in specs)
             least, most = min(known, default=math.inf), max(known, default=math.inf)
             found = CrewFit(all_serve, least, most)
-            if len(self._fits) >= MODELS_MAX:
-                self._fits.clear()
             self._fits[model] = found
         return found
