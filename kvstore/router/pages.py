@@ -179,7 +179,7 @@ def _adapters(workers: Iterable[Worker]) -> Iterator[str]:
     """LoRA adapters of requests whose keys are not used."""
     for worker in workers:
         for name, each in worker.adapters.items():
-            why = each.trouble or each.other
+            why = each.parity or each.other
             if each.is_wanted and why and worker.has_parity:
                 yield f"adapter {name} of worker {worker.name} is load-only ({why})"
 

@@ -36,30 +36,45 @@ SERVING: Final = (WorkerWord.UP, WorkerWord.LATE, WorkerWord.HALF_OPEN, WorkerWo
 _log = logging.getLogger(__name__)
 
 
-class WorkerAdapter:
+class ComparedKeys:
+    """Comparison of the router's keys with those of an engine: of its base models (`Worker`), or of
+    an adapter.
+    """
+
+    def __init__(self, parity: str = "") -> None:
+        self.parity = parity
+        """Why the keys are not used, so that requests are routed by load; empty: they are equal, or
+        the worker has no node.
+        """
+        self.has_parity = False
+        """The keys were compared, and are equal to the router's."""
+        self.compared_again_s = 0.0
+        """When they are compared next, on the monotonic clock."""
+        self.drift = 0.0
+        """Mean share of predicted cached tokens that the engine did not have."""
+        self.drift_count = 0
+        """Number of requests in `drift`."""
+
+
+class WorkerAdapter(ComparedKeys):
     """A LoRA adapter that an engine lists. Its keys include the digest of its weights, which the
     engine reports; only adapters with requests are asked for theirs.
     """
 
     def __init__(self, base: str, path: str) -> None:
+        super().__init__(UNASKED)
         self.base, self.path = base, path
         self.digest = b""
-        self.trouble = UNASKED
-        """Reason why this worker's requests for the adapter are routed by load; empty: its keys are
-        equal to the router's.
-        """
         self.other = ""
         """Reason if its keys differ from those of most engines; else empty."""
         self.is_wanted = False
-        self.due_s = 0.0
-        self.drift = 0.0
-        self.drift_count = 0
 
 
-class Worker:
+class Worker(ComparedKeys):
     """One worker and its state."""
 
     def __init__(self, address: WorkerAddress) -> None:
+        super().__init__()
         self.address = address
         self.name = address.name
         self.url = URL(address.url)
@@ -73,16 +88,6 @@ class Worker:
         now.
         """
         self.probe_count = 0
-        self.parity = ""
-        """Why its keys are not used; empty: they are equal, or it has no node."""
-        self.has_parity = False
-        """Its keys were compared, and are equal to the router's."""
-        self.compared_again_s = 0.0
-        """When its keys are compared next, on the monotonic clock."""
-        self.drift = 0.0
-        """Mean share of predicted cached tokens that its engine did not have."""
-        self.drift_count = 0
-        """Number of requests in `drift`."""
         self.unread = ""
         """Why its own load is not known; empty: it is, or its kind publishes none."""
         self.unread_count = 0
@@ -224,13 +229,6 @@ class Workers:
             self.describe(worker)
             _log.info("worker %s at %s is new, and not reached yet", worker.name, worker.url)
         return added
-
-    def compared(self, adapter: WorkerAdapter, trouble: str) -> None:
-        """Take the result of comparing an adapter's keys. `trouble`: reason why they are not used;
-        empty: they are equal.
-        """
-        adapter.trouble, adapter.drift, adapter.drift_count = trouble, 0.0, 0
-        self.version += 1
 
     def describe(self, worker: Worker) -> None:
         """Give the core a worker's new or changed description, of which its parity is a part;

@@ -236,8 +236,8 @@ class Spaces:
         plans = {w: plan_of(w) for w in able if w.has_parity and not found}
         for worker, name, adapter in found:
             if not adapter.is_wanted:
-                adapter.is_wanted, adapter.due_s = True, 0.0
-            if worker.has_parity and not adapter.trouble:
+                adapter.is_wanted, adapter.compared_again_s = True, 0.0
+            if worker.has_parity and adapter.has_parity:
                 plans[worker] = plan_of(worker)._replace(
                     adapter=(name, adapter.path), digest=adapter.digest
                 )
@@ -246,7 +246,7 @@ class Spaces:
         load_only = dict[str, str]()
         for worker, _, adapter in found:
             adapter.other = OTHER_KEYS if worker in plans and worker not in chosen else ""
-            if why := worker.parity or adapter.trouble or adapter.other:
+            if why := worker.parity or adapter.parity or adapter.other:
                 load_only[worker.name] = why
         places = frozenset(place for worker in chosen for place in self.of(worker))
         if not places:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from kvstore.router.engines.failures import NoAnswer
-from kvstore.router.engines.workers import Worker, WorkerAdapter
+from kvstore.router.engines.workers import ComparedKeys, Worker, WorkerAdapter
 from kvstore.router.front.legs import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
 from kvstore.router.keys.index_calls import Spaces, plan_of
@@ -69,18 +69,16 @@ class Parity:
         """Compare the keys of each worker that is due."""
         for worker in (worker for worker in self._workers if worker.address.node):
             if worker.parity == "" and not worker.has_parity:
-                self._judge(worker, UNPROVEN)
+                self._judge(worker, worker, UNPROVEN)
             is_away = bool(self._index.lost or self._index.trouble)
             if is_away and worker.has_parity:
                 continue  # equal keys stay equal, and lead to what this router sent
             if time.monotonic() >= worker.compared_again_s and worker.is_answering:
-                why = self._unready(worker)
-                pause_s = 0.0
-                if not why:
+                if why := self._unready(worker):
+                    self._judge(worker, worker, why)
+                else:
                     why = await self._compared(worker)
-                    pause_s = RETRY_S if why else PERIOD_S
-                self._judge(worker, why)
-                worker.compared_again_s = time.monotonic() + pause_s
+                    self._judge(worker, worker, why, pause_s=RETRY_S if why else PERIOD_S)
             if worker.has_parity and worker.is_answering:
                 await self._compare_adapters(worker)
 
@@ -89,26 +87,28 @@ class Parity:
         engine.
         """
         for name, adapter in list(worker.adapters.items()):
-            if adapter.is_wanted and time.monotonic() >= adapter.due_s:
+            if adapter.is_wanted and time.monotonic() >= adapter.compared_again_s:
                 try:
                     why = await self._adapter_compared(worker, name, adapter)
                 except msgspec.MsgspecError:
                     why = "its engine answered a probe with no JSON object"
-                if why and why != adapter.trouble:
-                    _log.warning("adapter %s of worker %s is load-only: %s", name, worker.name, why)
-                self._workers.compared(adapter, why)
-                adapter.due_s = time.monotonic() + (RETRY_S if why else PERIOD_S)
+                self._judge(worker, adapter, why, name, pause_s=RETRY_S if why else PERIOD_S)
 
-    def _judge(self, worker: Worker, why: str) -> None:
-        if worker.parity == why and worker.has_parity:
+    def _judge(
+        self, worker: Worker, held: ComparedKeys, why: str, name: str = "", *, pause_s: float = 0.0
+    ) -> None:
+        """Take the result of a comparison of a worker's keys, or of those of its adapter `name`:
+        why they are not used, or empty: they are equal. The next one is due after `pause_s`.
+        """
+        held.compared_again_s = time.monotonic() + pause_s
+        if held.has_parity and not why:
             return
-        worker.has_parity = not why
-        if worker.parity != why:
-            if why and why != UNPROVEN:
-                _log.warning("worker %s is load-only: %s", worker.name, why)
-            elif not why:
-                _log.info("worker %s: keys are equal", worker.name)
-        worker.parity, worker.drift, worker.drift_count = why, 0.0, 0
+        whose = f"adapter {name} of worker {worker.name}" if name else f"worker {worker.name}"
+        if why and why not in (held.parity, UNPROVEN):
+            _log.warning("%s is load-only: %s", whose, why)
+        elif why != held.parity and not why:
+            _log.info("%s: keys are equal", whose)
+        held.parity, held.has_parity, held.drift, held.drift_count = why, not why, 0.0, 0
         self._workers.describe(worker)
 
     def _unready(self, worker: Worker) -> str:
@@ -209,7 +209,7 @@ class Parity:
         """
         if not predicted or not worker.has_parity:
             return
-        held = worker.adapters.get(model, worker)
+        held: ComparedKeys = worker.adapters.get(model, worker)
         missed = max(0, predicted - cached) / predicted
         held.drift += DRIFT_WEIGHT * (missed - held.drift)
         held.drift_count += 1
@@ -217,9 +217,4 @@ class Parity:
             return
         why = f"its engine had {100 * (1 - held.drift):.0f} % of the tokens that the index showed"
         why += AHEAD if worker.address.space else ""
-        if isinstance(held, WorkerAdapter):
-            self._workers.compared(held, why)
-            held.due_s = time.monotonic() + RETRY_S
-        else:
-            self._judge(worker, why)
-            worker.compared_again_s = time.monotonic() + RETRY_S
+        self._judge(worker, held, why, model if held is not worker else "", pause_s=RETRY_S)

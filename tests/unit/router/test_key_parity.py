@@ -274,11 +274,12 @@ async def test_an_adapter_is_load_only_by_itself() -> None:
     adapter = site.worker.adapters["lora"] = WorkerAdapter("m", "/lora")
     adapter.is_wanted = True
     await site.parity.once()
-    assert adapter.trouble == parity.UNSAID, "its engine said no digest"
-    site.workers.compared(adapter, "")
+    assert adapter.parity == parity.UNSAID, "its engine said no digest"
+    adapter.parity, adapter.has_parity = "", True
     for _ in range(120):
         site.parity.observed(site.worker, "lora", 100, 10)
-    assert "of the tokens that the index showed" in adapter.trouble
+    assert "of the tokens that the index showed" in adapter.parity
+    assert not adapter.has_parity
     assert (site.worker.parity, site.worker.has_parity) == ("", True)
 
 

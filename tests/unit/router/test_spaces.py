@@ -60,12 +60,17 @@ def test_a_model_has_a_scope_while_a_worker_with_equal_keys_serves_it() -> None:
     assert site.spaces.scope("m") is None
 
 
+def equal(site: Site, adapter: WorkerAdapter, digest: bytes) -> None:
+    """Its keys were compared."""
+    adapter.digest, adapter.parity, adapter.has_parity = digest, "", True
+    site.workers.version += 1
+
+
 def with_adapter(site: Site, name: str, *, path: str = "/lora", digest: bytes = b"") -> None:
     worker = site.workers[name]
     adapter = worker.adapters["lora"] = WorkerAdapter("m", path)
     if digest:
-        adapter.digest = digest
-        site.workers.compared(adapter, "")
+        equal(site, adapter, digest)
 
 
 def test_an_adapter_has_keys_when_an_engine_said_its_digest() -> None:
@@ -75,8 +80,7 @@ def test_an_adapter_has_keys_when_an_engine_said_its_digest() -> None:
     assert not adapter.is_wanted, "nobody asked for it"
     assert site.spaces.scope("lora") is None
     assert adapter.is_wanted
-    adapter.digest = b"d" * 32
-    site.workers.compared(adapter, "")
+    equal(site, adapter, b"d" * 32)
     scope = site.spaces.scope("lora")
     assert scope is not None
     assert scope.model == "m", "its tokens are those of the base model"
