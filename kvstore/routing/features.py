@@ -9,6 +9,7 @@ another policy can weigh them otherwise. Does not cover: what a number is worth 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import Final
 
 import msgspec
@@ -161,122 +162,101 @@ def _base(crew: Crew, part: Floats) -> Floats:
     return base
 
 
-class PrefixColumns:
-    """Prefix lengths by worker, from the index and the tree."""
+# ── prefixes ──────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, fleet: Fleet, tree: ApproximateTree) -> None:
-        self._fleet = fleet
-        self._tree = tree
-        self._version = -1
-        self._row_of_engine: dict[tuple[str, str, int], int] = {}
-        self._rows_of_node: dict[str, list[int]] = {}
-        self._has_strangers = False
 
-    def _places(self) -> None:
-        if self._version == self._fleet.version:
-            return
-        self._version = self._fleet.version
-        self._row_of_engine.clear()
-        self._rows_of_node.clear()
-        for row, state in enumerate(self._fleet.workers):
-            spec = state.spec
-            if spec.engine:
-                self._row_of_engine[spec.node, spec.engine, spec.rank] = row
-            if spec.node:
-                self._rows_of_node.setdefault(spec.node, []).append(row)
-        self._has_strangers = not all(s.spec.is_followed for s in self._fleet.workers)
-
-    def fill(self, columns: Floats, crew: Crew, request: RouteRequest, now_ns: int) -> None:
-        """Write columns HBM to TRUST of the workers of a crew."""
-        prefix, rows = request.answer, crew.rows
-        if not request.keys:
-            return
-        self._places()
-        count = len(self._fleet.workers)
-        # hbm, dram, file, remote: blocks. Without an index there are none but in hbm.
-        lengths = [[0] * count for _ in range(1 if prefix is None else 4)]
-        trust = [_NONE] * count
-        if prefix is not None:
-            self._from_index(lengths, trust, prefix)
-        self._from_tree(lengths[0], trust, request, now_ns)
-        # Without the index there are only lengths of what was sent, whatever the keys.
-        for row in self._red(request) if prefix is not None else ():
-            trust[row] = _NONE
+def fill_prefixes(
+    columns: Floats, fleet: Fleet, crew: Crew, tree: ApproximateTree, its: RouteRequest, now_ns: int
+) -> None:
+    """Write columns HBM to TRUST of the workers of a crew, from the index and the tree."""
+    prefix, count = its.answer, len(crew.states)
+    if not its.keys:
+        return
+    # hbm, dram, file, remote: blocks. Without an index there are none but in hbm.
+    lengths = [[0] * count for _ in range(1 if prefix is None else 4)]
+    trust = [_NONE] * count
+    if prefix is not None:
+        _from_index(lengths, trust, crew, prefix)
+    _from_tree(lengths[0], trust, crew, tree, its, now_ns)
+    # Without the index there are only lengths of what was sent, whatever the keys.
+    suspects = {*fleet.doubtful, *its.load_only} if prefix is not None else set[str]()
+    for name in suspects & crew.place_of.keys():
+        place = crew.place_of[name]
+        if name in its.load_only or crew.states[place].spec.is_red:
+            trust[place] = _NONE
             for column in lengths:
-                column[row] = 0
-        tokens, trusts = np.array(lengths, dtype=np.float64), np.array(trust)
-        if len(rows) < count:
-            tokens, trusts = tokens.take(rows, axis=1), trusts.take(rows)
-        tokens *= request.block_tokens
-        filled = columns[FeatureColumn.HBM : FeatureColumn.HBM + len(lengths)]
-        np.minimum(tokens, request.prompt_tokens - 1, out=filled)
-        columns[FeatureColumn.TRUST] = trusts
+                column[place] = 0
+    filled = columns[FeatureColumn.HBM : FeatureColumn.HBM + len(lengths)]
+    tokens = np.array(lengths, dtype=np.float64) * its.block_tokens
+    np.minimum(tokens, its.prompt_tokens - 1, out=filled)
+    columns[FeatureColumn.TRUST] = trust
 
-    def _red(self, request: RouteRequest) -> list[int]:
-        row_of, workers = self._fleet.row_of, self._fleet.workers
-        rows = [row_of[name] for name in self._fleet.doubtful]
-        red = [row for row in rows if workers[row].spec.is_red]
-        return red + [row_of[name] for name in request.load_only if name in row_of]
 
-    def _from_tree(
-        self, hbm: list[int], trust: list[int], request: RouteRequest, now_ns: int
-    ) -> None:
-        """Raise `hbm` (leading blocks by row) to all that was sent, at workers that the index does
-        not follow; at others, to blocks sent so lately that the index cannot know them.
-        """
-        row_of, workers = self._fleet.row_of, self._fleet.workers
-        has_index = request.answer is not None
-        if has_index:
-            young = self._sent(request, now_ns, young_only=True)
-            for worker, blocks in young.items():
-                row = row_of.get(worker)
-                if row is not None and blocks > hbm[row]:
-                    hbm[row], trust[row] = blocks, min(trust[row], _CATCHING_UP)
-        if not has_index or self._has_strangers:
-            sent = self._sent(request, now_ns, young_only=False)
-            for worker, blocks in sent.items():
-                row = row_of.get(worker)
-                if row is not None and not (has_index and workers[row].spec.is_followed):
-                    hbm[row], trust[row] = blocks, _APPROXIMATE
+def _from_tree(
+    hbm: list[int],
+    trust: list[int],
+    crew: Crew,
+    tree: ApproximateTree,
+    its: RouteRequest,
+    now_ns: int,
+) -> None:
+    """Raise `hbm` (leading blocks by worker) to all that was sent, at workers that the index does
+    not follow; at others, to blocks sent so lately that the index cannot know them.
+    """
+    has_index = its.answer is not None
+    if has_index:
+        for worker, blocks in _sent(tree, its, now_ns, young_only=True).items():
+            place = crew.place_of.get(worker)
+            if place is not None and blocks > hbm[place]:
+                hbm[place], trust[place] = blocks, min(trust[place], _CATCHING_UP)
+    if not has_index or crew.has_strangers:
+        for worker, blocks in _sent(tree, its, now_ns, young_only=False).items():
+            place = crew.place_of.get(worker)
+            if place is not None and not (has_index and crew.states[place].spec.is_followed):
+                hbm[place], trust[place] = blocks, _APPROXIMATE
 
-    def _sent(self, request: RouteRequest, now_ns: int, *, young_only: bool) -> dict[str, int]:
-        """Worker → leading blocks of this request's prompts that it was sent before, summed over
-        the prompts.
-        """
-        found: dict[str, int] = {}
-        for keys in request.chains:
-            sent = self._tree.match(keys, now_ns, step=request.key_step, young_only=young_only)
-            for worker, blocks in sent.items():
-                found[worker] = found.get(worker, 0) + blocks
-        return found
 
-    def _from_index(self, lengths: list[list[int]], trust: list[int], prefix: PrefixAnswer) -> None:
-        hbm, dram, file, remote = lengths
-        best = second = 0
-        best_node, peers = "", prefix.peers
-        for match in prefix.matches:
-            code = _CODE[match.trust]
-            if match.engine:
-                row = self._row_of_engine.get((match.node, match.engine, match.rank))
-                if row is not None:
-                    hbm[row] = match.hbm_blocks
-                    trust[row] = code if trust[row] == _NONE else max(code, trust[row])
+def _sent(
+    tree: ApproximateTree, its: RouteRequest, now_ns: int, *, young_only: bool
+) -> Counter[str]:
+    """Worker → leading blocks of this request's prompts that it was sent before, summed over the
+    prompts.
+    """
+    found = Counter[str]()
+    for keys in its.chains:
+        found.update(tree.match(keys, now_ns, step=its.key_step, young_only=young_only))
+    return found
+
+
+def _from_index(
+    lengths: list[list[int]], trust: list[int], crew: Crew, prefix: PrefixAnswer
+) -> None:
+    hbm, dram, file, remote = lengths
+    best = second = 0
+    best_node, peers = "", prefix.peers
+    for match in prefix.matches:
+        code = _CODE[match.trust]
+        if match.engine:
+            place = crew.place_of_engine.get((match.node, match.engine, match.rank))
+            if place is not None:
+                hbm[place] = match.hbm_blocks
+                trust[place] = code if trust[place] == _NONE else max(code, trust[place])
+            continue
+        for place in crew.places_of_node.get(match.node, ()):
+            dram[place], file[place] = match.dram_blocks, match.file_blocks
+            trust[place] = code if trust[place] == _NONE else max(code, trust[place])
+        if peers is not None and match.node not in peers:
+            continue
+        if match.dram_blocks > best:
+            best, second, best_node = match.dram_blocks, best, match.node
+        elif match.dram_blocks > second:
+            second = match.dram_blocks
+    if best:
+        for node, places in crew.places_of_node.items():  # only workers with a node can fetch
+            if peers is not None and node not in peers:
                 continue
-            for row in self._rows_of_node.get(match.node, ()):
-                dram[row], file[row] = match.dram_blocks, match.file_blocks
-                trust[row] = code if trust[row] == _NONE else max(code, trust[row])
-            if peers is not None and match.node not in peers:
-                continue
-            if match.dram_blocks > best:
-                best, second, best_node = match.dram_blocks, best, match.node
-            elif match.dram_blocks > second:
-                second = match.dram_blocks
-        if best:
-            for node, rows in self._rows_of_node.items():  # only workers with a node can fetch
-                if peers is not None and node not in peers:
-                    continue
-                length = second if node == best_node else best
-                for row in rows:
-                    remote[row] = length
-                    if trust[row] == _NONE:
-                        trust[row] = _CODE[prefix.trust]
+            length = second if node == best_node else best
+            for place in places:
+                remote[place] = length
+                if trust[place] == _NONE:
+                    trust[place] = _CODE[prefix.trust]

@@ -33,7 +33,7 @@ from kvstore.routing.features import (
     Case,
     FeatureColumn,
     Features,
-    PrefixColumns,
+    fill_prefixes,
     load_columns,
 )
 from kvstore.routing.fleet import Fleet
@@ -116,7 +116,6 @@ class Placer:
         self._seen_ns: dict[str, dict[int, int]] = {}
         """Pool → class rank → when a request of it was sent last."""
         self.tree = tree
-        self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
         self.adopt(fleet.policy)
 
@@ -136,7 +135,7 @@ class Placer:
         """Features of a request at some workers."""
         request, side, failed = opened.request, opened.side, opened.failed
         columns = load_columns(self.fleet, crew, now_ns)
-        self._prefixes.fill(columns, crew, request, now_ns)
+        fill_prefixes(columns, self.fleet, crew, self.tree, request, now_ns)
         if side.adapter:
             columns[FeatureColumn.WARM] = [side.adapter in state.adapters for state in crew.states]
         if opened.stays_at in crew.place_of:

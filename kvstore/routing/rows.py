@@ -276,6 +276,16 @@ class Crew:
         self.states = [workers[row] for row in rows]
         self.names = [state.spec.worker for state in self.states]
         self.place_of = {name: place for place, name in enumerate(self.names)}
+        self.place_of_engine: dict[tuple[str, str, int], int] = {}
+        """By node, engine and rank."""
+        self.places_of_node: dict[str, list[int]] = {}
+        for place, spec in enumerate(state.spec for state in self.states):
+            if spec.engine:
+                self.place_of_engine[spec.node, spec.engine, spec.rank] = place
+            if spec.node:
+                self.places_of_node.setdefault(spec.node, []).append(place)
+        self.has_strangers = not all(state.spec.is_followed for state in self.states)
+        """Whether the index does not follow some of them."""
         self._fits = Latest[str, CrewFit](MODELS_MAX)
         self.base: Floats | None = None
         """Features that are the same for all requests (`features.load_columns`); None: not made
