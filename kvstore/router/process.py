@@ -104,9 +104,7 @@ class Router:
         self.keys = KeyProcess(config.tokenizers)
         # Without an index nothing is compared, so no keys are made and no blocks prepared.
         self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
-        self.rendering = Rendering(
-            self.engines, self.workers, self.keys, tokenizers=config.tokenizers
-        )
+        self.rendering = Rendering(self.engines, self.workers, self.keys)
         spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
         self.parity = Parity(self.rendering, spaces)
         self.ahead = Preparations(config.tls, spaces, answered=self.dispatcher.note)

@@ -186,6 +186,8 @@ class KeyProcess:
     def __init__(self, tokenizers: Mapping[str, Path]) -> None:
         arguments = [f"{model}={path}" for model, path in tokenizers.items()]
         self.lanes = _Lane(arguments), _Lane(arguments)
+        self.models = tuple(tokenizers)
+        """Models with a local tokenizer."""
         self._owed = Counter[str]()
         """Bytes of orders without an answer, by tenant."""
         self.refused_count = 0

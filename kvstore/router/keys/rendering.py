@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 import msgspec
@@ -136,16 +135,9 @@ class _UncomparedError(Exception):
 class Rendering:
     """See the module."""
 
-    def __init__(
-        self,
-        engines: EngineHttp,
-        workers: Workers,
-        keys: KeyProcess,
-        *,
-        tokenizers: Mapping[str, Path],
-    ) -> None:
+    def __init__(self, engines: EngineHttp, workers: Workers, keys: KeyProcess) -> None:
         self.engines, self._workers, self.keys = engines, workers, keys
-        self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
+        self.local: dict[str, str] = dict.fromkeys(keys.models, UNCOMPARED)
         """Model → reason why its local tokenizer is not used; empty: it is used."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
         self._checks = Tasks("a bug in what compares tokens")

@@ -210,9 +210,7 @@ class Witness:
         address = WorkerAddress(name="a", url=f"http://127.0.0.1:{engine.port}")
         (self._worker,) = workers.replace([address])
         self._worker.word, self._worker.models = WorkerWord.UP, (SERVED_NAME,)
-        self._rendering = Rendering(
-            self._engines, workers, self._keys, tokenizers={SERVED_NAME: model}
-        )
+        self._rendering = Rendering(self._engines, workers, self._keys)
 
     async def accepted(self) -> None:
         async with asyncio.timeout(60):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -53,9 +51,7 @@ class Bytes(Tokenizers):
 class Site:
     """One engine at node n1, which the index knows as tenant t; two tenants of the router."""
 
-    def __init__(
-        self, *, engine_seed: str = SEED, tokenizers: Mapping[str, Path] | None = None
-    ) -> None:
+    def __init__(self, *, engine_seed: str = SEED, models: tuple[str, ...] = ()) -> None:
         self.engine_seed = engine_seed
         self.stored: set[bytes] = set()
         self.asked: set[tuple[str, bytes]] = set()
@@ -80,9 +76,8 @@ class Site:
         self.worker.block_tokens = BLOCK
         engines, keys = cast("EngineHttp", self), cast("KeyProcess", self)
         index = cast("IndexCalls", self)
-        rendering = self.rendering = Rendering(
-            engines, self.workers, keys, tokenizers=tokenizers or {}
-        )
+        self.models = models
+        rendering = self.rendering = Rendering(engines, self.workers, keys)
         spaces = Spaces(self.workers, index, RoutingPolicy)
         self.parity = Parity(rendering, spaces)
         prefixes = Prefixes(TokenEstimates(), rendering, spaces)
@@ -160,7 +155,7 @@ async def test_keys_of_a_tenants_request_are_those_that_the_engine_stores(
     prompt: Any, salt: str, *, is_local: bool
 ) -> None:
     """`is_local`: whether a tokenizer of the router makes the tokens of a text."""
-    site = Site(tokenizers={"m": Path()} if is_local else {})
+    site = Site(models=("m",) if is_local else ())
     await site.parity.once()
     assert (site.worker.parity, site.worker.has_parity) == ("", True)
     fields = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})

@@ -50,12 +50,9 @@ class Site:
         self.status = 200
         self.orders: list[KeyOrder] = []
         self.letters = Letters({})
-        self.rendering = Rendering(
-            cast("EngineHttp", self),
-            self.workers,
-            cast("KeyProcess", self),
-            tokenizers={"m": cast("Any", "")},
-        )
+        self.models = ("m",)
+        engines, keys = cast("EngineHttp", self), cast("KeyProcess", self)
+        self.rendering = Rendering(engines, self.workers, keys)
         self.serve(*names)
 
     def serve(self, *names: str) -> None:
