@@ -28,6 +28,11 @@ def is_serving(core: SchedulerCore) -> bool:
     return core.attachment.session != 0 and not is_off
 
 
+def reading(core: RankCore) -> set[int]:
+    """Engine blocks that a queued or running store has yet to read."""
+    return {block for job in core._stores for block in job.remaining}
+
+
 def has_work(core: RankCore) -> bool:
     """A job is queued or runs."""
     return bool(core._loads or core._stores)

@@ -25,8 +25,8 @@ and generations (`kvstore.connector.copier`, `kvstore.kernels`), the socket (`kv
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -254,8 +254,6 @@ class RankCore:
         """By number."""
         self._number = 0
         """Number of the last copy."""
-        self.reading: Counter[int] = Counter()
-        """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
         self._outbox: list[wire.Message] = []
         self._nothing = self._report = RankReport(hello.rank, session=0)
@@ -395,8 +393,6 @@ class RankCore:
                 self._outbox.append(wire.Distrust(*job.places([index])))
         if isinstance(job, RunningLoad):
             job.abandoned = job.abandoned or end.reason
-        else:
-            self._unread([copy.block_id])
         if not end.reason:
             job.ends[index] = end
             assert copy.way is not CopyWay.STORE or len(end.checksum) == CHECKSUM_BYTES
@@ -422,12 +418,12 @@ class RankCore:
 
         Those stores overtake everything else meanwhile.
         """
-        self._fenced = frozenset(block for block in block_ids if block in self.reading)
-        if self._fenced:
-            self._stores = deque(
-                sorted(self._stores, key=lambda job: not self._reads(job, self._fenced))
-            )
-        return bool(self._fenced)
+        blocks = frozenset(block_ids)
+        is_read = any(self._reads(job, blocks) for job in self._stores)
+        self._fenced = blocks if is_read else frozenset()
+        if is_read:
+            self._stores = deque(sorted(self._stores, key=lambda job: not self._reads(job, blocks)))
+        return is_read
 
     def give_up(self, block_ids: Collection[int]) -> None:
         """End the stores that have yet to read one of these blocks, which may be overwritten from
@@ -511,11 +507,9 @@ class RankCore:
             self._count(store_jobs_done=(plan.job,), blocks_dropped=dropped)
         else:
             self._stores.append(job)
-            self.reading.update(plan.block_ids)
 
     def _close_store(self, job: RunningStore) -> None:
         self._stores.remove(job)
-        self._unread(job.remaining)
         if not job.plan.compare:
             size, ends = self._hello.groups[job.plan.group].block_bytes, job.ends.values()
             spent_ns = sum(end.duration_ns for end in ends)
@@ -539,12 +533,6 @@ class RankCore:
             self._outbox += job.seals(sealed)
             self._outbox += job.drops([i for i in indexes if i not in job.ends])
         self._count(blocks_sealed=len(sealed), blocks_dropped=len(indexes) - len(sealed))
-
-    def _unread(self, block_ids: Iterable[int]) -> None:
-        for block in block_ids:
-            self.reading[block] -= 1
-            if not self.reading[block]:
-                del self.reading[block]
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 

@@ -251,6 +251,14 @@ def test_retired_it_ends_what_there_is_and_what_comes() -> None:
     core.hello()
 
 
+def test_a_copy_that_never_ends_is_waited_for_no_more_once_it_is_retired() -> None:
+    core = serving()
+    core.submit(plan(store(5, 20, 2)))
+    core.next_copy()
+    core.retire("the copy thread failed")
+    assert not core.fence([20, 21])
+
+
 def test_a_rank_that_never_served_ends_every_job_with_its_reason() -> None:
     core = RankCore(CONFIG)
     core.retire("no cache")

@@ -8,6 +8,7 @@ from kvstore.client.core.plan import CompareResult, StoreJob
 from kvstore.client.core.rank import Copy, RankCore
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.messages import Distrust
+from tests.kit.cores import reading
 from tests.unit.client.rank_kit import COPIED, SUM, VOID, begun, plan, run, serving, store
 
 ALIKE, DIVERGED = CopyEnd(0), CopyEnd(0, b"y" * 16, error=1.4, diverged=True)
@@ -38,10 +39,10 @@ def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
 def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
-    assert core.reading.keys() == {0, 1, 2}
+    assert reading(core) == {0, 1, 2}
     (copy,) = begun(core)
     assert core.fence([0, 1])
     core.give_up([0])
     core.finished(copy, DIVERGED)
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
-    assert core.reading.keys() == frozenset()
+    assert reading(core) == set()

@@ -21,7 +21,7 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.space import ShardColumn
 from tests.amounts import amount
-from tests.kit.cores import has_work
+from tests.kit.cores import has_work, reading
 from tests.steps import CountedMachine
 from tests.unit.client.rank_kit import (
     CONFIG,
@@ -165,7 +165,7 @@ class RankMachine(CountedMachine):
             assert not self.core.fence(rest)
         else:
             waits = self.core.fence(blocks)
-            assert waits == (not blocks.isdisjoint(self.core.reading.keys()))
+            assert waits == (not blocks.isdisjoint(reading(self.core)))
 
     @rule()
     def read_outbox(self) -> None:
@@ -223,10 +223,10 @@ class RankMachine(CountedMachine):
     def pending_blocks_are_owed(self) -> None:
         if hasattr(self, "core"):
             self.read_outbox()
-            reading = set(self.core.reading)
-            assert reading.issuperset(c.block_id for c in self.copies if c.way is CopyWay.STORE)
+            left = reading(self.core)
+            assert left.issuperset(c.block_id for c in self.copies if c.way is CopyWay.STORE)
             self.read_report()
-            assert reading <= {b for job in self.owed_stores.values() for b in job.block_ids}
+            assert left <= {b for job in self.owed_stores.values() for b in job.block_ids}
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -238,7 +238,7 @@ class RankMachine(CountedMachine):
         self.read_report()
         assert not self.owed_loads, "a load never ended"
         assert not self.owed_stores, "a store never ended"
-        assert not self.core.reading
+        assert not reading(self.core)
         if self.attached and self.quiet:
             owed = {(self.quiet, slot) for slot in self.accepted.get(self.quiet, ())}
             assert owed <= self.acknowledged, "a credit of the open session was never answered"

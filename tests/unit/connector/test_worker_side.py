@@ -26,6 +26,7 @@ from kvstore.ports import BlockCopy
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import Seal
 from kvstore.wire.space import Group
+from tests.kit.cores import reading
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.scripted_node import WAIT_S, ScriptedNode
 from tests.kit.simulated_device import SimulatedDevice
@@ -363,7 +364,7 @@ def test_a_store_that_comes_late_is_fenced_too(
     side.handle_preemptions(StepPlan(fence_blocks=(4,)))
     assert side._handoff is not None
     with side._handoff.core() as core:
-        assert 4 not in core.reading
+        assert 4 not in reading(core)
     assert len(node.receive(Seal).slots) == 8
 
 
@@ -456,7 +457,7 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
     assert report is not None
     assert (report.session, report.fence_ns > 0) == (5, True)
     with side._handoff.core():
-        assert 3 not in core.reading
+        assert 3 not in reading(core)
     fenced.set()
     assert len(node.receive(Seal).slots) == 12
 
