@@ -251,6 +251,18 @@ def test_retired_it_ends_what_there_is_and_what_comes() -> None:
     core.hello()
 
 
+def test_a_fence_that_is_over_puts_no_later_store_before_a_load() -> None:
+    core = serving()
+    core.submit(plan(store(5, 20, 1)))
+    assert core.fence([20])
+    run(core)
+    assert not core.fence([20])
+    core.submit(plan(store(5, 20, 1, job=2), load(5, 0, 1)))
+    copy = core.next_copy()
+    assert copy is not None
+    assert copy.way is CopyWay.LOAD
+
+
 def test_a_copy_that_never_ends_is_waited_for_no_more_once_it_is_retired() -> None:
     core = serving()
     core.submit(plan(store(5, 20, 2)))
