@@ -9,15 +9,14 @@ cache reports the reason once, and from then on ends every job as failed.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
-import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.arena import in_children
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
 from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
@@ -94,7 +93,7 @@ class WorkerSide:
             bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
             or len(kv_cache_config.kv_cache_groups) > 1  # copies of partial blocks
         )
-        _sides.add(self)
+        in_children[self] = WorkerSide.forget
 
     def _serve_nothing(self, reason: str) -> None:
         """Have neither copies nor a socket: every job ends as failed for this reason."""
@@ -262,14 +261,3 @@ class WorkerSide:
         self._loading.update(load.request for load in plan.loads)
         mark = self._copies.mark() if self._copies is not None else 0
         self._handoff.submit(plan, mark)
-
-
-_sides: weakref.WeakSet[WorkerSide] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for side in list(_sides):
-        side.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

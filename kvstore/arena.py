@@ -385,7 +385,7 @@ class GenerationView:
         self.incarnation = Incarnation(incarnation)
         self._words: NDArray[np.uint64] | None = words
         self._slot_end = arena_bytes // PAGE_BYTES
-        closed_in_children.add(self)
+        in_children[self] = GenerationView.close
 
     @property
     def closed(self) -> bool:
@@ -432,7 +432,7 @@ class ArenaView:
         any array made from it, so a copy in flight in another thread is safe across `close`."""
         self._generations = generations
         self.size_bytes = size_bytes
-        closed_in_children.add(self)
+        in_children[self] = ArenaView.close
 
     @property
     def closed(self) -> bool:
@@ -462,13 +462,22 @@ class ArenaView:
         self.array = np.empty(0, np.uint8)
 
 
-def _close_in_child() -> None:
-    for each in list(closed_in_children):
+# ── forks ────────────────────────────────────────────────────────────────────────────────────────
+
+in_children: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Objects that a forked child must not use, such as a view of pages that it does not have, and what
+is done to each of them in the child."""
+
+
+def _forked() -> None:
+    for held, close in list(in_children.items()):
         with contextlib.suppress(OSError):
-            each.close()
+            close(held)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_forked)
 
 
 def _verify(fd: int, *, size_bytes: int, seals: int, what: str) -> None:

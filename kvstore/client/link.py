@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvstore.arena import ArenaView, GenerationView, closed_in_children
+from kvstore.arena import ArenaView, GenerationView, in_children
 from kvstore.descriptors import receive_datagram, send_datagram
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.wire import messages as wire
@@ -55,7 +55,7 @@ class Link:
         self.places: GenerationView | None = None
         """Page of places in the slab: a word for each slot of dram (`kvstore.wire.space`)."""
         self.slab: Slab | None = None
-        closed_in_children.add(self)
+        in_children[self] = Link.close
 
     @classmethod
     def connect(
