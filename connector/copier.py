@@ -357,10 +357,7 @@ class Copier:
         self._places = None  # memory of a node that is gone, which dram is not
         with self._handoff.core() as core:
             core.disconnected()
-        if is_refused:
-            self._dial.refused(now_ns)
-        else:
-            self._dial.ended(now_ns)
+        self._dial.ended(now_ns, is_refused=is_refused)
         self._say(f"detached: {reason}")
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────

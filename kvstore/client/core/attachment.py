@@ -83,16 +83,12 @@ class Dial:
         """The node serves this process: the next back-off is a short one again."""
         self._retry_ns = RETRY_NS_MIN
 
-    def ended(self, now_ns: int) -> None:
-        """The socket ended, or could not be connected."""
-        self._enter(DialState.DOWN, now_ns)
-        self._retry_at_ns = now_ns + self._retry_ns
-        self._retry_ns = min(self._retry_ns * 2, RETRY_NS_MAX)
-
-    def refused(self, now_ns: int) -> None:
-        """The node sent Refused."""
-        self._enter(DialState.DOWN, now_ns)
-        self._retry_at_ns = now_ns + REFUSED_RETRY_NS
+    def ended(self, now_ns: int, *, is_refused: bool = False) -> None:
+        """The socket ended, or could not be connected. `is_refused`: the node sent Refused."""
+        self.restart(now_ns)
+        self._retry_at_ns += REFUSED_RETRY_NS if is_refused else self._retry_ns
+        if not is_refused:
+            self._retry_ns = min(self._retry_ns * 2, RETRY_NS_MAX)
 
     def restart(self, now_ns: int) -> None:
         """Connect anew at once."""
@@ -247,7 +243,7 @@ class Attachment:
             case wire.Refused():
                 self._notice_away(f"refused: {message.reason}")
                 self._end_session()
-                self.dial.refused(now_ns)
+                self.dial.ended(now_ns, is_refused=True)
                 return "refused"
             case _:
                 pass

@@ -7,6 +7,7 @@ import pytest
 from kvstore.client.core.attachment import (
     GONE_TIMES,
     GREETING_NS_MAX,
+    REFUSED_RETRY_NS,
     RETRY_NS_MAX,
     RETRY_NS_MIN,
     Dial,
@@ -44,6 +45,14 @@ def test_tries_become_rarer_up_to_a_limit_and_begin_anew_once_served() -> None:
     assert found[-1] == RETRY_NS_MAX
     dial.served()
     assert waits(dial, 1) == [RETRY_NS_MIN]
+
+
+def test_a_refusal_waits_long_and_makes_no_later_wait_longer() -> None:
+    dial = Dial(LIMIT_MS)
+    dial.ended(START_NS, is_refused=True)
+    assert not dial.is_due(START_NS + REFUSED_RETRY_NS - 1)
+    assert dial.is_due(START_NS + REFUSED_RETRY_NS)
+    assert waits(dial, 2) == [RETRY_NS_MIN, 2 * RETRY_NS_MIN]
 
 
 def test_a_greeting_without_an_answer_ends() -> None:
