@@ -61,29 +61,22 @@ def block_keys(keys: Sequence[bytes], step: int) -> Sequence[bytes]:
     return DerivedKeys(lambda: len(keys) // step, lambda at: keys[(at + 1) * step - 1])
 
 
-class Presence:
-    """Blocks of one request that the node knows, by group, as of its last answers."""
-
-    def __init__(self) -> None:
-        self._masks: dict[int, Mask] = {}
+class Presence(dict[int, Mask]):
+    """Flags of the blocks of one request that the node knows, by group, as of its last answers."""
 
     def update_from_answer(self, group: int, first_block: int, bits: bytes) -> None:
         """Take the node's flags of the blocks from `first_block` on, padded to whole bytes. An
         answer about block 0 replaces all earlier answers; one that leaves a gap is ignored."""
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(np.bool_)
-        before = self._masks.get(group)
+        before = self.get(group)
         if not first_block:
-            self._masks[group] = flags
+            self[group] = flags
         elif before is not None and first_block <= len(before):
-            self._masks[group] = np.concatenate([before[:first_block], flags])
-
-    def get(self, group: int) -> Mask | None:
-        """Flags of the blocks of a group; None: the node has not answered."""
-        return self._masks.get(group)
+            self[group] = np.concatenate([before[:first_block], flags])
 
     def resized(self, group: int, count: int) -> Mask:
         """Flags of the first `count` blocks; unknown ones are absent."""
-        mask = self._masks.get(group, np.zeros(0, np.bool_))
+        mask = self.get(group, np.zeros(0, np.bool_))
         sized: Mask = np.zeros(count, np.bool_)
         sized[: len(mask)] = mask[:count]
         return sized
@@ -91,8 +84,8 @@ class Presence:
     def mark(self, group: int, blocks: slice, *, present: bool) -> None:
         """Set the flags of leased blocks, which came after the answer, from a node or disk; or
         clear those of blocks that turned out to be absent. Both end where the answer does."""
-        if group in self._masks:
-            self._masks[group][blocks] = present
+        if group in self:
+            self[group][blocks] = present
 
 
 # ── the request ───────────────────────────────────────────────────────────────────────────────────
