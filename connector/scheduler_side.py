@@ -23,7 +23,7 @@ import msgspec
 
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.request import cut_name
-from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
+from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.connector.copier import SELECT_FD_END
 from kvstore.connector.prompts import AdapterKeys, Adapters, tail_key, why_left_out
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvstore.client.core.plan import RankReport, SchedulerConfig
+    from kvstore.client.core.plan import Outcome, RankReport, SchedulerConfig
     from kvstore.connector.config import ConnectorConfig
     from kvstore.connector.groups import EngineGroups
 
@@ -202,7 +202,6 @@ class SchedulerSide:
                 self._core.pushes.leave_out(request.request_id, transfer, keys)
             self._leave_out(request, keys, now_ns)
             return True
-        self._requests[request.request_id] = request
         self._core.new_request(
             request.request_id,
             keys,
@@ -213,6 +212,7 @@ class SchedulerSide:
             traceparent=traceparent_of(request.trace_headers),
             tail=tail_key(request, keys, transfer, self._tail_block_tokens),
         )
+        self._requests[request.request_id] = request
         self._flush(now_ns)
         return True
 
@@ -264,7 +264,7 @@ class SchedulerSide:
         self.poll()
         outcome = self._match(request, local_tokens)
         while (
-            outcome is PENDING
+            outcome is None
             and not self._link.closed
             and (watch_ns := self._watch_left_ns(request.request_id)) > 0
             and not self._unsent
@@ -274,13 +274,11 @@ class SchedulerSide:
             self._watch(watch_ns)
             outcome = self._match(request, local_tokens)
         self._flush(time.monotonic_ns())
-        if outcome is PENDING:
-            return None, False
-        if isinstance(outcome, Hit):
-            return outcome.tokens, True
-        return 0, False
+        if isinstance(outcome, str):
+            return 0, False
+        return outcome, outcome is not None
 
-    def _match(self, request: Request, local_tokens: int) -> object:
+    def _match(self, request: Request, local_tokens: int) -> Outcome:
         asked_before = self._core.lookups.leases_open
         outcome = self._core.match(
             request.request_id,
@@ -341,7 +339,7 @@ class SchedulerSide:
             return
         story = self._core.finished(request.request_id, why_early, time.monotonic_ns())
         self._flush(time.monotonic_ns())
-        if story is not None and self._config.log_requests:
+        if self._config.log_requests:
             request_logger.info(
                 "kvstore: request %s: prompt %d tokens, engine's own %d, loaded %d%s, "
                 "lookup %.2f ms, load %.2f ms, blocks stored or known %d",

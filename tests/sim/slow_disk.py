@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.core.plan import PENDING, Hit, LoadJob, LoadResult, RankReport
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig
@@ -302,10 +302,10 @@ class SlowDiskWorld:
             if not room:
                 break
             outcome = self.core.match(request.name, local_tokens=0, now_ns=self.now_ns)
-            if outcome is PENDING:
+            if outcome is None:
                 continue
             waiting.remove(request)
-            self._admit(request, outcome.tokens if isinstance(outcome, Hit) else 0)
+            self._admit(request, outcome if isinstance(outcome, int) else 0)
             computing.append(request)
             if not request.loaded:
                 room -= self._schedule(request, room)

@@ -26,16 +26,7 @@ from collections.abc import Sequence
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import BlockWait, Costs
-from kvstore.client.core.plan import (
-    PENDING,
-    Hit,
-    HitPlan,
-    HitRules,
-    LoadJob,
-    LoadResult,
-    Miss,
-    Outcome,
-)
+from kvstore.client.core.plan import HitPlan, HitRules, LoadJob, LoadResult, Outcome
 from kvstore.client.core.request import (
     WAITING_STAGES,
     LookupPart,
@@ -95,11 +86,11 @@ class EngineLookups:
         if request.stage is not LookupStage.SHADOW:  # which excludes the tail by its end
             request.end_tokens = request.prompt_tokens if request.seeks_tail else 0
         outcome = self._match(request, now_ns, may_ask=may_ask)
-        if request.stage is LookupStage.HELD and outcome is PENDING:
+        if request.stage is LookupStage.HELD and outcome is None:
             outcome = self._held(request, tokens_max, now_ns)
-        if outcome is not PENDING:
+        if outcome is not None:
             request.waiting_since_ns = 0
-            hit_tokens = outcome.tokens if isinstance(outcome, Hit) else 0
+            hit_tokens = outcome if isinstance(outcome, int) else 0
             self.queue(request, request.prompt_tokens - request.local_tokens - hit_tokens)
         elif request.stage is not LookupStage.PROMOTING:
             self.queue(request, 0)
@@ -132,36 +123,35 @@ class EngineLookups:
             wanted = request.end_tokens or len(self._keys(request, 0)) * self._sizes[0]
             wanted -= request.local_blocks * self._sizes[0]
             if now_ns < request.pushed_until_ns and self._costs.is_worth(wanted):
-                return PENDING
+                return None
             if self._has_waited_long(request, wanted, now_ns):
                 return self._give_up(request, now_ns)
             if not may_ask and self._attachment.is_open:
-                return PENDING
+                return None
             refusal = self._ask(request, wanted, now_ns)
-            if refusal is None or refusal is PENDING:
+            if refusal is None:
                 request.waiting_since_ns = request.waiting_since_ns or now_ns
-                return PENDING
             return refusal
         if request.stage is LookupStage.ASKED:
             wanted = sum(part.count for part in request.parts) * self._sizes[0]
             if now_ns - request.asked_again_ns < self._costs.answer_ns(wanted):
-                return PENDING
+                return None
             return self._give_up(request, now_ns)
         if request.stage is LookupStage.PROMOTING:
             assert request.wait is not None
             queued_ns = self._costs.queued_ns(now_ns)
             if not request.wait.is_over(queued_ns, now_ns):
-                return PENDING
+                return None
             self._stats["promotions_given_up"] += 1
             request.end_wait(queued_ns, now_ns)
             request.miss_reason = "promotion deadline"
             for part in request.parts:
                 part.promoting = 0
         assert request.stage is LookupStage.HELD, request.stage
-        return PENDING
+        return None
 
     def _held(self, request: Request, tokens_max: int, now_ns: int) -> Outcome:
-        """The answer to the engine, once the node has answered; PENDING: the node was asked about
+        """The answer to the engine, once the node has answered; None: the node was asked about
         further KV cache groups."""
         if request.is_verified and not all(part.is_verifiable for part in request.parts):
             self.release(request)
@@ -179,7 +169,7 @@ class EngineLookups:
         else:
             plan = self._plan(self._rules, request, tokens_max, now_ns)
             if plan is None:
-                return PENDING
+                return None
             tokens = plan.tokens - local_tokens
         nothing, request.miss_reason = request.miss_reason, ""
         if request.plan is not None and request.plan.lacking_group:
@@ -194,7 +184,7 @@ class EngineLookups:
             request.stage = LookupStage.SHADOW
             request.failed = SHADOW_CHECK
             return self._miss(request, request.failed)
-        return Hit(min(tokens, self._costs.least_tokens) if request.is_probe else tokens)
+        return min(tokens, self._costs.least_tokens) if request.is_probe else tokens
 
     def _plan(
         self, rules: HitRules, request: Request, tokens_max: int, now_ns: int
@@ -232,7 +222,7 @@ class EngineLookups:
         limit_ns += self._config.heartbeat_timeout_ms * NS_PER_MS + request.queue_ns_max
         return 0 < request.waiting_since_ns < now_ns - limit_ns
 
-    def _give_up(self, request: Request, now_ns: int) -> Miss:
+    def _give_up(self, request: Request, now_ns: int) -> str:
         """The node did not answer in time: this request asks it no more."""
         self.release(request)
         self._count_failure(self._breaker, now_ns)
@@ -314,7 +304,7 @@ class EngineLookups:
     def start_load(
         self, request: Request, tables: Sequence[Sequence[int]], tokens: int
     ) -> list[LoadJob]:
-        """The jobs, one for each group, that fill the `tokens` of a Hit behind the engine's own.
+        """The jobs, one for each group, that fill the `tokens` of a hit behind the engine's own.
         `tables`: block tables of the request, by group."""
         assert request.stage is LookupStage.HELD, request.stage
         end_tokens = request.local_tokens + tokens
@@ -388,14 +378,15 @@ class EngineLookups:
             batch = due[i : i + wire.LEASES_PER_DATAGRAM_MAX]
             self._attachment.outbox.append(wire.LeaseRenew(leases=batch))
 
-    def _ask(self, request: Request, wanted_tokens: int, now_ns: int) -> Outcome | None:
+    def _ask(self, request: Request, wanted_tokens: int, now_ns: int) -> str | None:
+        """Ask the node, once it can be asked. Returns why it is not, if so."""
         attachment, first_block = self._attachment, request.local_blocks
         # Of an earlier question, before a preemption, nothing is told any more.
         request.first_block, request.asked_leases = first_block, []
         if not attachment.is_open:
             patience_ns = self._costs.answer_ns(wanted_tokens)
             if attachment.is_coming(now_ns, patience_ns):
-                return PENDING
+                return None
             return self._miss(request, "node unreachable")
         if wanted_tokens < max(self._config.min_load_tokens, 1):
             return self._miss(request, "cost gate" if wanted_tokens > 0 else "no full block")
@@ -454,6 +445,6 @@ class EngineLookups:
         0 none is."""
         return 0 < every <= since + 1
 
-    def _miss(self, request: Request, reason: str) -> Miss:
+    def _miss(self, request: Request, reason: str) -> str:
         request.miss_reason = reason
-        return Miss(reason)
+        return reason

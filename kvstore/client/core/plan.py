@@ -88,24 +88,9 @@ Mask = NDArray[np.bool_]
 """[n] flags of a request's blocks of one group, in chain order."""
 
 
-class Pending(msgspec.Struct, frozen=True):
-    """Ask again in the next step."""
-
-
-class Hit(msgspec.Struct, frozen=True):
-    """`tokens` tokens beyond the prefix-cache hit can be loaded."""
-
-    tokens: int
-
-
-class Miss(msgspec.Struct, frozen=True):
-    """Nothing to load; `reason` is one of a small fixed set of words for metrics and logs."""
-
-    reason: str
-
-
-Outcome = Pending | Hit | Miss
-PENDING = Pending()
+Outcome = int | str | None
+"""The answer for a request. A number: tokens beyond the prefix-cache hit that can be loaded. A text
+of a small fixed set, for metrics and logs: why there are none. None: ask again in the next step."""
 
 
 class HitPlan(msgspec.Struct, frozen=True):

@@ -212,7 +212,7 @@ class Request:
     file_tokens: int = 0
     """Loaded tokens that came from disk for it."""
     peer_tokens: int = 0
-    answer: Outcome | None = None
+    answer: Outcome = None
     answered_ns: int = 0
     """When the engine got its first answer after the last question to the node."""
     first_token_ns: int = 0

@@ -18,12 +18,9 @@ from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import (
-    PENDING,
-    Hit,
     HitRules,
     LoadJob,
     LoadResult,
-    Miss,
     Outcome,
     RankReport,
     SchedulerConfig,
@@ -187,15 +184,12 @@ class SchedulerCore:
     ) -> Outcome:
         """How many tokens beyond `local_tokens` (whole blocks) can be loaded. `tokens_max`,
         `may_ask`: see `EngineLookups.match`."""
-        entry = self.requests.get(request)
-        if entry is None:
-            return Miss("unknown request")
-        self._now_ns = now_ns
+        entry, self._now_ns = self.requests[request], now_ns
         entry.local_tokens = local_tokens
         self.pushes.resumed(entry)
         self.pushes.look()
         outcome = self.lookups.match(entry, tokens_max=tokens_max, now_ns=now_ns, may_ask=may_ask)
-        if outcome is not PENDING:
+        if outcome is not None:
             entry.answer = outcome
             # The engine repeats its question until it has room for the request.
             if entry.answered_ns <= entry.asked_at_ns:
@@ -210,9 +204,7 @@ class SchedulerCore:
         With `external_tokens` > 0 a load is planned into the blocks after the local ones; with 0
         the engine computes, and held leases are given back.
         """
-        entry = self.requests.get(request)
-        if entry is None:
-            return
+        entry = self.requests[request]
         self.pushes.admitted(entry, now_ns)
         if self._engine_holds_old and entry.local_tokens >= self.config.block_tokens:
             entry.is_old = True
@@ -249,8 +241,8 @@ class SchedulerCore:
             computed_tokens: computed so far plus scheduled in this step (drafts included).
             known_tokens: verified tokens; drafts and placeholders are not among them.
         """
-        entry = self.requests.get(request)
-        if entry is None or entry.stage is LookupStage.LOADING:
+        entry = self.requests[request]
+        if entry.stage is LookupStage.LOADING:
             return 0
         if known_tokens > entry.prompt_tokens and not entry.first_token_ns:
             entry.first_token_ns = self._now_ns
@@ -288,13 +280,11 @@ class SchedulerCore:
             due = min(due, entry.prompt_tokens)
         entry.due_tokens = due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
-    def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> wire.Story | None:
+    def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> wire.Story:
         """The request ended; `why_early` is the reason if it did so early (aborted, failed).
-        Returns its story, None if it is unknown. A running load ends by its ranks' reports."""
+        Returns its story. A running load ends by its ranks' reports."""
         self._now_ns = max(self._now_ns, now_ns)  # its only step may have begun long ago
-        entry = self.requests.pop(request, None)
-        if entry is None:
-            return None
+        entry = self.requests.pop(request)
         del self._by_tag[entry.tag]
         self.lookups.queue(entry, 0)
         self.pushes.finished(entry, why_early, self._now_ns)
@@ -324,16 +314,15 @@ class SchedulerCore:
             age_ns = max(0, self._now_ns - ended_ns)
             self.attachment.outbox.append(msgspec.structs.replace(story, age_ns=age_ns))
 
-    def _count(self, outcome: Outcome, *, file_tokens: int, peer_tokens: int) -> None:
+    def _count(self, outcome: int | str, *, file_tokens: int, peer_tokens: int) -> None:
         """Count how a request was answered when it was admitted."""
-        match outcome:
-            case Hit(tokens):
-                self.stats["hits"] += 1
-                self.stats["hit_tokens:file"] += file_tokens
-                self.stats["hit_tokens:peer"] += peer_tokens
-                self.stats["hit_tokens:dram"] += tokens - file_tokens - peer_tokens
-            case Miss(reason):
-                self.stats[f"misses:{reason}"] += 1
+        if isinstance(outcome, str):
+            self.stats[f"misses:{outcome}"] += 1
+            return
+        self.stats["hits"] += 1
+        self.stats["hit_tokens:file"] += file_tokens
+        self.stats["hit_tokens:peer"] += peer_tokens
+        self.stats["hit_tokens:dram"] += outcome - file_tokens - peer_tokens
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
@@ -400,6 +389,3 @@ class SchedulerCore:
         elif has_ended and entry is not None:
             for duration_ns in entry.load_ns.values():  # of all groups
                 self.costs.load.loaded(entry.loaded_tokens, duration_ns)
-
-
-__all__ = ["PENDING", "Hit", "Miss", "Outcome", "SchedulerCore"]

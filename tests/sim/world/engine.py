@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.client.core.plan import SchedulerConfig, StepPlan
-from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
+from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
 from tests.kit.cores import core_config, has_work
@@ -305,9 +305,9 @@ class SimEngine:
                     tokens_max=request.tokens - 1,
                     now_ns=self.now_ns,
                 )
-                if outcome is PENDING:
+                if outcome is None:
                     continue
-                external = outcome.tokens if isinstance(outcome, Hit) else 0
+                external = outcome if isinstance(outcome, int) else 0
                 if not self._fits(request) or not self._grow(
                     request, external, new_blocks, is_hit=True
                 ):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core.costs import VAIN_SHARE
-from kvstore.client.core.plan import PENDING, Miss
 from tests.unit.client.conftest import BLOCK_TOKENS, chain
 from tests.unit.client.test_promotions import COMPUTE_NS_PER_TOKEN, SlowDisk
 
@@ -41,7 +40,7 @@ def computing(node: SlowDisk, name: str) -> None:
     """A request of which nothing is stored, in the queue."""
     node.coming = 0
     ask(node, name)
-    assert isinstance(node.match(name), Miss)
+    assert isinstance(node.match(name), str)
     node.coming = BLOCKS
 
 
@@ -63,7 +62,7 @@ def test_a_request_that_ends_leaves_nothing(where: str) -> None:
         computing(node, "a")
     else:
         ask(node, "a")
-        assert node.match("a") is PENDING
+        assert node.match("a") is None
     assert sum(left(node)) == PROMPT
     node.core.finished("a")
     assert left(node) == (0, 0)
@@ -84,10 +83,10 @@ def test_a_request_that_asks_anew_is_not_counted_meanwhile(
     node = measured(coming=BLOCKS)
     computing(node, "a")
     ask(node, "b")
-    assert node.match("b") is PENDING
+    assert node.match("b") is None
     assert left(node) == (PROMPT, PROMPT)
     happens(node)
-    assert node.match("a") is PENDING
+    assert node.match("a") is None
     assert left(node)[0] == 0
 
 
@@ -98,13 +97,21 @@ def test_the_rest_of_what_came_is_in_the_queue_of_those_who_look_in_the_same_ste
     assert left(node) == (PROMPT - 4 * BLOCK_TOKENS, 0)
 
 
+def test_what_a_hit_loads_is_not_left() -> None:
+    node = measured()
+    node.keys = set(chain("a", BLOCKS)[:4])
+    ask(node, "a")
+    assert node.match("a") == 4 * BLOCK_TOKENS
+    assert left(node) == (PROMPT - 4 * BLOCK_TOKENS, 0)
+
+
 def test_those_who_wait_before_it_are_before_it_if_nothing_comes() -> None:
     node = measured(coming=BLOCKS)
     computing(node, "a")
     waits = []
     for name in ("b", "c"):
         ask(node, name)
-        assert node.match(name) is PENDING
+        assert node.match(name) is None
         waits.append(node.core.requests[name].wait)
     assert [wait and wait.queue_ns_max for wait in waits] == [PROMPT_NS, 2 * PROMPT_NS]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.plan import Hit, LoadJob, Miss, StoreJob
+from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushEnd, PushExpect
@@ -108,13 +108,13 @@ def test_a_tail_behind_a_gap_is_not_loaded(node: PushNode) -> None:
     arrive(node, decode_part())
     node.keys = {KEYS[0], TAIL}
     node.give(PushEnd("t", blocks=2, reason="evicted"))
-    assert asked(node) == Hit(BLOCK_TOKENS)
+    assert asked(node) == BLOCK_TOKENS
 
 
 def test_behind_the_engines_own_blocks_the_tail_alone_is_loaded() -> None:
     node = PushNode(min_load_tokens=16)
     all_comes(node)
-    assert asked(node, local=3) == Hit(83)
+    assert asked(node, local=3) == 83
     job = loaded(node, 83)
     assert (job.keys, job.block_ids) == (TAIL, (103,))
 
@@ -136,7 +136,7 @@ def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
     node.give(PushEnd("t", reason="aborted"))
     whole = chain("x", 4)
     node.keys = {*whole, TAIL}
-    assert asked(node, keys=whole) == Hit(4 * BLOCK_TOKENS)
+    assert asked(node, keys=whole) == 4 * BLOCK_TOKENS
 
 
 # ── none ─────────────────────────────────────────────────────────────────────────────────────────
@@ -203,19 +203,19 @@ def test_some_prompts_have_no_tail(part: PrefillPart | None, changes: dict[str, 
 
 def test_nobody_waits_for_nor_asks_for_a_tail_that_is_not_worth_a_load(node: PushNode) -> None:
     arrive(node, decode_part())
-    assert asked(node, local=3) == Miss("cost gate")
+    assert asked(node, local=3) == "cost gate"
     assert not node.of(m.LeaseAsk)
 
 
 def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
     node = PushNode(shadow_every=1, min_load_tokens=16, store="none")
     all_comes(node)
-    assert asked(node, local=3) == Miss("shadow check")
+    assert asked(node, local=3) == "shadow check"
     node.admit("r")
     assert step(node, 4 * BLOCK_TOKENS - 1, 4 * BLOCK_TOKENS - 1) is None
     # The token that completes its block is sampled, and the request preempted before it runs.
     whole = chain("x", 4)
-    assert isinstance(asked(node, local=3, keys=whole), Miss)
+    assert isinstance(asked(node, local=3, keys=whole), str)
     node.admit("r")
     assert step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole) is None
     assert node.core.lookups.leases_open == 0
@@ -224,14 +224,14 @@ def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
 def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
     node = PushNode(rank_count=2)
     all_comes(node)
-    assert asked(node) == Hit(PROMPT_TOKENS)
+    assert asked(node) == PROMPT_TOKENS
     job = loaded(node, PROMPT_TOKENS)
     ended(node, job)
     its = {"computed_tokens": PROMPT_TOKENS, "known_tokens": PROMPT_TOKENS}
     assert node.core.settled_tokens("r", **its) == 0
     ended(node, job, rank=1, failed=(103,))
     assert node.core.lookups.leases_open == 0
-    assert isinstance(asked(node, local=3), Miss)
+    assert isinstance(asked(node, local=3), str)
     whole = chain("x", 4)
     answer = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole)
     assert split(answer.keys)[-1] == whole[3]
@@ -249,4 +249,4 @@ def test_tails_of_all_lengths(rest: int) -> None:
     node.exchange()
     node.keys = {*KEYS, tail}
     node.give(PushEnd("t", blocks=4))
-    assert asked(node) == Hit(prompt if tail else 3 * BLOCK_TOKENS)
+    assert asked(node) == (prompt if tail else 3 * BLOCK_TOKENS)

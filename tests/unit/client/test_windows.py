@@ -10,13 +10,10 @@ import pytest
 
 from kvstore.client.core.lookups import HINT_NS_MAX, ROUNDS_MAX
 from kvstore.client.core.plan import (
-    PENDING,
     CompareResult,
-    Hit,
     HitPlan,
     LoadJob,
     Mask,
-    Miss,
     Outcome,
     RankReport,
     StoreJob,
@@ -81,10 +78,10 @@ def match(node: AnsweredCore, local: int = 0, most: int = 100) -> Outcome:
             tokens_max=most * BLOCK_TOKENS,
             now_ns=node.now_ns,
         )
-        if outcome is not PENDING:
+        if outcome is not None:
             return outcome
         node.exchange()
-    return PENDING
+    return None
 
 
 def load(node: AnsweredCore, tokens: int) -> tuple[LoadJob, ...]:
@@ -117,7 +114,7 @@ def test_a_hit_ends_where_every_group_can_serve_it(
     node: AnsweredCore, windows: tuple[int, ...], blocks: int
 ) -> None:
     begun(node, *windows)
-    expected = Hit(blocks * BLOCK_TOKENS) if blocks else Miss("group not stored")
+    expected = blocks * BLOCK_TOKENS if blocks else "group not stored"
     assert match(node) == expected
     story = node.core.finished("r")
     assert story is not None
@@ -129,7 +126,7 @@ def test_a_hit_ends_where_every_group_can_serve_it(
 
 def test_what_the_engine_has_itself_is_not_asked_for(node: AnsweredCore) -> None:
     keys = begun(node, 4)
-    assert match(node, local=4) == Hit(BLOCK_TOKENS)
+    assert match(node, local=4) == BLOCK_TOKENS
     assert asked(node, 0) == [keys[4:]]
     assert asked(node, 1) == [[keys[4]]]
     first, second = load(node, BLOCK_TOKENS)
@@ -148,7 +145,7 @@ def test_answers_that_promise_too_much_end_after_some_rounds(node: AnsweredCore)
             node.give(m.HintReply(message.request, bits, message.group, message.first_block))
         elif isinstance(message, m.LeaseAsk):
             node.give(node.lease_reply(message))
-    assert match(node) == Miss("group not stored")
+    assert match(node) == "group not stored"
     assert len(asked(node, 1)) == ROUNDS_MAX
     node.exchange()
     assert node.core.lookups.leases_open == 0
@@ -178,12 +175,12 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: AnsweredCore) -> None:
         lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
     )
     node.give(nothing)
-    assert match(node) is PENDING
+    assert match(node) is None
     slots = np.arange(0, 32, 16, dtype="<u4").tobytes()
     node.give(
         m.LeaseMore(ask.lease, slots, np.ones(2, "<u8").tobytes(), checksums=b"x" * 32, from_file=2)
     )
-    assert match(node) == Hit(6 * BLOCK_TOKENS)
+    assert match(node) == 6 * BLOCK_TOKENS
     assert [len(job.block_ids) for job in load(node, 6 * BLOCK_TOKENS)] == [6, 2]
 
 
@@ -225,7 +222,7 @@ def test_each_group_stores_with_credits_of_its_own(node: AnsweredCore) -> None:
 def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[int, int]) -> None:
     node = make(shadow_every=1, shard_counts=shards)
     keys = begun(node, *range(6))
-    assert match(node) == Miss("shadow check")
+    assert match(node) == "shadow check"
     node.core.allocated("r", tables=(), external_tokens=0, now_ns=node.now_ns)
     jobs: list[StoreJob] = []
     for blocks in (4, 6):
@@ -266,7 +263,7 @@ def test_long_prompts_are_asked_about_in_pieces() -> None:
     keys = chain("a", count)
     node.keys = {*keys, *(named(key, 1) for key in keys)}
     begin(node, keys)
-    assert match(node, most=count) == Hit(count * BLOCK_TOKENS)
+    assert match(node, most=count) == count * BLOCK_TOKENS
     hints = [h for h in node.of(m.Hint) if h.group == 1]
     assert [h.first_block for h in hints] == [0, 0, m.KEYS_PER_DATAGRAM_MAX]
 
@@ -317,15 +314,15 @@ def test_blocks_that_come_between_two_questions_are_not_taken_for_others(verify_
 
     node.core.new_request("r", keys, prompt_tokens=8 * BLOCK_TOKENS + 3, now_ns=node.now_ns)
     answer((set(), set()))
-    assert ask() is PENDING
+    assert ask() is None
     answer(({0, 1, 2, 3}, set()), promoting=4)
     more([4, 5], left=2)
-    assert ask() is PENDING
+    assert ask() is None
     more([6, 7], left=0)
-    while (found := ask()) is PENDING:
+    while (found := ask()) is None:
         answer((set(range(8)), {4, 5}))
-    if isinstance(found, Hit):
-        tokens, tables = found.tokens, TABLES
+    if isinstance(found, int):
+        tokens, tables = found, TABLES
         node.core.allocated("r", tables=tables, external_tokens=tokens, now_ns=node.now_ns)
         for job in node.core.plan((), node.now_ns).loads:
             wanted = [keys.index(key) for key in split(job.keys)]
