@@ -482,11 +482,9 @@ class DeviceCopies:
 
     def _error(self, flight: CopyFlight) -> float:
         cache, slot = self._caches[flight.copy.group], self._slot(flight.copy)
-        computed = self._source(flight)
+        computed, parts = self._source(flight), cache.compared.values()
         return error_of(
-            [computed[begin:end] for begin, end in cache.compared],
-            [slot[begin:end] for begin, end in cache.compared],
-            values=cache.values,
+            [computed[part] for part in parts], [slot[part] for part in parts], values=cache.values
         )
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvstore.kernels.port import Bytes
+from kvstore.kernels.port import Bytes, DeviceCache, LayerPages
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.wire.record import checksum_of
 from kvstore.wire.space import Slab
@@ -59,8 +59,8 @@ _Piece = tuple[NDArray[np.uint8], int, int]
 """View [block_count, pages, bytes] of the cache, and its begin and end in a slot."""
 
 
-class PagedCache:
-    """A rank's KV cache as bytes: blocks of one page a layer.
+class PagedCache(DeviceCache):
+    """A rank's KV cache in the host's own memory, as arrays of bytes.
 
     Not synchronised: callers copy a block in one thread at a time, without another writer.
     """
@@ -71,8 +71,7 @@ class PagedCache:
         """Args:
         layers: per layer, in model order, [block_count, page_bytes] u8, writable; bytes of a page
             are contiguous, everything else is free.
-        uncompared: places of the layers that `error` leaves out.
-        values: type of the numbers, a key of BOUNDS; empty: `error` is not asked for.
+        uncompared, values: as of `DeviceCache`.
 
         Raises:
             ValueError: layers that are no such thing, or differ in their number of blocks.
@@ -84,16 +83,9 @@ class PagedCache:
                 raise ValueError("pages of a cache must be writable bytes")
             if layer.strides[1] != 1:
                 raise ValueError("pages of a cache must be contiguous")
-        self.values, self.uncompared = values, frozenset(uncompared)
-        self.block_count = len(layers[0])
+        pages = [LayerPages(_address(each), each.strides[0], each.shape[1]) for each in layers]
+        super().__init__(pages, len(layers[0]), uncompared=uncompared, values=values)
         self.layers = tuple(layers)  # keeps every allocation alive: a run may span several
-        ends = np.cumsum([layer.shape[1] for layer in layers]).tolist()
-        self.block_bytes = int(ends[-1])
-        self._compared = [
-            (layer, end - layer.shape[1], end)
-            for place, (layer, end) in enumerate(zip(layers, ends, strict=True))
-            if place not in uncompared
-        ]
         self._runs = _runs(layers)
         self._pieces = [piece for run in self._runs for piece in _cut(run)]
 
@@ -131,8 +123,8 @@ class PagedCache:
     def error(self, block: int, slot: Bytes) -> float:
         """Distance of a block from the slot's (`error_of`); copies nothing."""
         self._check(block, slot)
-        computed = [layer[block] for layer, _, _ in self._compared]
-        cached = [slot[begin:end] for _, begin, end in self._compared]
+        computed = [self.layers[place][block] for place in self.compared]
+        cached = [slot[part] for part in self.compared.values()]
         return error_of(computed, cached, values=self.values)
 
     def _copied(self, block: int, slot: Bytes, *, is_store: bool) -> Iterator[memoryview]:

@@ -136,12 +136,10 @@ class BlockMoves:
         self, stream: int, group: int, pages: Addresses, places: Addresses, digests: Addresses
     ) -> None:
         """As `load`, but from `places`: [block] addresses in the device's memory."""
-        sources = places[:, None] + self._caches[group].offsets
         if self.is_staged:
-            self._move(stream, group, pages, sources)
+            self._move(stream, group, pages, places[:, None] + self._caches[group].offsets)
         else:
-            sizes = np.tile(self._caches[group].sizes, len(pages))
-            self._device.copy(stream, pages.ravel(), sources.ravel(), sizes)
+            self._copy_pieces(stream, group, pages, places, is_store=False)
         if digests.size:
             self.hash(stream, group, pages, digests)
 

@@ -35,15 +35,21 @@ class DeviceCache:
         uncompared: Collection[int] = (),
         values: str = "",
     ) -> None:
-        """`layers`: in model order. The rest as of `host.PagedCache`."""
+        """Args:
+        layers: in model order.
+        block_count: of the engine.
+        uncompared: places of the layers that comparisons leave out.
+        values: type of the numbers, a key of `host.BOUNDS`; empty: nothing is compared.
+        """
         self.block_count, self.values = block_count, values
         ends = np.cumsum([layer.size_bytes for layer in layers]).tolist()
         self.block_bytes = int(ends[-1])
-        self.compared = [
-            (end - layer.size_bytes, end)
+        self.compared = {
+            place: slice(end - layer.size_bytes, end)
             for place, (layer, end) in enumerate(zip(layers, ends, strict=True))
             if place not in uncompared
-        ]
+        }
+        """Parts of a slot that comparisons look at, by the place of their layer."""
         runs = list(_runs(layers))
         self._addresses = np.array([run.address for run in runs], np.uint64)
         self._strides = np.array([run.stride_bytes for run in runs], np.uint64)

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.host import PagedCache
 from kvstore.kernels.launches import sums_bytes
-from kvstore.kernels.port import HANDLE_BYTES, Addresses, DeviceCache, DeviceError, LayerPages
+from kvstore.kernels.port import HANDLE_BYTES, Addresses, DeviceError
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.record import PIECE_BYTES
 
@@ -407,13 +407,4 @@ def simulated_copies(
 ) -> DeviceCopies:
     """Copies on a simulated device, whose memory these caches are from now on."""
     device = SimulatedDevice(SEED) if on is None else on
-    return DeviceCopies(
-        device,
-        [_on_device(cache) for cache in caches],
-        by_pieces=by_pieces,
-    )
-
-
-def _on_device(cache: PagedCache) -> DeviceCache:
-    layers = [LayerPages(a.ctypes.data, a.strides[0], a.shape[1]) for a in cache.layers]
-    return DeviceCache(layers, cache.block_count, uncompared=cache.uncompared, values=cache.values)
+    return DeviceCopies(device, caches, by_pieces=by_pieces)
