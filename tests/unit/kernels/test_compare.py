@@ -86,3 +86,14 @@ def test_a_cache_compares_its_blocks_with_slots_and_changes_neither() -> None:
     assert cache.error(0, slot) > 1
     assert np.array_equal(slot, before[0])
     assert all(np.array_equal(a, b) for a, b in zip(layers, before[1], strict=True))
+
+
+def test_a_layer_that_may_differ_is_left_out() -> None:
+    layers = [np.ascontiguousarray(each)[None].view(np.uint8) for each in block()]
+    cache = PagedCache(layers, uncompared=[1], values="float32")
+    slot = np.zeros(cache.block_bytes, np.uint8)
+    cache.store(0, slot, b"")
+    layers[1][:] = 0
+    assert cache.error(0, slot) == 0.0
+    layers[2][:] = 0
+    assert cache.error(0, slot) == 1.0
