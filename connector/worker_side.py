@@ -22,11 +22,10 @@ from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier, Handoff
-from kvstore.connector.mapping import GroupLayers, describe, grouped, models_of
+from kvstore.connector.mapping import describe, grouped, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank
-from kvstore.wire.space import Group
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ class WorkerSide:
         )
         """Without what is known of this process once its cache exists."""
         self._serve_nothing("the rank has no cache yet")
-        self._nothing = self._report = RankReport(self._hello.rank, session=0)
+        self._nothing = self._report = RankReport(self._hello.rank)
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
         self._failed: set[str] = set()
@@ -132,9 +131,14 @@ class WorkerSide:
         begin_ns = time.monotonic_ns()
         weights = [digest_weights(*each) for each in models_of(self._vllm_config)]
         digests = [each.digest for each in weights]
-        described = [self._describe_group(n, each, digests) for n, each in enumerate(by_group)]
-        groups, held = zip(*described, strict=True)
         block_count = self._kv_cache_config.num_blocks
+        for layers in by_group:
+            devices.cache_pages(layers, block_count=block_count)  # raises NotServed without pages
+        configs = self._vllm_config, self._kv_cache_config
+        groups, held = zip(
+            *(describe(*configs, its, weights=digests, group=n) for n, its in enumerate(by_group)),
+            strict=True,
+        )
         copies = self._open_copies(held, block_count)
         if reason := devices.prove(copies, held, block_count):
             copies.close()
@@ -150,14 +154,6 @@ class WorkerSide:
         )
         own = {"process": secrets.token_hex(8), "groups": groups, "gpu": copies.gpu}
         return msgspec.structs.replace(self._hello, **own), copies
-
-    def _describe_group(
-        self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
-    ) -> tuple[Group, GroupLayers]:
-        # Raises NotServed where they have no pages.
-        devices.cache_pages(layers, block_count=self._kv_cache_config.num_blocks)
-        configs = self._vllm_config, self._kv_cache_config
-        return describe(*configs, layers, weights=weights, group=number)
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────
 
@@ -213,8 +209,8 @@ class WorkerSide:
         if idle:
             self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
         report = self._handoff.take_report()
-        results = {name: getattr(report, name) for name in report.__struct_fields__[2:]}
-        self._report = msgspec.structs.replace(self._report.plus(**results), session=report.session)
+        results = {name: getattr(report, name) for name in report.__struct_fields__[1:]}
+        self._report = self._report.plus(**results)
         finished = {load.request for load in report.loads if self._load_ended(load)}
         failed = self._failed & finished
         self._failed -= failed
@@ -241,9 +237,7 @@ class WorkerSide:
     def build_worker_meta(self) -> RankReport | None:
         """Results up to the last `get_finished`; None if there are none."""
         report, self._report = self._report, self._nothing
-        if report == RankReport(rank=report.rank, session=report.session):
-            return None
-        return report
+        return None if report == self._nothing else report
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────
 

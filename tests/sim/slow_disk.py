@@ -317,8 +317,7 @@ class SlowDiskWorld:
         self._pass_until(end_ns - 6 * NS_PER_MS)
         self.now_ns = max(self.now_ns, end_ns)
         if tokens:
-            session = self.core.attachment.session
-            self.core.reported(RankReport(rank=0, session=session, step=plan.step), self.now_ns)
+            self.core.reported(RankReport(rank=0, step=plan.step), self.now_ns)
         else:
             self._exchange()
             self.now_ns += self._poll_ns
@@ -335,5 +334,5 @@ class SlowDiskWorld:
         duration_ns = len(job.block_ids) * TOKENS * self.setting.load_ns
         self.now_ns += duration_ns
         result = LoadResult(job.request, job.lease, len(job.block_ids), (), 0, duration_ns)
-        report = RankReport(rank=0, session=self.core.attachment.session, loads=(result,))
+        report = RankReport(rank=0, loads=(result,))
         self.core.reported(report, self.now_ns)

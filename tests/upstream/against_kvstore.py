@@ -235,7 +235,7 @@ def _stock_as_asked(connector: KVStoreConnector, wanted: dict[str, Any], block_t
         metadata: Any = build(output)
         jobs.update({job.request: job for job in metadata.plan.loads})
         for store in metadata.plan.stores:  # the played rank drops it and says so at once
-            report = RankReport(0, store.session, (), (store.job,), 0, len(store.block_ids))
+            report = RankReport(0, (), (store.job,), 0, len(store.block_ids))
             connector.update_connector_output(_output_with(report))
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         names = [new.req_id for new in output.scheduled_new_reqs]
@@ -265,7 +265,7 @@ def _report_loads(connector: KVStoreConnector, jobs: dict[str, LoadJob]) -> None
                 else LoadResult(j.request, j.lease, len(j.block_ids), (), 0, 0)
                 for j in done
             ]
-            report = RankReport(0, done[0].session, tuple(loads))
+            report = RankReport(0, tuple(loads))
             output.kv_connector_worker_meta = KVStoreWorkerMetadata([report])
         hear(output)
 

@@ -202,8 +202,6 @@ class RankReport(msgspec.Struct, frozen=True):
     """Results of one rank since its last report."""
 
     rank: int
-    session: int
-    """The session this rank serves now; 0 when none."""
     loads: tuple[LoadResult, ...] = ()
     store_jobs_done: tuple[int, ...] = ()
     """Jobs whose source blocks are no longer read, whether sealed, dropped or compared."""

@@ -256,7 +256,7 @@ class RankCore:
         """Number of the last copy."""
         self._fenced: frozenset[int] = frozenset()
         self._outbox: list[wire.Message] = []
-        self._nothing = self._report = RankReport(hello.rank, session=0)
+        self._nothing = self._report = RankReport(hello.rank)
         self._unserved = SESSION_OVER
         """Why a load of a session that this rank does not serve fails."""
 
@@ -453,9 +453,7 @@ class RankCore:
 
     def take_report(self) -> RankReport:
         """Results since the last call."""
-        session = self._session if self._attached else 0
-        report = msgspec.structs.replace(self._report, session=session)
-        self._report = self._nothing
+        report, self._report = self._report, self._nothing
         return report
 
     def _count(self, **more: Any) -> None:

@@ -157,7 +157,7 @@ class AnsweredCore:
         """A rank reports that so many blocks of a load are in its cache."""
         fields = {"failed_block_ids": (), "bytes_moved": 1, "duration_ns": 1, **more}
         result = LoadResult(request=request, lease=lease, loaded_blocks=blocks, **fields)
-        self.core.reported(RankReport(rank, self.session, loads=(result,)), self.now_ns)
+        self.core.reported(RankReport(rank, loads=(result,)), self.now_ns)
 
     def of(self, kind: type[M]) -> list[M]:
         return [message for message in self.sent if isinstance(message, kind)]

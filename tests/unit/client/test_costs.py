@@ -23,7 +23,7 @@ def report(blocks: int, ns_per_token: int, session: int = 1) -> RankReport:
     """A rank copied so many blocks."""
     tokens = blocks * BLOCK_TOKENS
     load = LoadResult("x", 99, blocks, (), tokens, tokens * ns_per_token)
-    return RankReport(rank=0, session=session, loads=(load,))
+    return RankReport(rank=0, loads=(load,))
 
 
 def attached(*, load_ns: int = 0, computed: bool = True, **changes: Any) -> AnsweredCore:
@@ -54,7 +54,7 @@ def step(node: AnsweredCore, *, tokens: int = 1000, ns_per_token: int = 50_000) 
     """The engine computes."""
     plan = node.core.plan((), node.now_ns, computed_tokens=tokens)
     node.now_ns += tokens * ns_per_token
-    node.core.reported(RankReport(rank=0, session=1, step=plan.step), node.now_ns)
+    node.core.reported(RankReport(rank=0, step=plan.step), node.now_ns)
 
 
 # ── dram ─────────────────────────────────────────────────────────────────────────────────────────

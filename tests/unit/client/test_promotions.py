@@ -198,7 +198,7 @@ def test_steps_of_the_engine_set_the_pace() -> None:
     node.attach()
     plan = node.core.plan((), node.now_ns, computed_tokens=1000)
     node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms
-    node.core.reported(RankReport(rank=0, session=1, step=plan.step), node.now_ns)
+    node.core.reported(RankReport(rank=0, step=plan.step), node.now_ns)
     node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
     assert node.ask() is None
     node.exchange()

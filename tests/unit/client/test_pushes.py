@@ -82,7 +82,7 @@ class PushNode(AnsweredCore):
 
     def stored(self, job: int) -> None:
         """The only rank has reported it."""
-        self.core.reported(RankReport(0, self.session, store_jobs_done=(job,)), self.now_ns)
+        self.core.reported(RankReport(0, store_jobs_done=(job,)), self.now_ns)
 
 
 @pytest.fixture

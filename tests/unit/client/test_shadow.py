@@ -55,7 +55,7 @@ def done(
 ) -> None:
     count = len(job.block_ids) if compared is None else compared
     result = CompareResult(job.job, count, diverged, worst)
-    report = RankReport(rank=rank, session=1, store_jobs_done=(job.job,), compared=(result,))
+    report = RankReport(rank=rank, store_jobs_done=(job.job,), compared=(result,))
     node.core.reported(report, node.now_ns)
 
 

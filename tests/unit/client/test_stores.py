@@ -59,10 +59,10 @@ def test_blocks_are_stored_in_the_step_that_completes_them(node: AnsweredCore) -
     second = stored(node, "r", computed=5 * BLOCK_TOKENS)
     assert second.block_ids == (102, 103, 104)
     node.core.reported(
-        RankReport(rank=0, session=1, blocks_sealed=4, blocks_dropped=1, store_bytes=9, store_ns=7),
+        RankReport(rank=0, blocks_sealed=4, blocks_dropped=1, store_bytes=9, store_ns=7),
         node.now_ns,
     )
-    node.core.reported(RankReport(rank=0, session=1, fence_ns=3), node.now_ns)
+    node.core.reported(RankReport(rank=0, fence_ns=3), node.now_ns)
     counts = node.core.stats.take()
     assert counts["fence_ns"] == 3
     names = ("blocks_submitted", "blocks_sealed", "blocks_dropped", "bytes", "ns")

@@ -64,6 +64,6 @@ def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too
     assert job is not None
     for rank in (1, 0):
         assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
-        done = RankReport(rank=rank, session=1, store_jobs_done=(job.job,))
+        done = RankReport(rank=rank, store_jobs_done=(job.job,))
         node.core.reported(done, node.now_ns)
     assert node.core.plan((8, 9), node.now_ns).fence_blocks == ()

@@ -248,7 +248,7 @@ def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[i
     for job, diverged in zip(jobs, ((), (), (0,)), strict=True):
         assert node.core.lookups.leases_open == 2
         done = CompareResult(job.job, len(job.block_ids), diverged, 1.0)
-        report = RankReport(rank=0, session=1, store_jobs_done=(job.job,), compared=(done,))
+        report = RankReport(rank=0, store_jobs_done=(job.job,), compared=(done,))
         node.core.reported(report, node.now_ns)
     assert node.core.lookups.leases_open == 0
     told = [each for each in node.exchange() if isinstance(each, m.Compared)]

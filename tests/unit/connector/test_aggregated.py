@@ -36,7 +36,7 @@ def test_outputs_that_are_replayed_after_a_workers_failure_end_each_load_once() 
 
     def output(rank: int, *ended: str) -> Any:
         loads = tuple(LoadResult(name, leases[name], 3, (), 1, 1) for name in ended)
-        reports = [RankReport(rank, session=1, loads=loads, blocks_sealed=1)]
+        reports = [RankReport(rank, loads=loads, blocks_sealed=1)]
         made = KVConnectorOutput(
             finished_recving=set(ended), kv_connector_worker_meta=KVStoreWorkerMetadata(reports)
         )

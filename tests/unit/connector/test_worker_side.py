@@ -455,7 +455,7 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
     side.get_finished()
     report = side.build_worker_meta()
     assert report is not None
-    assert (report.session, report.fence_ns > 0) == (5, True)
+    assert report.fence_ns > 0
     with side._handoff.core():
         assert 3 not in reading(core)
     fenced.set()
