@@ -29,6 +29,7 @@ Does not cover: digests of files (`weights.py`), requests that wait (`scheduler_
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -123,21 +124,13 @@ _TOO_MANY: Final = f"there are more than {ADAPTERS_MAX} adapters"
 _CHANGED: Final = "its files changed while the engine ran"
 
 
-class AdapterKeys(DerivedKeys):
+def adapter_keys(request: Request, digest: bytes) -> DerivedKeys:
     """Keys of a request with an adapter: vLLM's keys, each hashed with the adapter's digest when it
-    is read."""
-
-    def __init__(self, request: Request, digest: bytes) -> None:
-        """`digest`: of the adapter. `request` goes on making its own keys."""
-        made: dict[bytes, bytes] = {}
-
-        def key(at: int) -> bytes:
-            own = request.block_hashes[at]
-            if own not in made:
-                made[own] = hashlib.sha256(digest + own).digest()
-            return made[own]
-
-        super().__init__(lambda: len(request.block_hashes), key)
+    is read first. `request` goes on making its own keys."""
+    hashed = functools.cache(lambda own: hashlib.sha256(digest + own).digest())
+    return DerivedKeys(
+        lambda: len(request.block_hashes), lambda at: hashed(request.block_hashes[at])
+    )
 
 
 class _Files(NamedTuple):

@@ -26,7 +26,7 @@ from kvstore.client.core.request import cut_name
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.connector.copier import SELECT_FD_END
-from kvstore.connector.prompts import AdapterKeys, Adapters, tail_key, why_left_out
+from kvstore.connector.prompts import Adapters, adapter_keys, tail_key, why_left_out
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
@@ -246,7 +246,7 @@ class SchedulerSide:
         if request.lora_request is None:
             return own
         digest = self._adapters.look(request.lora_request, time.monotonic_ns())
-        return AdapterKeys(request, digest) if isinstance(digest, bytes) else digest and "adapter"
+        return adapter_keys(request, digest) if isinstance(digest, bytes) else digest and "adapter"
 
     def get_num_new_matched_tokens(
         self, request: Request, local_tokens: int

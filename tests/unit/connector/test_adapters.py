@@ -21,8 +21,8 @@ from kvstore.connector.prompts import (
     LOOK_NS,
     LOOK_NS_MAX,
     READ_NS_MAX,
-    AdapterKeys,
     Adapters,
+    adapter_keys,
 )
 from kvstore.connector.weights import digest_path
 
@@ -209,14 +209,14 @@ def test_what_is_known_of_an_adapter_is_never_forgotten(
 
 def test_keys_depend_on_the_adapter_and_grow_with_the_request() -> None:
     request: Any = SimpleNamespace(block_hashes=[bytes([n]) * 32 for n in range(4)])
-    one, other = AdapterKeys(request, b"1" * 32), AdapterKeys(request, b"2" * 32)
+    one, other = adapter_keys(request, b"1" * 32), adapter_keys(request, b"2" * 32)
     assert [len(key) for key in one] == [32] * 4
     assert not set(one) & set(other)
     assert not set(one) & set(request.block_hashes)
     assert (one[1:3], one[-1]) == ([one[1], one[2]], one[3])
     request.block_hashes.append(b"9" * 32)
     assert len(one) == 5
-    assert one[4] == AdapterKeys(request, b"1" * 32)[4] not in one[:4]
+    assert one[4] == adapter_keys(request, b"1" * 32)[4] not in one[:4]
 
 
 def test_keys_end_with_their_request_and_wait_for_no_collection() -> None:
@@ -229,7 +229,7 @@ def test_keys_end_with_their_request_and_wait_for_no_collection() -> None:
     gone = weakref.ref(request)
     gc.disable()
     try:
-        keys = AdapterKeys(request, b"1" * 32)
+        keys = adapter_keys(request, b"1" * 32)
         assert len(keys[0]) == 32
         del request, keys
         assert gone() is None

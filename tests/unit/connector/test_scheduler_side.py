@@ -15,7 +15,7 @@ from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.groups import EngineGroups
-from kvstore.connector.prompts import AdapterKeys
+from kvstore.connector.prompts import adapter_keys
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
@@ -357,7 +357,7 @@ def test_a_request_waits_for_the_digest_of_its_adapter(
     assert link.sent == []
     looks.found = b"d" * 32
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
-    keys = b"".join(AdapterKeys(one, b"d" * 32))
+    keys = b"".join(adapter_keys(one, b"d" * 32))
     assert hinted(link) == [keys]
     assert [s.keys for s in link.sent if isinstance(s, m.LeaseAsk)] == [keys]
     side.request_finished(one)
