@@ -240,13 +240,10 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _file_tokens(self, request: Request) -> int:
         return self._in_scheduler.file_tokens(request)
 
-    @_guarded(lambda self: KVStoreMetadata(self._rescue_plan()))
+    @_guarded(lambda self: KVStoreMetadata(self._in_scheduler.rescue_plan()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         """The step's orders to the ranks."""
         return KVStoreMetadata(self._in_scheduler.build_plan(scheduler_output))
-
-    def _rescue_plan(self) -> StepPlan:
-        return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
 
     @_guarded(lambda self: None)
     def set_xfer_handshake_metadata_pp_aware(

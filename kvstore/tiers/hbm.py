@@ -114,7 +114,7 @@ class HbmTier:
         """Why the device is no longer used; empty: it is."""
         self._orders: queue.SimpleQueue[Promote | None] = queue.SimpleQueue()
         self._events = Mailbox[Promoted]()
-        self._closing = self._closed = False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="hbm", daemon=True)
         self._thread.start()
 
@@ -150,7 +150,7 @@ class HbmTier:
         """Give the memory back. Promotions under way end first. Idempotent."""
         if self._closed:
             return
-        self._closing = self._closed = True
+        self._closed = True
         self._places[:] = 0
         self._orders.put(None)
         self._thread.join()
@@ -186,7 +186,7 @@ class HbmTier:
         byte."""
         prefix, size = order.scope.prefix(), order.scope.block_bytes
         sources, targets = order.slots[begin:end].tolist(), order.targets[begin:end]
-        found = None if self._closing else self._promote(sources, targets, size)
+        found = None if self._closed else self._promote(sources, targets, size)
         for n in range(len(sources)):
             wanted, header = order.checksum(begin + n), prefix + order.key(begin + n)
             yield found is not None and wanted == checksum_of(

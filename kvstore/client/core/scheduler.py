@@ -29,7 +29,7 @@ from kvstore.client.core.plan import (
 from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.request import WAITING_STAGES, LookupStage, Presence, Request, block_keys
 from kvstore.client.core.shadow import Shadows
-from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, FilledBlocks
+from kvstore.client.core.stores import EngineStores, FilledBlocks
 from kvstore.wire import messages as wire
 from kvstore.wire.requests import DecodePart, PrefillPart
 
@@ -168,9 +168,9 @@ class SchedulerCore:
         # A decode engine's hint excludes the tail: its place is that of a block of the answer.
         keys = entry.stored
         for group in range(len(self.config.block_sizes)):
-            if hinted := self._keys(keys, group)[:HINT_KEYS_MAX]:
+            if hinted := self._keys(keys, group)[: wire.KEYS_PER_DATAGRAM_MAX]:
                 self.attachment.outbox.append(wire.Hint(entry.tag, b"".join(hinted), group))
-        if len(keys) <= HINT_KEYS_MAX:
+        if len(keys) <= wire.KEYS_PER_DATAGRAM_MAX:
             entry.hinted_ns, entry.hinted_session = now_ns, self.attachment.session
 
     def match(

@@ -22,13 +22,11 @@ from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
 from kvstore.client.core.request import LookupPart, Request
 from kvstore.types import Latest
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 RECENT_KEYS_MAX = 65_536
 """Keys remembered as stored, so that equal prompts are stored once."""
 WORK_NS_MAX = 1000 * NS_PER_MS
 """Longest time that running copies keep an otherwise idle engine stepping."""
-HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
 NULL_BLOCK = 0
 """Stands in a block table for blocks that the engine does not keep."""
 
