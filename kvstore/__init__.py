@@ -4,7 +4,7 @@ arena     the shared memory of a node
 ports     the pure core's needs from the world
 types, units, errors, wording, installation   shared by all
 breaker, mailbox   mechanisms of several packages
-plan      sizes and times of a workload: `kvstore plan`
+plan      sizes of a model's caches, for `kvstore plan`
 """
 
 from typing import Final

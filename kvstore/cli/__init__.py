@@ -9,7 +9,7 @@ look              inspect, explain: facts and tables of an answer, hours and mon
 prefix            locations of a prompt's blocks
 top               states of processes, as pages show them, in a terminal
 route             decisions of a router: explain, replay
-plan              sizes of a deployment, from a config.json and rates
+plan              sizes and times of a deployment, from a config.json and rates
 doctor_checks     findings about this machine: facts and verdicts
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
