@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -64,10 +64,11 @@ def make_certificates(
             raise ConfigError(f"{file} would be overwritten: remove it, or choose another name")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ca, ca_key, made = _authority(directory)
+        ca, made = _authority(directory)
         for identity, file in zip(identities, files, strict=True):
             names = _names(identity, hosts, is_index=nodes_are_indexes)
-            made += _issue(file, names, ca, ca_key, days=days)
+            uses = {x509.SubjectAlternativeName(names): False, _NO_CA: True, _PURPOSES: False}
+            made += _issue(file, file.stem[:64], uses, days=days, by=ca)[1]
     except OSError as error:
         raise ConfigError(
             f"{error.filename or directory} cannot be used: {error.strerror}; name a DIRECTORY"
@@ -93,22 +94,27 @@ def _names(identity: Identity, hosts: Iterable[str], *, is_index: bool) -> list[
     return general
 
 
-def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
+_USAGES: Final = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+_SIGNS: Final = x509.KeyUsage(
+    **dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
+)
+_CA: Final = x509.BasicConstraints(ca=True, path_length=0)
+_NO_CA: Final = x509.BasicConstraints(ca=False, path_length=None)
+_PURPOSES: Final = x509.ExtendedKeyUsage(
+    [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+)
+_Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
+"""A CA and its key."""
+
+
+def _authority(directory: Path) -> tuple[_Signer, list[Path]]:
+    """The CA in a directory, which is made if there is none, and the files that were made."""
     cert_file, key_file = directory / "ca.crt", directory / "ca.key"
     if not any(map(os.path.lexists, (cert_file, key_file))):
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstore lab CA")])
-        usage = x509.KeyUsage(
-            **dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
-        )
-        cert = (
-            _builder(name, name, key.public_key(), days=CA_DAYS)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(usage, critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-            .sign(key, hashes.SHA256())
-        )
-        return cert, key, _write(cert_file, cert, key)
+        return _issue(cert_file, "kvstore lab CA", {_CA: True, _SIGNS: True}, days=CA_DAYS)
     try:
         cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
         loaded = pem.load_pem_private_key(key_file.read_bytes(), password=None)
@@ -119,67 +125,51 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
         ) from None
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{key_file} was not made by 'kvstore certs': use another directory")
-    return cert, loaded, []
-
-
-_USAGES: Final = (
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
-    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
-)
+    return (cert, loaded), []
 
 
 def _issue(
     file: Path,
-    names: list[x509.GeneralName],
-    ca: x509.Certificate,
-    ca_key: ec.EllipticCurvePrivateKey,
+    name: str,
+    extensions: Mapping[x509.ExtensionType, bool],
     *,
     days: int,
-) -> list[Path]:
+    by: _Signer | None = None,
+) -> tuple[_Signer, list[Path]]:
+    """A new key with its certificate, and their files.
+
+    Args:
+        file: of the certificate.
+        name: its common name.
+        extensions: each with whether it is critical.
+        days: validity; ends with that of the CA at the latest.
+        by: the CA; None: it is one, and signs itself.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file.stem[:64])])
-    purposes = x509.ExtendedKeyUsage(
-        [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    )
-    cert = (
-        _builder(subject, ca.subject, key.public_key(), days=days, end=ca.not_valid_after_utc)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(purposes, critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False
-        )
-        .sign(ca_key, hashes.SHA256())
-    )
-    return _write(file, cert, key)
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    *,
-    days: int,
-    end: datetime.datetime | None = None,
-) -> x509.CertificateBuilder:
-    now, lasting = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=days)
-    return (
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    key_id: x509.ExtensionType = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    if by is not None:
+        end = min(end, by[0].not_valid_after_utc)
+        key_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(by[1].public_key())
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
+        .issuer_name(by[0].subject if by else subject)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + lasting if end is None else min(now + lasting, end))
+        .not_valid_after(end)
     )
-
-
-def _write(file: Path, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
+    for extension, is_critical in {**extensions, key_id: False}.items():
+        builder = builder.add_extension(extension, is_critical)
+    cert = builder.sign(by[1] if by else key, hashes.SHA256())
     private = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
     key_file = file.with_suffix(".key")
     _create(key_file, private, mode=0o600)
     _create(file, cert.public_bytes(pem.Encoding.PEM), mode=0o644)
-    return [file, key_file]
+    return (cert, key), [file, key_file]
 
 
 def _create(file: Path, content: bytes, *, mode: int) -> None:

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from kvstore.cli.certs import make_certificates
+from kvstore.cli.certs import CA_DAYS, make_certificates
 from kvstore.cli.main import cli, main
 from kvstore.client import certificates
 from kvstore.client.certificates import load
@@ -41,6 +42,26 @@ def test_what_is_made_is_accepted_and_names_its_owner(pki: Path) -> None:
     assert loaded.identities == {NODE}
     assert loaded.name_as("node") == "n1"
     assert loaded.name_as("index") == ""
+
+
+def test_the_ca_signs_and_the_others_end_with_it(pki: Path) -> None:
+    make_certificates(pki, [Identity("index", "i1")], days=CA_DAYS + 1)
+    ca, own = (
+        x509.load_pem_x509_certificate((pki / name).read_bytes())
+        for name in ("ca.crt", "index-i1.crt")
+    )
+    assert own.not_valid_after_utc == ca.not_valid_after_utc
+    own.verify_directly_issued_by(ca)
+    for cert, is_ca in ((ca, True), (own, False)):
+        limits = cert.extensions.get_extension_for_class(x509.BasicConstraints)
+        assert (limits.value.ca, limits.critical) == (is_ca, True)
+    usage = ca.extensions.get_extension_for_class(x509.KeyUsage)
+    assert (usage.value.key_cert_sign, usage.value.digital_signature) == (True, False)
+    its = own.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+    name = ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    assert its.key_identifier == name.key_identifier
+    purposes = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert set(purposes) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
 
 
 def test_keys_are_their_owners_only_and_the_ca_stays(pki: Path) -> None:
