@@ -18,7 +18,6 @@ be announced.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import mmap
 import os
 import select
@@ -35,7 +34,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.engine.why.report import TierReport
 from kvstore.node.node import MonotonicClock
 from kvstore.testing.process import NodeProcess
@@ -153,7 +152,7 @@ def start_node(folder: Path) -> NodeProcess:
 def wait_known(node: NodeProcess, count: int) -> None:
     """Until the node tells of so many blocks on disk."""
     deadline = time.monotonic() + 60
-    with contextlib.closing(NodeClient(node.socket)) as client:
+    with node_client(node.socket) as client:
         while time.monotonic() < deadline:
             rows = client.rows("tiers", TierReport)
             held = sum(row.blocks for row in rows if row.tier == "file")

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, Final, NamedTuple
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import SERVED_NAME, VllmServer
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.reasons import PushReport
@@ -93,7 +93,7 @@ def fresh_name() -> str:
 def pushes_of(pair: PdPair, transfer: str) -> tuple[PushReport, ...]:
     """What node d says of this transfer; the story of a request may come a moment later."""
     for _ in range(100):
-        with closing(NodeClient(pair.node_d.socket)) as client:
+        with node_client(pair.node_d.socket) as client:
             rows = client.rows("requests", RequestReport, pb.Filter(limit=64))
         # Behind the name is the number of the prompt in its request.
         found = [row for row in rows if row.transfer.partition("/")[0] == transfer]

@@ -37,7 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import disk, record
 from bench.hits import rest_until_idle
 from bench.scenarios.single import processor_s
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, encoder
 from kvstore.demo.stage import settled
@@ -196,7 +196,7 @@ def _two_nodes() -> Iterator[Stage]:
     ):
 
         def hide() -> None:
-            with contextlib.closing(NodeClient(pair.b.socket)) as client:
+            with node_client(pair.b.socket) as client:
                 client.clear(space="")
 
         settled(here, pair.b, lambda *_: True)

@@ -7,7 +7,6 @@ Does not cover: what answers mean (`route`, `top`), how they look (`tables`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import http.client
 import socket
 import ssl
@@ -26,7 +25,7 @@ from kvstore.errors import AttachError, ConfigError, ProtocolError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
-from kvstore.supervisor.sockets import INSPECT_SUFFIX, no_node_at, not_yours
+from kvstore.supervisor.sockets import INSPECT_SUFFIX, why_no_answer
 
 if TYPE_CHECKING:
     from kvstore.client.index import IndexClient
@@ -60,21 +59,10 @@ _SENTENCES: Final = (
 
 
 class NodeClient:
-    """Asks one node. Use as a context."""
+    """Asks one node, while its `node_client` lasts."""
 
-    def __init__(self, node_socket: Path) -> None:
-        """Connect to the node whose attach socket is `node_socket`.
-
-        Raises:
-            AttachError: there is none; the text says how to start one.
-        """
-        path = node_socket.absolute()
-        path = path.with_name(path.name + INSPECT_SUFFIX)
-        _probe(path, node_socket)
-        self._channel = grpc.insecure_channel(
-            f"unix:{path}", options=[("grpc.max_receive_message_length", REPLY_BYTES_MAX)]
-        )
-        self._stub = InspectStub(self._channel)
+    def __init__(self, stub: InspectStub) -> None:
+        self._stub = stub
 
     def rows(self, topic: str, kind: type[_R], asked: pb.Filter | None = None) -> list[_R]:
         """The rows of one topic. Raises AttachError."""
@@ -93,23 +81,6 @@ class NodeClient:
         """Drop cached blocks of a space (empty: of all). Returns how many. Raises AttachError."""
         return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
-
-
-def _probe(path: Path, node_socket: Path) -> None:
-    """Raise AttachError with the precise reason why no node answers, which gRPC does not report."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except PermissionError:
-            raise AttachError(not_yours(node_socket)) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
-                raise AttachError(f"no answer from {path}: {error.strerror}") from None
-            raise AttachError(no_node_at(node_socket)) from None
-
 
 def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
     try:
@@ -126,13 +97,22 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 
 
 @contextlib.contextmanager
-def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """Context with a client of the node. Raises AttachError, also for errors inside; `hint`:
-    further advice in its text.
+def node_client(node_socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
+    """Context with a client of the node whose attach socket is `node_socket`. Raises AttachError,
+    also for errors inside: there is none, and how to start one; `hint`: further advice in its text.
     """
+    path = node_socket.absolute()
+    path = path.with_name(path.name + INSPECT_SUFFIX)
+    options = [("grpc.max_receive_message_length", REPLY_BYTES_MAX)]
     try:
-        with contextlib.closing(NodeClient(socket)) as client:
-            yield client
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError as error:  # gRPC does not report why no node answers
+                why = why_no_answer(node_socket, error, f"no answer from {path}")
+                raise AttachError(why) from None
+        with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
+            yield NodeClient(InspectStub(channel))
     except AttachError as error:
         raise AttachError(f"{error}; {hint}" if hint else str(error)) from None
 

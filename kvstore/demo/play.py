@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.cli.route import show_receipt
 from kvstore.demo.engine import CompletionClient, samples
 from kvstore.demo.models import BLOCK_TOKENS, MEDIUM, default_cache
@@ -299,7 +299,7 @@ class RouterAct(Act):
             router.await_parity()
             for engine, node in zip(stage.engines, stage.nodes, strict=True):
                 engine.forget()
-                with closing(NodeClient(node.socket)) as door:
+                with node_client(node.socket) as door:
                     door.clear(space="")
             client, users = CompletionClient(router.port), stage.plan.users
             run = stage.replay(name, *stage.engines, through=client, abreast=users)

@@ -14,7 +14,6 @@ Does not cover: what an act shows of its runs (`play`).
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import (
     Completion,
     CompletionClient,
@@ -59,7 +58,7 @@ def settled(engine: VllmServer, node: NodeProcess, enough: Callable[[int, int], 
         TimeoutError: not within TIMEOUT_S.
     """
     deadline = time.monotonic() + TIMEOUT_S
-    with contextlib.closing(NodeClient(node.socket)) as client:
+    with node_client(node.socket) as client:
         while time.monotonic() < deadline:
             engine.warm_up()  # an idle engine does not attach
             sessions = sum(row.sessions for row in client.rows("nodes", NodeReport))

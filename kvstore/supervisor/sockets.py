@@ -325,8 +325,14 @@ def _send(asker: socket.socket, data: bytes) -> bool:
     return True
 
 
-def no_node_at(node_socket: Path) -> str:
-    """Answer for a path without a node."""
+def why_no_answer(node_socket: Path, error: OSError, otherwise: str) -> str:
+    """Why nothing answers at an attach socket, and what to do; `otherwise`: what an error means
+    that is neither of a path without a node nor of a user without the right to ask.
+    """
+    if isinstance(error, PermissionError):
+        return not_yours(node_socket)
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
+        return f"{otherwise}: {error.strerror}"
     if node_socket.exists() and not node_socket.is_socket():
         return f"{node_socket} is no socket: name the --socket of a node"
     return (
@@ -366,14 +372,11 @@ def ask_for_upgrade(
             if data == TAKEN:
                 sock.settimeout(timeout_s)
                 data = sock.recv(64 << 10)
-        except PermissionError:
-            raise AttachError(not_yours(node_socket)) from None
         except TimeoutError:
             raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
-                raise AttachError(f"no node at {node_socket}: {error.strerror}") from None
-            raise AttachError(no_node_at(node_socket)) from None
+            why = why_no_answer(node_socket, error, f"no node at {node_socket}")
+            raise AttachError(why) from None
     if not data:
         raise AttachError("the node ended before it answered")
     answer = msgspec.json.decode(data, type=UpgradeReport)

@@ -9,13 +9,12 @@ Does not cover: anybody's death (`tests.kit.kills`).
 
 from __future__ import annotations
 
-import contextlib
 import random
 from typing import Final
 
 import msgspec
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
 from kvstore.units import KIB
@@ -81,7 +80,7 @@ class RoundTrips:
             self._verify(*self._batches[old])
 
     def _clear(self) -> None:
-        with contextlib.closing(NodeClient(self._node.socket)) as client:
+        with node_client(self._node.socket) as client:
             client.clear(space="")
         left = [keys for engine, keys in self._batches[::AGE] if engine.verify(keys)]
         assert not left, f"{len(left)} batches came back after a clear, seed {self._seed}"

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -168,11 +167,11 @@ def measured(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
 
 def ready(socket: Path, engine: Engine) -> bool:
     """Wait until the engine is attached and all of dram is there; False: not within SETTLE_S."""
-    from kvstore.cli.ask import NodeClient
+    from kvstore.cli.ask import node_client
     from kvstore.engine.why.report import NodeReport, TierReport
 
     deadline = time.monotonic() + SETTLE_S
-    with closing(NodeClient(socket)) as node:
+    with node_client(socket) as node:
         while time.monotonic() < deadline:
             engine.run(SHORT)  # an idle engine does not attach
             sessions = sum(each.sessions for each in node.rows("nodes", NodeReport))
@@ -185,12 +184,12 @@ def ready(socket: Path, engine: Engine) -> bool:
 
 def settle(socket: Path, engine: Engine) -> int:
     """Wait until the node's blocks no longer grow; returns how many it has."""
-    from kvstore.cli.ask import NodeClient
+    from kvstore.cli.ask import node_client
     from kvstore.engine.why.report import TierReport
 
     deadline = time.monotonic() + SETTLE_S
     blocks, since = -1, time.monotonic()
-    with closing(NodeClient(socket)) as node:
+    with node_client(socket) as node:
         while time.monotonic() < min(deadline, since + QUIET_S):
             engine.run(SHORT)  # an idle engine does not step, and stores end in steps
             found = sum(each.blocks for each in node.rows("tiers", TierReport))

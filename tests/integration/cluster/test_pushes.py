@@ -12,14 +12,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
@@ -148,13 +147,13 @@ def test_a_push_is_seen_by_stage(pair: PeerPair) -> None:
         assert decode.scheduler.send(story)
         for each in (decode.finish(waiting), reply):
             decode.release(each)
-        with closing(NodeClient(pair.a.socket)) as client:
+        with node_client(pair.a.socket) as client:
             asked = pb.Filter(request="r-seen", limit=1)
             assert eventually(lambda: bool(client.rows("requests", RequestReport, asked)))
             (row,) = client.rows("requests", RequestReport, asked)
             ranges = client.rows("ranges", RangeReport, pb.Filter(number=row.number))
             seen = {each.kind for each in client.rows("transfers", TransferReport)}
-        with closing(NodeClient(pair.b.socket)) as client:
+        with node_client(pair.b.socket) as client:
             assert "write" in {each.kind for each in client.rows("transfers", TransferReport)}
     (push,) = row.pushes
     assert push.pushed == 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import SERVED_NAME, Completion
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine.why.explain import HashingReport
@@ -80,9 +80,8 @@ def _routers_make_its_keys(
     engine: EngineServer, node: NodeProcess, folders: Mapping[str, Path], prompt: tuple[int, ...]
 ) -> None:
     """With the path that the engine lists, and the digest that it says."""
-    nodes = NodeClient(node.socket)
-    (hashing,) = nodes.rows("hashings", HashingReport)
-    nodes.close()
+    with node_client(node.socket) as nodes:
+        (hashing,) = nodes.rows("hashings", HashingReport)
     digests: dict[str, bytes] = {}
     listed = {row["id"]: row for row in _call(engine, "models")["data"]}
     for name, folder in folders.items():

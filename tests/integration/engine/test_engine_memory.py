@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.client.index import IndexClient, Tokens
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine.why.explain import HashingReport
@@ -49,9 +49,8 @@ def test_what_it_computed_is_found_until_it_forgets(
         node_for(engine, tmp_path, flags=flags) as node,
         IndexClient([node.index], tls=lab.files("client", "router"), timeout_s=5) as index,
     ):
-        nodes = NodeClient(node.socket)
-        (hashing,) = nodes.rows("hashings", HashingReport)
-        nodes.close()
+        with node_client(node.socket) as nodes:
+            (hashing,) = nodes.rows("hashings", HashingReport)
         prompt = Tokens(PROMPT, hashing.block_tokens, hashing.hash_seed)
 
         def in_hbm() -> dict[bool, int]:

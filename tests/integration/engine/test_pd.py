@@ -17,7 +17,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import SERVED_NAME, CompletionClient
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
@@ -108,7 +108,7 @@ def forget(pair: PdPair) -> None:
     spaces of their own.)"""
     for engine, node in ((pair.p, pair.node_p), (pair.d, pair.node_d)):
         engine.forget()
-        with closing(NodeClient(node.socket)) as client:
+        with node_client(node.socket) as client:
             client.clear(space="")
 
 

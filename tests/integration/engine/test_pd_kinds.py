@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore.cli.ask import NodeClient
+from kvstore.cli.ask import node_client
 from kvstore.demo.engine import SERVED_NAME, Completion, CompletionClient
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import Encode, text_tokens
@@ -80,7 +80,7 @@ def ask(
 
 def pushed_groups(pair: PdPair) -> set[int]:
     """KV cache groups of which node d was pushed blocks."""
-    with closing(NodeClient(pair.node_d.socket)) as client:
+    with node_client(pair.node_d.socket) as client:
         rows = client.rows("requests", RequestReport, pb.Filter(limit=100))
     return {push.group for row in rows for push in row.pushes if push.pushed}
 

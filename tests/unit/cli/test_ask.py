@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pwd
@@ -15,7 +16,7 @@ from kvstore.cli import tables
 from kvstore.engine.trust import NO_PASS
 from kvstore.engine.why.report import NO_BUDGET, LeaseReport, NodeReport, QuotaReport, TierReport
 from kvstore.proto.rows import Row, TransferReport
-from kvstore.supervisor.sockets import not_yours
+from kvstore.supervisor.sockets import not_yours, why_no_answer
 
 GIB = 1 << 30
 NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)
@@ -142,3 +143,17 @@ def test_somebody_elses_node_is_named(tmp_path: Path) -> None:
     assert not_yours(closed) == expected, "by its directory, where it cannot be seen"
     closed.touch()
     assert not_yours(closed) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(errno.EACCES, "no"), "the node at n.sock belongs to user"),
+        (FileNotFoundError(errno.ENOENT, "no"), "no node at n.sock: start one with 'kvstore node"),
+        (NotADirectoryError(errno.ENOTDIR, "no"), "no node at n.sock: start one"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "no node at n.sock: start one"),
+        (OSError(errno.EMFILE, "Too many"), "no answer from n.sock.rpc: Too many"),
+    ],
+)
+def test_why_no_node_answers(error: OSError, says: str) -> None:
+    assert why_no_answer(Path("n.sock"), error, "no answer from n.sock.rpc").startswith(says)
