@@ -22,17 +22,9 @@ US_PER_H = 3_600_000_000
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
 _SIZE_END = 1 << 63
-_FACTOR = {
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_FACTOR = {"b": 1}
+_FACTOR |= {f"{letter}ib": KIB**power for power, letter in enumerate("kmgt", 1)}
+_FACTOR |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 
 
 def parse_size(text: str) -> int:

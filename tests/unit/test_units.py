@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.units import GIB, TIB, format_size, format_us
+from kvstore.units import GIB, KIB, MIB, TIB, format_size, format_us, parse_size
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,26 @@ def test_a_duration_has_a_unit_of_its_length(us: float, text: str) -> None:
 )
 def test_a_size_has_the_largest_unit_that_it_fills(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(
+            ("1048576", MIB),
+            ("7 B", 7),
+            ("1KiB", KIB),
+            ("2 mib", 2 * MIB),
+            ("1.5GiB", 3 * GIB // 2),
+        ),
+        *(
+            ("3TiB", 3 * TIB),
+            ("1kB", 1000),
+            ("1MB", 10**6),
+            ("50GB", 50 * 10**9),
+            ("2TB", 2 * 10**12),
+        ),
+    ],
+)
+def test_a_size_is_read_with_any_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
