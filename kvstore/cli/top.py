@@ -270,9 +270,10 @@ def watch(asked: TopSettings, *, has_node: bool) -> None:
 def _draw(sampler: Sampler, *, interval_s: float) -> None:
     """Draw samples until a key or a signal ends it."""
     out, head = console(), f"kvstore top, every {interval_s:g} s, q leaves"
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _leave)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        _ends_in_order(),
         _keyboard(sys.stdin.fileno()) as quits,
         Live(console=out, screen=True, auto_refresh=False) as live,
     ):
@@ -283,17 +284,9 @@ def _draw(sampler: Sampler, *, interval_s: float) -> None:
                 return
 
 
-@contextlib.contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """Context in which SIGTERM and SIGHUP raise SystemExit, so that the terminal is restored."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, number, signal.signal(number, leave))
-        yield
+def _leave(number: int, _: object) -> None:
+    """Handler of SIGTERM and SIGHUP: SystemExit, so that the terminal is restored."""
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -301,21 +294,18 @@ def _keyboard(fd: int) -> Iterator[Callable[[float], bool]]:
     """Context with a function that waits for up to so many seconds, and returns whether a quit key
     was pressed. Keys are not shown.
     """
-    if not os.isatty(fd):
-        yield lambda seconds: bool(select.select([], [], [], seconds)[0])
-        return
-    before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)
-    try:
-        yield lambda seconds: _has_quit(fd, seconds)
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+    is_terminal = os.isatty(fd)
 
+    def has_quit(seconds: float) -> bool:
+        ready, _, _ = select.select([fd] if is_terminal else [], [], [], seconds)
+        keys = os.read(fd, KEYS_MAX) if ready else b"-"
+        return not keys or bool(QUITS & set(keys))
 
-def _has_quit(fd: int, seconds: float) -> bool:
-    ready, _, _ = select.select([fd], [], [], seconds)
-    keys = os.read(fd, KEYS_MAX) if ready else b"-"
-    return not keys or bool(QUITS & set(keys))
+    with contextlib.ExitStack() as restored:
+        if is_terminal:
+            restored.callback(termios.tcsetattr, fd, termios.TCSADRAIN, termios.tcgetattr(fd))
+            tty.setcbreak(fd)
+        yield has_quit
 
 
 # ── layout ────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -201,13 +202,16 @@ def test_top_shows_a_node_and_all_nodes_what_they_do(system: System) -> None:
 
 
 def test_top_leaves_the_terminal_as_it_was(system: System) -> None:
-    for key in (b"q", b"\x03"):
+    for end in (b"q", b"\x03", signal.SIGTERM, signal.SIGHUP):
         with Terminal(("top", *system.asks, "--interval", "0.5")) as terminal:
             before = terminal.settings()
             assert terminal.shows(b"exact")
             assert terminal.settings() != before, "keys are not shown meanwhile"
-            terminal.type(key)
-            assert terminal.ends() == 0
+            if isinstance(end, bytes):
+                terminal.type(end)
+            else:
+                terminal.process.send_signal(end)
+            assert terminal.ends() == (0 if isinstance(end, bytes) else 128 + end)
             assert terminal.settings() == before
             assert terminal.seen.rindex(b"\x1b[?1049l") > terminal.seen.rindex(b"\x1b[?1049h")
             assert b"Traceback" not in terminal.seen
@@ -260,7 +264,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.seen = b""
         self._theirs = theirs
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "kvstore.cli.main", *arguments],
             stdin=theirs,
             stdout=theirs,
@@ -291,18 +295,18 @@ class Terminal:
 
     def ends(self) -> int:
         """What it prints is read until it has ended."""
-        while self._process.poll() is None:
+        while self.process.poll() is None:
             if select.select([self._fd], [], [], 0.1)[0]:
                 self.seen += os.read(self._fd, 1 << 16)
         while select.select([self._fd], [], [], 0)[0]:
             self.seen += os.read(self._fd, 1 << 16)
-        return self._process.returncode
+        return self.process.returncode
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         for fd in (self._fd, self._theirs):
             os.close(fd)
