@@ -45,6 +45,14 @@ def call_on(
         raise
 
 
+def end_now(limit: asyncio.Timeout) -> None:
+    """Have a timeout end now; nothing if its time is over already: its task may have yet to wake,
+    and asyncio refuses to change a timeout then.
+    """
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
 class LoopThread:
     """A thread that runs an asyncio loop from construction until `close`."""
 

@@ -31,6 +31,7 @@ import grpc
 
 from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
+from kvstore.net.aio import end_now
 from kvstore.net.http import listening
 from kvstore.obs.metrics import Values
 from kvstore.wire.identity import Identity, identities_of
@@ -272,7 +273,7 @@ class Calls(Guard):
         if len(self._silent) >= SILENT_MAX:
             oldest = next(iter(self._silent))
             del self._silent[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            end_now(oldest)
         limit = asyncio.timeout(READ_TIMEOUT_S)
         self._silent[limit] = None
         try:

@@ -36,7 +36,7 @@ from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict, istr
 from yarl import URL
 
-from kvstore.net.aio import HostAddresses
+from kvstore.net.aio import HostAddresses, end_now
 from kvstore.router.engines.failures import (
     NO_ENTRY,
     READ,
@@ -625,7 +625,7 @@ class Attempt(msgspec.Struct, eq=False):
         if self._error is None:
             self._error = error
             if self._connecting is not None:
-                self._connecting.reschedule(asyncio.get_running_loop().time())
+                end_now(self._connecting)
             self._woken.set()
 
     def _fault(self) -> Fault | None:

@@ -26,6 +26,7 @@ from multidict import CIMultiDictProxy, istr
 
 from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.net.aio import end_now
 from kvstore.router.engines.connections import CONTENT_LENGTH, TRANSFER_ENCODING
 from kvstore.router.front.answers import is_of, worker_of
 from kvstore.routing.values import RouteRequest
@@ -246,8 +247,7 @@ class Bodies:
             slowest.gives_way = True
             self.left += slowest.taken
             slowest.taken = slowest.size = slowest.step_size = 0
-            if not slowest.limit.expired():
-                slowest.limit.reschedule(asyncio.get_running_loop().time())
+            end_now(slowest.limit)
         return self.left >= 0
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvstore.errors import ProtocolError
+from kvstore.net.aio import end_now
 from kvstore.router.engines.calls import EngineHttp
 from kvstore.router.engines.connections import Attempt
 from kvstore.router.engines.failures import (
@@ -93,10 +95,7 @@ async def prefilled(
     gave no parameters. Raises LegFailure: the prefiller failed.
     """
     limit = asyncio.timeout(None)
-
-    def give_up() -> None:
-        limit.reschedule(asyncio.get_running_loop().time())
-
+    give_up = partial(end_now, limit)
     worker.attempts.add(give_up)
     try:
         async with limit:

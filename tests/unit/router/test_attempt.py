@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -391,6 +392,33 @@ async def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
             await running
         assert not attempt.worker.attempts
         assert failed.value.fault.failure is Failure.SILENT
+
+
+@on_loop
+async def test_an_attempt_is_given_up_as_its_time_to_connect_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect_s = 0.01
+    monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", connect_s)
+
+    async with asyncio.timeout(10), scripted() as engine:
+        attempt = engine.attempt(Client())
+        place = engine.engines.place(attempt.worker.url)
+        place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
+        running, loop = run(attempt), asyncio.get_running_loop()
+        await turns_until(lambda: bool(attempt.worker.attempts))
+        threading.Event().wait(2 * connect_s)
+        # The next turn of the loop ends the time, and the one after that wakes the attempt.
+        given_up = asyncio.Event()
+
+        def give_up() -> None:
+            attempt.give_up()
+            given_up.set()
+
+        loop.call_soon(loop.call_soon, give_up)
+        with pytest.raises(LegFailure, match="the engine is silent"):
+            await running
+        assert given_up.is_set()
 
 
 @pytest.mark.parametrize(
