@@ -67,8 +67,8 @@ def gpus_of_engines(count: int, gpus: Sequence[str]) -> list[str]:
 
 def gpus_here(devices: Path = Path("/dev")) -> list[str]:
     """Numbers of the GPUs that this process may use."""
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return chosen.split(",")
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return chosen.split(",") if chosen else []
     return sorted(
         (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")), key=int
     )

@@ -90,6 +90,8 @@ def test_gpus_are_counted_in_their_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert up.gpus_here(tmp_path) == ["2", "10"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert up.gpus_here(tmp_path) == ["3", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert up.gpus_here(tmp_path) == [], "hidden from this process, and so from its engines"
 
 
 def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
