@@ -460,17 +460,18 @@ class Machine:
             self.dram_bytes = self.node["tiers"][0].capacity_bytes
         else:
             self.dram_bytes = machine.available_memory()[0] // 2
-        self.file = disk_of(settings, dram_bytes=self.dram_bytes)
         self.has_cluster = bool(settings.index or settings.index_listen)
         self.tls, self.tls_refusal, self.transport = None, "", "none"
         try:
             self.tls = resolve_tls(settings, what="the index") if self.has_cluster else None
         except ConfigError as error:
             self.tls_refusal = str(error)
-            return
-        cluster = resolve_cluster(settings)
+        cluster = None if self.tls_refusal else resolve_cluster(settings)
         if cluster and cluster.transport:
             self.transport = cluster.transport.name
+        if cluster and cluster.tls:
+            settings.node_name = cluster.node
+        self.file = disk_of(settings, dram_bytes=self.dram_bytes)
 
     def files(self, pattern: str) -> dict[str, str]:
         """(path → text) of all files that match a glob pattern; devices have an empty text.

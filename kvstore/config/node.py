@@ -101,10 +101,12 @@ def load_config(
             "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
             " --file, or --events, or --index, or leave it out"
         )
+    config.cluster = resolve_cluster(config)
+    if config.cluster is not None and config.cluster.tls is not None:
+        config.node_name = config.cluster.node  # in a shared directory and in events, too
     config.disk = disk_of(config, dram_bytes=config.dram_bytes, scrub=config.scrub_rate)
     if config.disk is not None and arena is None:
         refuse_what_cannot_hold(config.disk)  # a later process has memory to serve without its disk
-    config.cluster = resolve_cluster(config)
     config.landing_bytes = _landing(config)
     # A block is never larger than a slab: each can be written some day. Its page comes on top.
     least = 2 * config.slab_bytes

@@ -28,6 +28,7 @@ from kvstore.engine.sessions.owners import UnservedReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import SpaceReport, TierReport
 from kvstore.errors import ConfigError
+from kvstore.testing.process import Lab
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, MIB
 from tests.style.tree import ROOT
@@ -517,3 +518,12 @@ def test_a_disk_without_room_is_not_written(
     gone = FileConfig(directory=tmp_path / "a" / "b", capacity_bytes=64 * MIB)
     found = _judge("disk", _machine(tmp_path / "root", {}, file=gone))
     assert "give --file another directory" in found.mend
+
+
+def test_a_shared_directory_has_the_part_of_the_node_in_the_certificate(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("node", "n1")
+    tls = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    flags = tls | {"dram": "8GiB", "index": ["127.0.0.1:1"], "file": "/mnt/x:1GiB,shared"}
+    machine = Machine(load_settings(None, flags, NodeSettings), tmp_path)
+    assert machine.file is not None
+    assert machine.file.home == Path("/mnt/x/n1")

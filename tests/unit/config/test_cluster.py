@@ -41,6 +41,11 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
     assert (config.cluster.node, config.index) == ("n1", ("i.example:9470",))
     assert (config.peer_listen, config.index_listen) == (("10.0.0.7", 9480), None)
     assert config.cluster.tls == load(files)
+    events = {"events": f"ipc://{tmp_path}/events", "file": f"{tmp_path}:1GiB,shared"}
+    config = load_config(None, settings | events)
+    assert config.published is not None
+    assert config.disk is not None
+    assert (config.published.node, config.disk.node) == ("n1", "n1")
     with pytest.raises(ConfigError, match=r"--cert .* is of node 'n1': leave node-name out"):
         load_config(None, settings | {"node-name": "n2"})
     with pytest.raises(ConfigError, match="is of a node only, and --index-listen"):
