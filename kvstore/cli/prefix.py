@@ -88,7 +88,7 @@ def read_tokens(path: Path) -> list[int]:
     text = _read(path)
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        tokens = [int(token) for token in found if not isinstance(token, bool)]
+        tokens = [int(token) for token in found if not isinstance(token, (bool, float))]
     except (ValueError, TypeError, RecursionError):
         tokens, found = [], [""]
     is_wrong = not tokens or len(tokens) != len(found)

@@ -56,6 +56,7 @@ def test_token_ids_from_a_file(tmp_path: Path, text: str) -> None:
         "[]",
         "words",
         "[1, true]",
+        "[1, 2.5]",
         '["a"]',
         '{"a": 1}',
         "-1",
