@@ -62,6 +62,7 @@ _PATTERNS: Final = {
     "block": ("[0-9]+", "block is a number"),
     "rank": ("[0-9]+", "rank is a number"),
     "space": ("[0-9a-f]{64}", "space has 64 hex digits, as 'kvstore inspect' shows"),
+    "scheme": ("https?", "scheme is one of http, https"),
 }
 """Option → (pattern of its values, error message for another value)."""
 
@@ -264,7 +265,7 @@ def _slices(settings: RouterSettings) -> WorkerAddress | None:
     if not (namespace and slash and name and colon and port):
         raise ConfigError(f"{written} must be NAMESPACE/SERVICE:PORT")
     options = _options(written, pairs, SLICE_KEYS, settings)
-    scheme = "https" if options.pop("scheme", "") == "https" else "http"
+    scheme = options.pop("scheme", "http")
     if scheme == "http" and not settings.insecure:
         raise ConfigError(
             f"{written} are beyond this machine, and everybody on the way can read prompts: add"

@@ -77,6 +77,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker_dns": ["http://127.0.0.1:1,seed=s"], "insecure": True}, "seed does nothing"),
         ({"worker_slices": "n/s:http,scheme=https,space=0"}, "space does nothing without an ind"),
         ({"worker_slices": "n/s:http,scheme=https,kind=x"}, "kind is one of"),
+        ({"worker_slices": "n/s:http,scheme=HTTPS", "insecure": True}, "scheme is one of"),
         ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
         ({"worker": HERE, "peer_router": ["a:1"]}, "route-listen"),
