@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TOKENS_FILE_BYTES_MAX: Final = 64 << 20
 TOKEN_MAX: Final = 2**32 - 1
 TOKENIZER_TIMEOUT_S: Final = 20.0
+_IN_TIERS: Final = ("hbm_blocks", "dram_blocks", "file_blocks")
 
 
 PrefixRow = dict[str, Any]
@@ -257,12 +258,8 @@ def look_up_everywhere(index: IndexClient, prompt: Prompt) -> PrefixRow:
         "trust": answer.trust.word,
         "holders": [
             msgspec.structs.asdict(match.holder)
-            | {
-                "trust": match.trust.word,
-                "hbm_blocks": match.hbm_blocks,
-                "dram_blocks": match.dram_blocks,
-                "file_blocks": match.file_blocks,
-            }
+            | {"trust": match.trust.word}
+            | {name: getattr(match, name) for name in _IN_TIERS}
             for match in ranked
         ],
     }

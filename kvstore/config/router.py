@@ -150,15 +150,12 @@ def _front(settings: RouterConfig) -> Tls | None:
     """Certificate that clients see, and the CA of theirs; those of the cluster where none are
     given. None: plain HTTP.
     """
+    if not (settings.listen_cert or settings.listen_ca):
+        return settings.tls
+    cert, key = settings.listen_cert or settings.cert, settings.listen_key or settings.key
     ca = settings.listen_ca or settings.ca
-    if settings.listen_cert is None or settings.listen_key is None:
-        if not settings.listen_ca:
-            return settings.tls
-        assert settings.cert is not None
-        assert settings.key is not None
-        cert, key = settings.cert, settings.key
-    else:
-        cert, key = settings.listen_cert, settings.listen_key
+    assert cert is not None
+    assert key is not None
     if ca is None and settings.api_keys is None:
         raise ConfigError(
             "--listen-cert alone would admit every client: add --api-keys, or --listen-ca with"
