@@ -461,14 +461,13 @@ class Machine:
         else:
             self.dram_bytes = machine.available_memory()[0] // 2
         self.has_cluster = bool(settings.index or settings.index_listen)
-        self.tls, self.tls_refusal, self.transport = None, "", "none"
+        self.tls, self.tls_refusal = None, ""
         try:
             self.tls = resolve_tls(settings, what="the index") if self.has_cluster else None
         except ConfigError as error:
             self.tls_refusal = str(error)
         cluster = None if self.tls_refusal else resolve_cluster(settings)
-        if cluster and cluster.transport:
-            self.transport = cluster.transport.name
+        self.transport = cluster.transport.name if cluster and cluster.transport else "none"
         if cluster and cluster.tls:
             settings.node_name = cluster.node
         self.file = disk_of(settings, dram_bytes=self.dram_bytes)

@@ -58,7 +58,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, _T], *, timeout_s: float) -> _T:
@@ -73,10 +73,6 @@ class LoopThread:
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self.loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
 
 class Tasks:

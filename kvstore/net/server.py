@@ -25,6 +25,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -253,21 +254,18 @@ class Calls(Guard):
         super().__init__(self._guarded)
 
     def _guarded(self, handler: Any) -> Any:
-        return grpc.stream_unary_rpc_method_handler(
-            self._answers(handler.unary_unary),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        answer = partial(self._answer, handler.unary_unary)
+        forms = (handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer, *forms)
 
-    def _answers(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
-        async def answer(_: object, context: Context) -> Any:
-            try:
-                request = await self._request(context)
-                return await self._threads.run(behavior, request, context)
-            except RefusedCall as error:
-                await context.abort(error.code, str(error))
-
-        return answer
+    async def _answer(
+        self, behavior: Callable[[Any, Context], Any], _: object, context: Context
+    ) -> Any:
+        try:
+            request = await self._request(context)
+            return await self._threads.run(behavior, request, context)
+        except RefusedCall as error:
+            await context.abort(error.code, str(error))
 
     async def _request(self, context: Context) -> Any:
         if len(self._silent) >= SILENT_MAX:
