@@ -44,11 +44,9 @@ from kvstore.tiers.file.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.disk import Disk, Pages, opened, read_bytes, sizes_in
+from kvstore.tiers.file.disk import Disk, Pages, beginning_of, opened, sizes_in
 from kvstore.tiers.file.writer import Writer
-from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
-from kvstore.wire.record import Void
 from kvstore.wire.segment import parse_store_page
 
 _PIECE_BYTES = 4 * MIB
@@ -221,7 +219,8 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         return report
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
-        store_id = _store_id(disk, fd) or _lost_store_id(report, disk, fd)
+        page = beginning_of(disk, "store", fd)
+        store_id = parse_store_page(page) or _lost_store_id(report, disk, fd)
         if store_id is None:
             return report
         locked = None
@@ -251,12 +250,6 @@ def _is_in_use(disk: Disk, dir_fd: int) -> bool:
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
-
-
-def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
-    with contextlib.suppress(OSError), opened(disk, "store", os.O_RDONLY, dir_fd) as (fd, _):
-        return parse_store_page(read_bytes(disk, fd, PAGE_BYTES, 0))
-    return None
 
 
 def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
@@ -292,7 +285,6 @@ def _check_all(
 ) -> None:
     numbers = sorted(filter(None, map(segment_number, os.listdir(dir_fd))))
     found: list[_Checked] = []
-    voids: list[Void] = []
     for number in numbers:
         name = segment_name(number)
         try:
@@ -303,16 +295,14 @@ def _check_all(
         except OSError as error:
             report.blame(name, f"unreadable ({error.strerror})")
             continue
-        voids += checked.found.table.voids if checked is not None else ()
         if checked is not None:
             found.append(checked)
         elif locked is not None:
             locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
             report.moved += 1
     _blame_what_was_closed(report, found)
-    damaged = [checked for checked in found if checked.is_damaged]
-    if locked is not None and damaged:
-        _move_aside(report, disk, locked, damaged, voids, numbers)
+    if locked is not None and any(checked.is_damaged for checked in found):
+        _move_aside(report, disk, locked, found, numbers)
 
 
 def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
@@ -371,12 +361,7 @@ def _read(file: SegmentFile) -> tuple[Contents, list[int]]:
 
 
 def _move_aside(
-    report: Report,
-    disk: Disk,
-    locked: Directory,
-    damaged: list[_Checked],
-    voids: list[Void],
-    numbers: list[int],
+    report: Report, disk: Disk, locked: Directory, found: list[_Checked], numbers: list[int]
 ) -> None:
     """Save the good records of damaged segments at the end of the log, then move the segments.
 
@@ -387,10 +372,10 @@ def _move_aside(
     catalog.expect(dict.fromkeys(numbers, 0))
     number = max(numbers) + 1
     writer = Writer(locked, catalog, disk, segment_bytes=SEGMENT_BYTES_MAX, number=number)
+    voids = [void for checked in found for void in checked.found.table.voids]
     writer.carry(voids)
     with contextlib.closing(catalog):
-        for checked in damaged:
-            segment = checked.segment
+        for segment in [checked.segment for checked in found if checked.is_damaged]:
             catalog.add(segment)
             parts = writer.ask(segment, voids).parts
             _, error = writer.move(parts, b"".join(part.locations for part in parts))

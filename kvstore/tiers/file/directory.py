@@ -28,10 +28,10 @@ from kvstore.tiers.file.contents import opened_segment
 from kvstore.tiers.file.disk import (
     FULL,
     Disk,
+    beginning_of,
     open_regular,
     opened,
     read_bytes,
-    read_flags,
     sizes_in,
     works_direct,
     write_all,
@@ -78,20 +78,19 @@ def segments_identity(disk: Disk, dir_fd: int) -> bytes | None:
     read, or they disagree."""
     found: set[bytes] = set()
     for name in filter(segment_number, os.listdir(dir_fd)):
-        try:
-            with opened_segment(disk, name, os.O_RDONLY, dir_fd) as (file, _):
-                found.update([file.head.store_id] if file is not None else ())
-        except OSError:
-            continue
+        with (
+            contextlib.suppress(OSError),
+            opened_segment(disk, name, os.O_RDONLY, dir_fd) as (file, _),
+        ):
+            found.update([file.head.store_id] if file is not None else ())
     return found.pop() if len(found) == 1 else None
 
 
 def parts_of(directory: Path) -> list[Path]:
     """The stores of single nodes in a shared directory, if it is one."""
-    try:
+    with contextlib.suppress(OSError):
         return sorted(path for path in directory.iterdir() if (path / _STORE).is_file())
-    except OSError:
-        return []
+    return []
 
 
 def refuse_other_mode(directory: Path, *, shared: bool) -> None:
@@ -306,11 +305,7 @@ class Directory:
 
     def note(self) -> bytes:
         """The last note of `keep_note`; empty if there is none or it cannot be read."""
-        try:
-            with opened(self._disk, _NOTE, os.O_RDONLY, self.fd) as (fd, size):
-                return read_bytes(self._disk, fd, min(size, NOTE_BYTES_MAX), 0)
-        except OSError:
-            return b""
+        return beginning_of(self._disk, _NOTE, self.fd, bytes_max=NOTE_BYTES_MAX)
 
     def keep_note(self, note: bytes) -> None:
         """Keep these bytes, whole pages, until the next ones: all of them or the old ones."""
@@ -349,11 +344,8 @@ class Directory:
 
     def is_readable(self) -> bool:
         """Whether the page that says whose this store is can be read from the disk now."""
-        try:
-            with opened(self._disk, _STORE, read_flags(direct=self.direct), self.fd) as (fd, _):
-                return len(read_bytes(self._disk, fd, PAGE_BYTES, 0)) == PAGE_BYTES
-        except OSError:
-            return False
+        page = beginning_of(self._disk, _STORE, self.fd, direct=self.direct)
+        return len(page) == PAGE_BYTES
 
     def put_aside(self, name: str, reason: str, *, keep_bytes: int) -> None:
         """Move a file that is not what it should be to quarantine, or delete it if that is full.

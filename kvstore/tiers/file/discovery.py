@@ -244,13 +244,9 @@ class Peers:
         self._peers.clear()
 
     def _meet(self, name: str) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY
-        try:
-            if stat.S_ISDIR(os.stat(self._parent / name, follow_symlinks=False).st_mode):
-                fd = self._disk.open(os.fspath(self._parent / name), flags, _AT_CWD)
-                self._peers[name] = _OtherNode(fd)
-        except OSError:
-            return
+        path, flags = os.fspath(self._parent / name), os.O_RDONLY | os.O_DIRECTORY
+        with contextlib.suppress(OSError):  # no directory, or none that may be read
+            self._peers[name] = _OtherNode(self._disk.open(path, flags, _AT_CWD))
 
     def _is_same(self, name: str) -> bool:
         """Whether the directory that was opened is still the one of this name."""

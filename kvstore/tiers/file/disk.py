@@ -127,6 +127,16 @@ def read_bytes(disk: Disk, fd: int, length: int, offset: int) -> bytes:
     return bytes(pages.view[: min(count, length)])
 
 
+def beginning_of(
+    disk: Disk, name: str, dir_fd: int, *, bytes_max: int = PAGE_BYTES, direct: bool = False
+) -> bytes:
+    """The first bytes of a small file, as many as there are; empty if it cannot be read."""
+    flags = read_flags(direct=direct)
+    with contextlib.suppress(OSError), opened(disk, name, flags, dir_fd) as (fd, size):
+        return read_bytes(disk, fd, min(size, bytes_max), 0)
+    return b""
+
+
 def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     """Whether O_DIRECT works in this directory, by writing and reading a page of a file there.
 

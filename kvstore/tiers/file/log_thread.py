@@ -260,10 +260,9 @@ class LogThread:
             coming = self._catalog.hidden_bytes  # frees itself when its grace is over
             if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:
                 return
-            closed = [segment for segment in self._catalog.own() if segment.found is None]
-            if not closed:
+            segment = next((each for each in self._catalog.own() if each.found is None), None)
+            if segment is None:
                 return
-            segment = closed[0]
             try:
                 asked = self.writer.ask(segment, self.writer.voids)
             except OSError as error:

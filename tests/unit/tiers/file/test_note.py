@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from kvstore.tiers.file.directory import NOTE_BYTES_MAX
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, reopen
 
 PAGE = 4096
@@ -53,3 +54,9 @@ def test_a_directory_with_nothing_but_a_note_is_taken(tmp_path: Path) -> None:
     (tmp_path / "store" / "learned").write_bytes(b"a" * 100)
     driver = Driver(tmp_path / "store").recovered()
     assert driver.tier.note == b"a" * 100
+
+
+def test_no_more_is_read_of_a_note_than_one_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "learned").write_bytes(b"a" * (NOTE_BYTES_MAX + PAGE))
+    assert Driver(tmp_path / "store").recovered().tier.note == b"a" * NOTE_BYTES_MAX

@@ -151,6 +151,8 @@ def test_foreign_nodes_that_are_none(nodes: list[Driver], tmp_path: Path) -> Non
     (tmp_path / "c" / "seg-00000002.kv").symlink_to("/etc/passwd")
     b.tier.look_at_peers()
     assert b.take() == []
+    assert b.tier._peers is not None
+    assert sorted(b.tier._peers._peers) == ["a", "c"], "others are not kept open"
 
 
 def test_a_node_needs_a_name(tmp_path: Path) -> None:
