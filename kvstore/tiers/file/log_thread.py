@@ -202,23 +202,19 @@ class LogThread:
         outcome = self.writer.append(job.order, self._memory, first=len(job.results))
         # The end of the job comes after the word that these are gone, and would outlive it.
         lost = set(np.frombuffer(b"".join(g.locations for g in outcome.lost), np.uint64).tolist())
+        if outcome.is_full:
+            self._make_room()
         with self._lock:
             job.results += [0 if place in lost else place for place in outcome.places]
             job.runs = 0
             self._report(outcome)
             if outcome.places and outcome.error is None and not job.late:
                 self._outbox.put(*self._health.wrote())
-            if outcome.is_full and not job.late:
+            if outcome.is_full and not job.late and self._waits(job):
                 self._is_stalled = True
                 self._queue.appendleft(job)
             else:
                 self._end(job)
-        if outcome.is_full:
-            self._make_room()
-            with self._lock:
-                if not self._waits(job) and self._queue and self._queue[0] is job:
-                    self._queue.popleft()
-                    self._end(job)
 
     def _carry(self, voids: Sequence[Void]) -> None:
         self.writer.carry([*voids, *self.writer.voids] if voids else ())
