@@ -28,7 +28,7 @@ import mmap
 import os
 import select
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -36,7 +36,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
+from kvstore.types import (
+    PAGE_BYTES,
+    PAGES_PER_GENERATION,
+    SLOT_BYTES_MIN,
+    Generation,
+    Incarnation,
+    SlotId,
+)
 
 MAGIC: Final = int.from_bytes(b"KVSGEN01", "little")
 LAYOUT_VERSION: Final = 1
@@ -160,14 +167,19 @@ class Arena:
         self._generations = words[PAGE_BYTES // 8 :]
         self._generations[:] = first_generation
 
-    def raise_generations(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
+    def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Publish `generations[i]` for `slots[i]`, which every mapping sees on return."""
-        self._generations[slots // np.uint32(PAGES_PER_GENERATION)] = generations
+        words = np.asarray(slots, np.int64) // PAGES_PER_GENERATION
+        values = np.asarray(generations, np.uint64)
+        assert words.shape == values.shape, "one generation per slot"
+        assert (words < self.arena_bytes // SLOT_BYTES_MIN).all(), "outside the arena"
+        assert (values >= self._generations[words]).all(), "a generation never goes back"
+        self._generations[words] = values
 
-    def generations(self, slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
-        """The published generations of `slots`, same shape."""
-        found: NDArray[np.uint64] = self._generations[slots // np.uint32(PAGES_PER_GENERATION)]
-        return found
+    def generation(self, slot: SlotId) -> Generation:
+        """The published generation of a slot."""
+        assert 0 <= slot * PAGE_BYTES < self.arena_bytes, f"slot {slot} is outside the arena"
+        return Generation(int(self._generations[slot // PAGES_PER_GENERATION]))
 
     def beat(self, now_ns: int) -> None:
         """Publish that the node was alive at `now_ns` of its monotonic clock."""

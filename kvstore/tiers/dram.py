@@ -15,12 +15,10 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from kvstore.arena import Arena
-from kvstore.types import PAGE_BYTES, Generation, SlotId
+from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import MIB, format_size
 
 CHUNK_BYTES = 16 * MIB
@@ -53,6 +51,8 @@ class DramTier:
         room_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         self.arena, self.capacity_bytes = arena, arena.arena_bytes
+        self.raise_generations, self.generation = arena.raise_generations, arena.generation
+        self.beat = arena.beat
         self._chunk_bytes = chunk_bytes
         self.ready_bytes = ready_bytes
         self._on_ready = on_ready
@@ -66,22 +66,6 @@ class DramTier:
     def start(self) -> None:
         """Begin to take the pages. Once."""
         self._thread.start()
-
-    def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
-        which, values = np.asarray(slots, np.uint32), np.asarray(generations, np.uint64)
-        assert which.shape == values.shape, "one generation per slot"
-        if not which.size:
-            return
-        assert int(which.max()) * PAGE_BYTES < self.capacity_bytes, "outside the tier"
-        assert (values >= self.arena.generations(which)).all(), "a generation never goes back"
-        self.arena.raise_generations(which, values)
-
-    def generation(self, slot: SlotId) -> Generation:
-        assert 0 <= slot * PAGE_BYTES < self.capacity_bytes, f"slot {slot} is outside the tier"
-        return Generation(int(self.arena.generations(np.array(slot, np.uint32))))
-
-    def beat(self, now_ns: int) -> None:
-        self.arena.beat(now_ns)
 
     def read(self, slot: SlotId, into: memoryview) -> None:
         begin = slot * PAGE_BYTES

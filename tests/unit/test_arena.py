@@ -145,7 +145,7 @@ def test_generations_start_at_one_and_follow_the_node(arena: Arena) -> None:
     view = generation_view(arena)
     slots = np.array([0, 16, 240, 17], np.uint32)  # 17 lies in the slot that begins at 16
     assert view.generations(slots).tolist() == [1, 1, 1, 1]
-    arena.raise_generations(np.array([16, 240], np.uint32), np.array([5, 2**63], np.uint64))
+    arena.raise_generations([16, 240], [5, 2**63])
     assert view.generations(slots).tolist() == [1, 5, 2**63, 5]
     assert view.generations(slots.reshape(2, 2)).shape == (2, 2)
 
@@ -153,7 +153,7 @@ def test_generations_start_at_one_and_follow_the_node(arena: Arena) -> None:
 def test_a_snapshot_does_not_change_afterwards(arena: Arena) -> None:
     view = generation_view(arena)
     snapshot = view.generations(np.array([0], np.uint32))
-    arena.raise_generations(np.array([0], np.uint32), np.array([9], np.uint64))
+    arena.raise_generations([0], [9])
     assert snapshot.tolist() == [1]
 
 

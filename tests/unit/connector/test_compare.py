@@ -110,7 +110,7 @@ def test_a_slot_that_is_reused_says_nothing(
     begin = rank.copies.begin
 
     def reuse() -> None:
-        node.arena.raise_generations(np.array([SLOTS[2]], np.uint32), np.array([2], np.uint64))
+        node.arena.raise_generations([SLOTS[2]], [2])
 
     def begin_and_reuse(copy: BlockCopy) -> None:
         begin(copy)

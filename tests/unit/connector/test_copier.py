@@ -210,7 +210,7 @@ def test_a_generation_raised_during_a_copy_voids_it(
 
     def begin_and_raise(copy: BlockCopy) -> None:
         begin(copy)
-        node.arena.raise_generations(np.array([0], np.uint32), np.array([2], np.uint64))
+        node.arena.raise_generations([0], [2])
 
     monkeypatch.setattr(rank.copies, "begin", begin_and_raise)
     if store:

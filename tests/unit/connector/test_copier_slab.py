@@ -165,7 +165,7 @@ def test_a_block_that_leaves_dram_meanwhile_is_not_loaded_at_all(
         begin(copy)
         ways.append(copy.way)
         if copy.way is CopyWay.LOAD:
-            node.arena.raise_generations(np.array([SLOT], np.uint32), np.array([2], np.uint64))
+            node.arena.raise_generations([SLOT], [2])
             take_back(node)
 
     monkeypatch.setattr(rank.copies, "begin", begin_and_lose)
