@@ -105,14 +105,11 @@ class Restarts:
         self._soon = 0
         self._unready = 0
         self._refusals = 0
-        self.count = 0
-        """Processes started in place of another."""
 
     def refused(self) -> Again:
         """A process refused to start; its memory is not the reason."""
         pause_ns = REFUSAL_PAUSES_NS[min(self._refusals, len(REFUSAL_PAUSES_NS) - 1)]
         self._refusals += 1
-        self.count += 1
         return Again(pause_ns, keep=True)
 
     def ended(self, *, served_ns: int) -> Again | None:
@@ -123,7 +120,6 @@ class Restarts:
         self._soon = 1 if served_ns > SOON_NS else self._soon + 1
         if self._soon > DEATHS_MAX:
             return None
-        self.count += 1
         pause_ns = PAUSES_NS[min(self._soon, len(PAUSES_NS)) - 1]
         return Again(pause_ns, keep=self._unready < WARM_ATTEMPTS_MAX)
 

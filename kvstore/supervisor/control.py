@@ -83,12 +83,12 @@ class BeginServing(Control, tag="Begin", frozen=True):
     """Input of `config.load_config`."""
     dram_bytes: int
     dram_note: str
-    life: int
+    life: int = 0
     """Number of earlier processes, without refused starts that never served (they have given out no
     generation): 0 is the first."""
-    died_ns: int
+    died_ns: int = 0
     """End of the previous process, on the monotonic clock; 0: none."""
-    places: Addresses
+    places: Addresses = Addresses()
 
 
 class Begun(Control, frozen=True):

@@ -71,11 +71,10 @@ _log = logging.getLogger("kvstore.supervisor.supervisor")
 class Start(msgspec.Struct, frozen=True):
     """Settings from the command line: checked already."""
 
-    settings: dict[str, Any]
+    begin: control.BeginServing
+    """What the first node process begins with."""
     socket: str
     others_may_connect: bool
-    dram_bytes: int
-    dram_note: str
     log_level: str
     drain_s: int = 0
 
@@ -324,7 +323,7 @@ class Supervisor:
 
     def _hand_over(self, process: Process) -> None:
         assert process.prepared is not None
-        store, start = self._store, self._start
+        store = self._store
         objection = self._objection(process.prepared)
         if process.prepared.control != control.CONTROL_VERSION:
             _log.error("%s", objection)
@@ -336,13 +335,8 @@ class Supervisor:
             self._say(process, control.Held(name), fd)
         for number, (hello, pidfd) in store.writers.items():
             self._say(process, control.RegisteredWriter(number, hello), pidfd)
-        begin = control.BeginServing(
-            settings=start.settings,
-            dram_bytes=start.dram_bytes,
-            dram_note=start.dram_note,
-            life=self._life,
-            died_ns=self._died_ns,
-            places=self._places,
+        begin = msgspec.structs.replace(
+            self._start.begin, life=self._life, died_ns=self._died_ns, places=self._places
         )
         self._say(process, begin, self._listener.socket.fileno())
 
@@ -501,11 +495,9 @@ class Supervisor:
 def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
     """Input of a supervisor."""
     return Start(
-        settings=settings,
+        control.BeginServing(settings, config.dram_bytes, config.dram_note),
         socket=str(config.socket),
         others_may_connect=bool(config.allow_uid - {0, os.geteuid()}),
-        dram_bytes=config.dram_bytes,
-        dram_note=config.dram_note,
         log_level=config.log_level,
         drain_s=config.drain_s,
     )

@@ -26,6 +26,7 @@ import sys
 from kvstore.obs import logs
 from kvstore.net.process import spawn
 from kvstore.supervisor import child, supervisor
+from kvstore.supervisor.control import BeginServing
 directory, script, pace = sys.argv[1:]
 logs.setup("info")
 child.PAUSES_NS = child.REFUSAL_PAUSES_NS = (0,)
@@ -36,8 +37,8 @@ if "patient" in pace:
     supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 10**15, 5 * 10**7
 supervisor.STANDBY_AFTER_NS = int(1e12) if "standby" not in pace else 0
 start = supervisor.Start(
-    settings={}, socket=f"{directory}/node.sock", others_may_connect=False, dram_bytes=1,
-    dram_note="", log_level="info",
+    BeginServing({}, 1, ""), socket=f"{directory}/node.sock", others_may_connect=False,
+    log_level="info",
 )
 made = supervisor.Supervisor(start, spawn=lambda: spawn((script, directory)))
 sys.exit(made.run())

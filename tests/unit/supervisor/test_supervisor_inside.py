@@ -37,11 +37,9 @@ class Inside(Supervisor):
     def __init__(self, directory: Path, *, drain_s: int = 0) -> None:
         self.socket = directory / "node.sock"
         start = Start(
-            settings={},
+            control.BeginServing({}, 1, ""),
             socket=str(self.socket),
             others_may_connect=False,
-            dram_bytes=1,
-            dram_note="",
             log_level="info",
             drain_s=drain_s,
         )
