@@ -36,13 +36,6 @@ slot // PAGES_PER_GENERATION. No slot is smaller than SLOT_BYTES_MIN, so no two 
 Generation = NewType("Generation", int)
 """How often a slot was reused; u64, starts at 1, raised before every reuse."""
 
-SessionId = NewType("SessionId", int)
-"""One pairing of a scheduler with all its ranks, made by the node; never reused in one node
-incarnation. Credits and seals belong to a session."""
-
-LeaseId = NewType("LeaseId", int)
-"""Chosen by the scheduler side, unique for the life of its process."""
-
 ConnectionId = NewType("ConnectionId", int)
 """One attached socket, numbered by the node; never reused in one incarnation."""
 
