@@ -89,7 +89,6 @@ class Leases:
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._bytes_of: Counter[int] = Counter()
         """Bytes counted by session; only sessions that have leases."""
-        self._bytes = 0
         self._agenda = Agenda[tuple[int, int]]()
         self.ended: Callable[[tuple[int, int]], None] = lambda _: None
         """Called with (session, lease id) of each lease of an engine that has ended."""
@@ -112,7 +111,7 @@ class Leases:
 
     def _room(self, session: int) -> int:
         its = self._bytes_of[session]
-        return min(SESSION_BYTES_MAX, (BYTES_MAX - self._bytes + its) // 2) - its
+        return min(SESSION_BYTES_MAX, (BYTES_MAX - self._bytes_of.total() + its) // 2) - its
 
     def add(
         self, session: int, lease: int, words: Words, now_ns: int, account: Account, shards: int
@@ -188,7 +187,6 @@ class Leases:
         self._count(session, lease.size_bytes - counted_bytes)
 
     def _count(self, session: int, size_bytes: int) -> None:
-        self._bytes += size_bytes
         self._bytes_of[session] += size_bytes
         if not self._bytes_of[session]:
             del self._bytes_of[session]

@@ -64,18 +64,18 @@ def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(
     assert leases.fitting(1, slots.pins.node, words, 1) == 0
     assert leases.may_add(2, 0)
     # And where many sessions take all that they can.
-    monkeypatch.setattr(module, "BYTES_MAX", leases._bytes + 64 * LEASE_BYTES)
+    monkeypatch.setattr(module, "BYTES_MAX", leases._bytes_of.total() + 64 * LEASE_BYTES)
     for session in range(2, 8):
         assert leases.may_add(session, 0), "nothing is left"
         while leases.may_add(session, number):
             leases.add(session, number, words[:0], 0, slots.pins.node, 1)
             number += 1
-    assert leases._bytes <= module.BYTES_MAX <= BYTES_MAX
+    assert leases._bytes_of.total() <= module.BYTES_MAX <= BYTES_MAX
     check_leases(leases)
     for session in range(1, 8):
         leases.end_session(session)
     check_leases(leases)
-    assert not leases._bytes
+    assert not leases._bytes_of
     assert not np.any(slots.leases)
 
 
@@ -99,6 +99,6 @@ def test_leases_that_grow_block_by_block_take_what_their_slots_take() -> None:
     assert held.intact(slots).all()
     assert np.concatenate([piece for piece, _ in held.pieces]).tolist() == words.tolist()
     check_leases(leases)
-    assert leases._bytes < 16 * (10 * LEASE_BYTES + 512 * SLOT_BYTES)
+    assert leases._bytes_of.total() < 16 * (10 * LEASE_BYTES + 512 * SLOT_BYTES)
     leases.end_session(9)
     assert not np.any(slots.leases)
