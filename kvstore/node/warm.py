@@ -87,16 +87,12 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
     return NodeMemory(arena, journal, incarnation, first_generation, adopt, writers)
 
 
-def _quota_names(config: NodeConfig) -> list[str]:
-    return [name for name, _ in config.quotas]
-
-
 def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
     fd, memory = journal_memory(Journal.size_bytes(config.dram_bytes, config.slab_bytes))
     journal = Journal.fresh(
         arena_bytes=config.dram_bytes,
         slab_bytes=config.slab_bytes,
-        quotas=_quota_names(config),
+        quotas=config.quotas,
         memory=memory,
     )
     handover.keep(_JOURNAL, fd)
@@ -133,9 +129,8 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
         assert isinstance(hello, HelloRank), "a scheduler was registered as a writer"
         process = process_of(pidfd, number)
         writers.append(AdoptedWriter(ConnectionId(number), hello, process))
-    found = journal.examine(
-        quotas=_quota_names(config), writers={writer.connection for writer in writers}
-    )
+    numbers = {int(writer.connection) for writer in writers}
+    found = journal.examine(quotas=config.quotas, writers=numbers)
     lost_count = int((found.slot_bytes == UNREADABLE).sum())
     if len(found.doubtful) or lost_count:
         _log.error(

@@ -231,7 +231,7 @@ class Journal:
         *,
         arena_bytes: int,
         slab_bytes: int,
-        quotas: Sequence[str] = (),
+        quotas: Sequence[tuple[str, int]] = (),
         memory: NDArray[np.uint64] | None = None,
     ) -> Journal:
         """An empty journal in `memory`, which must be all zero; without it, in private memory."""
@@ -241,8 +241,9 @@ class Journal:
         journal._header[:_READY_AT] = journal._head(quotas)
         return journal
 
-    def _head(self, quotas: Sequence[str]) -> list[int]:
-        names = int.from_bytes(_digest("\0".join(quotas).encode()), "little")
+    def _head(self, quotas: Sequence[tuple[str, int]]) -> list[int]:
+        text = "\0".join(name for name, _ in quotas)
+        names = int.from_bytes(_digest(text.encode()), "little")
         return [_MAGIC, LAYOUT_VERSION, self._arena_bytes, self._slab_bytes, names]
 
     @property
@@ -306,8 +307,8 @@ class Journal:
 
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
 
-    def examine(self, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
-        """Verify and return the state that another process left. `quotas`: names of this process's;
+    def examine(self, *, quotas: Sequence[tuple[str, int]], writers: set[int]) -> JournalContents:
+        """Verify and return the state that another process left. `quotas`: those of this process;
         `writers`: numbers of all possible writers. Changes only dispensable parts: groups are
         forgotten when the quotas have changed, and so are impossible groups and stamps.
 

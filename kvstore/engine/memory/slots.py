@@ -181,8 +181,7 @@ class Slots:
     ) -> None:
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
         if journal is None:
-            names = [name for name, _ in quotas]
-            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes, quotas=names)
+            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes, quotas=quotas)
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN

@@ -126,9 +126,7 @@ class SimNode:
             self.journal, arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes
         )
         if kept is not None:
-            found = journal.examine(
-                quotas=[name for name, _ in knobs.quotas], writers=set(kept.ranks)
-            )
+            found = journal.examine(quotas=knobs.quotas, writers=set(kept.ranks))
             writers = [AdoptedWriter(ConnectionId(c), rank) for c, rank in kept.ranks.items()]
             self._first_events.append(Adopt(found, tuple(writers)))
         self.engine = Engine(config, journal)
@@ -144,7 +142,7 @@ class SimNode:
         Journal.fresh(
             arena_bytes=config.arena_bytes,
             slab_bytes=config.slab_bytes,
-            quotas=[name for name, _ in config.quotas],
+            quotas=config.quotas,
             memory=memory,
         )
         return memory

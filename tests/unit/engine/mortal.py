@@ -51,7 +51,7 @@ class MortalNode(Node):
     def journal(self) -> Journal | None:
         c = self.config
         self.memory = tape(Journal.size_bytes(c.arena_bytes, c.slab_bytes))
-        self.quotas = [name for name, _ in c.quotas]
+        self.quotas = c.quotas
         return Journal.fresh(
             arena_bytes=c.arena_bytes,
             slab_bytes=c.slab_bytes,

@@ -310,7 +310,7 @@ def test_quotas_count_what_was_kept() -> None:
     held = node.state.slots.quotas.held.tolist()
     reborn(node)
     assert node.state.slots.quotas.held.tolist() == held
-    node.quotas = ["another"]
+    node.quotas = (("another", 0),)
     reborn(node)
     assert node.state.slots.quotas.held.tolist() == [sum(held), 0]
 

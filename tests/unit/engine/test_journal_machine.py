@@ -142,7 +142,7 @@ def test_whenever_the_process_dies_another_goes_on() -> None:
 
 
 @instead_of(Journal, "examine")
-def forgets_writers(real: Any, self: Journal, *, quotas: list[str], writers: set[int]) -> Any:
+def forgets_writers(real: Any, self: Journal, *, quotas: Any, writers: set[int]) -> Any:
     """What somebody may write to is free after a restart."""
     self._writers[:] = 0
     return real(self, quotas=quotas, writers=writers)
