@@ -201,7 +201,7 @@ def order(rounds: int, policy: str) -> dict[str, Any]:
     """Batches of 512 in a full pool of a million slots, of which one in eight has been used."""
     stamps = np.zeros(BLOCKS, dtype=np.int64)
     everywhere = np.ones(BLOCKS, dtype=bool)
-    chosen = maker(policy, stamps)(lambda: everywhere, BLOCKS)
+    chosen = maker(policy, stamps)(members=lambda: everywhere, slot_count_max=BLOCKS)
     random = np.random.default_rng(SEED)
     stamp = 1
     times: dict[str, list[float]] = {"insert": [], "use": [], "pop": []}

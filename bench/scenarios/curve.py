@@ -55,7 +55,7 @@ class ExactCache:
         rows = slots + 1
         self._stamps = np.zeros(rows, dtype=np.int64)
         self._all = np.ones(rows, dtype=bool)
-        self._policy = maker(policy, self._stamps)(lambda: self._all, slots)
+        self._policy = maker(policy, self._stamps)(members=lambda: self._all, slot_count_max=slots)
         self._block = np.zeros(rows, dtype=np.int64)
         self._row_of = np.full(len(table), -1, dtype=np.int64)
         self._free = list(range(slots))

@@ -12,7 +12,6 @@ import numpy as np
 from kvstore.engine.memory.policies import (
     NONE,
     POLICIES,
-    Columns,
     MayGo,
     Members,
     OldestFirst,
@@ -29,8 +28,8 @@ USES_MAX = 3
 class S3Fifo:
     """Order of one pool's slots."""
 
-    def __init__(self, columns: Columns, *, members: Members, slot_count_max: int) -> None:
-        self._stamps = stamps = columns.stamps
+    def __init__(self, stamps: Stamps, *, members: Members, slot_count_max: int) -> None:
+        self._stamps = stamps
         self._entered: Stamps = np.zeros(len(stamps), dtype=np.int64)
         """Place in its queue; 0 = the slot holds nothing."""
         self._prints: Prints = np.zeros(len(stamps), dtype=np.uint64)

@@ -22,7 +22,7 @@ class Held:
     def __init__(self, name: str) -> None:
         self.stamps = np.zeros(WORDS + OTHERS, dtype=np.int64)
         self.members = np.arange(WORDS + OTHERS) < WORDS
-        self.policy = maker(name, self.stamps)(lambda: self.members, WORDS)
+        self.policy = maker(name, self.stamps)(members=lambda: self.members, slot_count_max=WORDS)
         self.next_stamp = 1
         self.held: set[int] = set()
         self.pinned: set[int] = set()

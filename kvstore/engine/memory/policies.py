@@ -25,6 +25,7 @@ blocks for the disk (`moves.writes`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -82,16 +83,6 @@ class Policy(Protocol):
     def pop(self, count: int, may_go: MayGo) -> Words:
         """Up to `count` victims, in order. They are held no more; their stamps are negative until
         `forget`."""
-
-
-class Columns:
-    """Columns by word. A word lies in one pool, so all pools share them: stamps (0: the slot holds
-    nothing), and what a policy keeps besides, of which untouched pages take no memory."""
-
-    def __init__(self, stamps: Stamps) -> None:
-        self.stamps = stamps
-        self.prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
-        self.is_reused = np.zeros(len(stamps), dtype=bool)
 
 
 # ── oldest ────────────────────────────────────────────────────────────────────────────────────────
@@ -220,10 +211,10 @@ class OldestFirst:
 class Lru:
     """Order of use of one pool's slots. Arguments as of `Reuse`."""
 
-    def __init__(self, columns: Columns, *, members: Members, slot_count_max: int) -> None:
+    def __init__(self, stamps: Stamps, *, members: Members, slot_count_max: int) -> None:
         del slot_count_max
-        self._stamps = columns.stamps
-        self._oldest = OldestFirst(columns.stamps, among=members)
+        self._stamps = stamps
+        self._oldest = OldestFirst(stamps, among=members)
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self.use(words, stamps)
@@ -363,15 +354,16 @@ class Reuse:
     """Order of one pool's slots.
 
     Args:
-        columns: of the arena.
+        stamps: one per word of the arena, shared with its other pools.
         members: mask of words in this pool, one bool per word.
         slot_count_max: slots that the pool can ever have.
     """
 
-    def __init__(self, columns: Columns, *, members: Members, slot_count_max: int) -> None:
-        self._stamps = columns.stamps
-        self._prints = columns.prints
-        self._is_reused = columns.is_reused
+    def __init__(self, stamps: Stamps, *, members: Members, slot_count_max: int) -> None:
+        self._stamps = stamps
+        # By word, too: pages of other pools' words are never touched, and take no memory.
+        self._prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
+        self._is_reused = np.zeros(len(stamps), dtype=bool)
         self._fresh = OldestFirst(self._stamps, among=lambda: members() & ~self._is_reused)
         self._reused = OldestFirst(self._stamps, among=lambda: members() & self._is_reused)
         self._gone = RecentKeys(key_count=REMEMBERED * slot_count_max, seed=_SEED)
@@ -445,20 +437,18 @@ class Reuse:
 
 # ── policies by name ──────────────────────────────────────────────────────────────────────────────
 
-MakePolicy = Callable[[Members, int], Policy]
-"""Makes the policy of a pool from the mask of its members and its largest number of slots."""
+MakePolicy = Callable[..., Policy]
 
-
-POLICIES: Final[dict[str, Callable[..., Policy]]] = {"lru": Lru, "reuse": Reuse}
+POLICIES: Final[dict[str, MakePolicy]] = {"lru": Lru, "reuse": Reuse}
 
 
 def maker(name: str, stamps: Stamps) -> MakePolicy:
-    """Factory of policies for the pools of one arena, by the policy's name; they share `stamps`.
-    Raises ConfigError for an unknown name."""
+    """Factory of policies for the pools of one arena, by the policy's name; they share `stamps`,
+    and each has `members` and `slot_count_max` of its own. Raises ConfigError for an unknown
+    name."""
     if name not in POLICIES:
         raise ConfigError(f"no eviction policy is called {name!r}: use {' or '.join(POLICIES)}")
-    columns, policy = Columns(stamps), POLICIES[name]
-    return lambda members, count: policy(columns, members=members, slot_count_max=count)
+    return partial(POLICIES[name], stamps)
 
 
 # ── expected ──────────────────────────────────────────────────────────────────────────────────────

@@ -408,7 +408,8 @@ class Slots:
         if pool is None:
             slots_per_slab = self.slab_bytes // slot_bytes
             policy = self._make_policy(
-                lambda: self._members(slot_bytes), self.slab_count * slots_per_slab
+                members=lambda: self._members(slot_bytes),
+                slot_count_max=self.slab_count * slots_per_slab,
             )
             pool = self.pools[slot_bytes] = Pool(slot_bytes, slots_per_slab, policy)
         return pool

@@ -202,7 +202,7 @@ class Miniature:
         if new:
             if self._policy is None:
                 held = min(KEYS_MAX, int(self.capacity_bytes / self._sizes[rows[is_new][0]]))
-                self._policy = self._make_policy(lambda: self._all, held)
+                self._policy = self._make_policy(members=lambda: self._all, slot_count_max=held)
             self._policy.insert(rows[is_new], its[is_new], self._prints[rows[is_new]])
         if self._policy is not None:
             self._policy.use(rows[is_used], its[is_used])

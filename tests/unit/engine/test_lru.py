@@ -8,7 +8,7 @@ from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from kvstore.engine.memory import policies
-from kvstore.engine.memory.policies import Columns, Lru
+from kvstore.engine.memory.policies import Lru
 
 WORDS = 20
 
@@ -25,7 +25,7 @@ class Checked:
     def __init__(self) -> None:
         self.stamps = np.zeros(WORDS, dtype=np.int64)
         members = np.ones(WORDS, dtype=bool)
-        self.lru = Lru(Columns(self.stamps), members=lambda: members, slot_count_max=WORDS)
+        self.lru = Lru(self.stamps, members=lambda: members, slot_count_max=WORDS)
         self.next_stamp = 1
         self.order: list[int] = []
         self.pinned: set[int] = set()

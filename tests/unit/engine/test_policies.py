@@ -82,7 +82,7 @@ def test_as_many_go_as_are_asked_for_however_far_apart_they_are() -> None:
     """A long look over the queue sees more than a short one: what it chose comes all the same."""
     count = 4096
     make = maker("reuse", np.zeros(count, dtype=np.int64))
-    order = make(lambda: np.ones(count, dtype=bool), count)
+    order = make(members=lambda: np.ones(count, dtype=bool), slot_count_max=count)
     words = np.arange(count)
     order.insert(words, words + 1, words.astype(np.uint64))
     order.use(words[: count // 2], words[: count // 2] + count + 1)
