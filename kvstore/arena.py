@@ -152,9 +152,7 @@ class Arena:
         assert incarnation, "an incarnation is not zero"
         self.arena_bytes = arena_bytes
         self.generation_bytes = generation_page_bytes(arena_bytes)
-        self.arena_fd, arena, self.huge_pages = (
-            _make_arena(arena_bytes) if held_fd < 0 else _take_arena(held_fd, arena_bytes)
-        )
+        self.arena_fd, arena, self.huge_pages = _arena_memory(arena_bytes, held_fd)
         self.holders_fd, self.hold_fd = os.pipe2(os.O_CLOEXEC)
         """A process that may write to the arena keeps `hold_fd` open, this one included; the next
         process of the node waits for all of them (`wait_for_holders`). No engine has either."""
@@ -229,9 +227,14 @@ class Arena:
             os.close(fd)
 
 
-def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
-    """(descriptor, mapping, whether it may have huge pages) of a new sealed memfd of that size;
-    from the huge page pool if it has room."""
+def _arena_memory(arena_bytes: int, held_fd: int) -> tuple[int, _Mapping, bool]:
+    """(descriptor, mapping, whether it may have huge pages) of an earlier process's arena, or of a
+    new sealed memfd of that size; this from the huge page pool if it has room."""
+    if held_fd >= 0:
+        status = os.fstat(held_fd)
+        assert status.st_size == arena_bytes, "the arena that was held has another size"
+        mapping = _Mapping(held_fd, arena_bytes, writable=True)
+        return held_fd, mapping, status.st_blksize > PAGE_BYTES or _ask_for_huge_pages(mapping)
     free_bytes, page_bytes = huge_page_pool()
     if page_bytes and arena_bytes % page_bytes == 0 and free_bytes >= arena_bytes:
         try:
@@ -240,14 +243,6 @@ def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
             pass
     fd, mapping = _make_memfd(arena_bytes)
     return fd, mapping, _ask_for_huge_pages(mapping)
-
-
-def _take_arena(fd: int, arena_bytes: int) -> tuple[int, _Mapping, bool]:
-    """Map the arena of an earlier process; returns the same as `_make_arena`."""
-    status = os.fstat(fd)
-    assert status.st_size == arena_bytes, "the arena that was held has another size"
-    mapping = _Mapping(fd, arena_bytes, writable=True)
-    return fd, mapping, status.st_blksize > PAGE_BYTES or _ask_for_huge_pages(mapping)
 
 
 def _ask_for_huge_pages(mapping: _Mapping) -> bool:
@@ -399,10 +394,6 @@ class GenerationView:
         self._slot_end = arena_bytes // PAGE_BYTES
         in_children[self] = GenerationView.close
 
-    @property
-    def closed(self) -> bool:
-        return self._words is None
-
     def generations(self, slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
         """A snapshot of the generations of `slots`, same shape.
 
@@ -445,10 +436,6 @@ class ArenaView:
         self._generations = generations
         self.size_bytes = size_bytes
         in_children[self] = ArenaView.close
-
-    @property
-    def closed(self) -> bool:
-        return not self.array.size
 
     def populate(self, begin: int, end: int) -> int:
         """Map bytes [begin, end) of the arena ahead of use, as far as the node has them ready.
