@@ -50,7 +50,7 @@ from kvstore.supervisor.sockets import Door
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file.parts import Outbox
 from kvstore.tiers.file.tier import FileTier
-from kvstore.types import SLOT_BYTES_MIN, AdmissionMode, Incarnation
+from kvstore.types import SLOT_BYTES_MIN, AdmissionMode, ConnectionId, Incarnation
 from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.load import Learned
 from kvstore.wire.peers import PrepareRequest
@@ -174,8 +174,8 @@ class NodeAssembly:
         self.driver = driver = Driver(self._engine, parts, self._clock)
         source = TurnSource(TurnKind.WAKE, None, lambda _: _supervisor_ended(driver))
         attach.watch(handover.fileno(), source)
-        for writer, pidfd in memory.writers:
-            attach.adopt(writer.connection, pidfd)
+        for number in [*handover.writers]:
+            attach.adopt(ConnectionId(number), handover.writers.pop(number)[1])
         driver.begin(memory.adopt)
         self.collector = NodeCollector(driver, self._incarnation, handover.code)
         pages = make_pages(self.collector)

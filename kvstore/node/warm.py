@@ -42,9 +42,8 @@ class NodeMemory(NamedTuple):
     incarnation: Incarnation
     first_generation: int
     adopt: Adopt | None
-    """State taken over from the process before; None: everything is new."""
-    writers: list[tuple[AdoptedWriter, int]]
-    """Ranks of earlier processes, with their pidfds, which are the caller's."""
+    """State taken over from the process before, whose ranks' pidfds are left in the `Handover`;
+    None: everything is new."""
 
 
 def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover) -> NodeMemory:
@@ -82,9 +81,7 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
             f"dram of {format_size(config.dram_bytes)} cannot be had: {error.strerror};"
             " choose a smaller --dram"
         ) from None
-    adopted = adopt.writers if adopt else ()
-    writers = [(writer, handover.writers.pop(writer.connection)[1]) for writer in adopted]
-    return NodeMemory(arena, journal, incarnation, first_generation, adopt, writers)
+    return NodeMemory(arena, journal, incarnation, first_generation, adopt)
 
 
 def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
