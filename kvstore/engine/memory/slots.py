@@ -384,13 +384,11 @@ class Slots:
         stamps = self.stamps[self._members(pool.slot_bytes) & (self.stamps > 0)]
         return int(stamps.min()) if len(stamps) else None
 
-    def victims(self, pool: Pool, count: int) -> Words:
-        """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
-        return pool.policy.pop(count, self._evictable)
-
-    def victims_for(self, asker: QuotaGroup, pool: Pool, count: int) -> Words:
-        """Up to `count` victims where there are quotas, taken from the groups that give way to
-        `asker`."""
+    def victims(self, asker: QuotaGroup, pool: Pool, count: int) -> Words:
+        """Sealed, unleased slots to free, in the order of the policy; at most `count`, from the
+        groups that give way to `asker`."""
+        if not self.quotas.any:
+            return pool.policy.pop(count, self._evictable)
         found: list[Words] = []
         missing = count
         for giver in self.quotas.givers(asker, count * pool.slot_bytes):

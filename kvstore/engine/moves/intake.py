@@ -70,10 +70,8 @@ class Admission:
             self._slots.extend(pool)
         target = max(wanted, int(pool.capacity * self._high))
         missing = target - len(pool.free)
-        if missing > 0 and quotas.any:
-            self._evict(self._slots.victims_for(asker, pool, missing))
-        elif missing > 0:
-            self._evict(self._slots.victims(pool, missing))
+        if missing > 0:
+            self._evict(self._slots.victims(asker, pool, missing))
         if len(pool.free) < wanted:
             pool.is_starved, pool.starved_asker = True, asker
 

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.policies import Words
+from kvstore.engine.memory.shares import QuotaGroup
 from kvstore.engine.memory.slots import Pool, Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.owners import Connection, Owner
@@ -32,7 +33,7 @@ def generation_stays(free: Any, self: Slots, words: Words) -> None:
 
 
 @instead_of(Slots, "victims")
-def leases_do_not_hold(_: Any, self: Slots, pool: Pool, count: int) -> Words:
+def leases_do_not_hold(_: Any, self: Slots, asker: QuotaGroup, pool: Pool, count: int) -> Words:
     """Leased slots are evicted like others."""
     return pool.policy.pop(count, lambda w: self.state[w] == SlotState.SEALED)
 
