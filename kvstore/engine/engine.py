@@ -68,10 +68,10 @@ class Engine(Snapshots):
         self._fetches = Fetches(state, intake, self._arrivals)
         self._servings = Servings(state, self.files, self._arrivals)
         self._transfers = Transfers(state)
-        self._awaited = Awaited(state, self.files, self._arrivals, self._transfers)
+        beside = state, self.files, self._arrivals, self._transfers
+        self._awaited = Awaited(*beside)
         self.grants = Grants(state, intake, self._awaited)
-        beside = self.files, self._arrivals, self._servings, self._transfers
-        self._pushes = Pushes(state, *beside)
+        self._pushes = Pushes(*beside, self._servings)
         self._hbm = HbmCopies(state, state.hbm) if state.hbm is not None else None
         sources = self.files, self._fetches, self._awaited
         self._arrivals.sources = sources
@@ -253,8 +253,8 @@ class Engine(Snapshots):
     def _prefill_named(self, connection: Connection, transfer: str) -> None:
         """A PushOpen or PushClose came: wake pushes and expectations of this transfer, which wait
         for such a message and not for a timer."""
-        self._pushes.prefill_changed(connection.owner.key[0], transfer)
-        self._awaited.prefill_changed(connection.owner.key[0], transfer)
+        for side in (self._pushes, self._awaited):
+            side.prefill_changed(connection.owner.key[0], transfer)
 
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
@@ -322,4 +322,4 @@ class Engine(Snapshots):
 
     def push_counts(self) -> dict[tuple[str], int]:
         """Number of pushes under way, by (side,) of this node in them: decode or prefill."""
-        return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
+        return {("decode",): len(self._awaited), ("prefill",): len(self._pushes)}

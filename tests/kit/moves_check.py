@@ -5,7 +5,6 @@ hold. `engine_check` has all others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ from kvstore.engine.moves.pushes import JOBS_MAX, Pushes
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.awaited import (
     Awaited,
-    Expectation,
-    Expectations,
     ExpectedKeys,
     ProcessName,
 )
@@ -97,10 +94,10 @@ def check_pushes(pushes: Pushes) -> None:
         assert name == (ask.peer, ask.its.grant)
         assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
         assert ask.reason is None or ask.jobs, "a grant that nobody ends"
-        assert (ask in pushes._agenda._entries) is (ask.reason is None), (
+        assert (ask in pushes.agenda._entries) is (ask.reason is None), (
             "a grant that nobody looks at"
         )
-    assert pushes._groups.total == 2 * len(pushes._asks), "grants of peers are miscounted"
+    assert pushes.named.total == 2 * len(pushes._asks), "grants of peers are miscounted"
 
 
 def check_grants(grants: Grants) -> None:
@@ -110,9 +107,14 @@ def check_grants(grants: Grants) -> None:
     for its in grants._grants.values():
         held.append((its.extents[~its.has_landed], its.pages))
         owed[its.node] += len(held[-1][0]) * its.pages
+    copied = Counter[int]()
     for job in grants._landings.values():
         held.append((job.granted.extents[job.places], job.granted.pages))
         owed[job.granted.node] += len(held[-1][0]) * job.granted.pages
+        copied[job.granted.number] += len(job.keys)
+    for number, its in grants._grants.items():
+        left = int((~its.has_landed).sum()) + copied[number]
+        assert its.held == left > 0, "a grant ends with its last extent"
     check_slab(grants._slab, held + grants._limbo)
     assert +owed == grants._pages_of, "what peers are granted is miscounted"
     assert grants._revoked._entries.keys() <= grants._grants.keys(), (
@@ -123,28 +125,25 @@ def check_grants(grants: Grants) -> None:
 
 def check_awaited(awaited: Awaited) -> None:
     """What requests expect of prefill nodes."""
-    _check_expectations(awaited.expects, awaited._ended)
     told = ExpectedKeys()
-    for its in [*awaited.expects, *awaited._ended]:
-        told.add(its.asker.scopes, its.missing[~its.has_come])
-    assert told == awaited._coming, "what is expected is miscounted"
-
-
-def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -> None:
-    """`ended`: not settled."""
     counts, keys = Counter[ProcessName](), Counter[ProcessName]()
-    waiting = list(expects)
-    for its in [*waiting, *ended]:
+    waiting = list(awaited)
+    for groups in (awaited.named, awaited.queue):
+        found = {its for group in groups.values() for its in group}
+        assert found <= set(waiting), "an expectation that has ended is found"
+    for its in [*waiting, *awaited._ended]:
+        told.add(its.asker.scopes, its.missing[~its.has_come])
         counts[its.process] += 1
         keys[its.process] += len(its.missing)
         is_waiting = its in waiting
         assert (its.reason is None) is is_waiting, "an expectation that has ended waits"
-        assert (its in expects.agenda._entries) is is_waiting, "an expectation that nobody looks at"
+        assert (its in awaited.agenda._entries) is is_waiting, "an expectation nobody looks at"
         wants_room = is_waiting and not its.is_here and its.granted < len(its.missing)
-        has_turn = its in expects.queue.of(its.lane)
+        has_turn = its in awaited.queue.of(its.lane)
         assert has_turn is wants_room, "an expectation without a turn"
-    counted = Counter({each: expects._counted.count(each) for each in expects._counted})
-    assert (counts, +keys) == (counted, expects._keys), "what processes expect is miscounted"
+    assert told == awaited._coming, "what is expected is miscounted"
+    counted = Counter({each: awaited._counted.count(each) for each in awaited._counted})
+    assert (counts, +keys) == (counted, awaited._keys), "what processes expect is miscounted"
 
 
 def check_slab(slab: LandingSlab, held: list[tuple[Extents, int]]) -> None:

@@ -95,13 +95,17 @@ class Arrivals:
         """Count the blocks of a run that is leased now. Returns their origins, and the fields about
         them that LeaseReply and LeaseMore have. `words`: those of the run, which of many shards are
         dear to put together; `asked`: as of `Run.checksums`."""
-        state, origins = self._state, self._take_origins(run)
+        state, origins, counts = self._state, self._take_origins(run), dict[str, int]()
+        if origins is not None:
+            is_from_peer = (origins > 0) | (origins == PUSHED_HERE)
+            flags = {"from_file": origins == FROM_DISK, "from_peer": is_from_peer}
+            counts = {name: int(np.count_nonzero(its)) for name, its in flags.items()}
         state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
         return origins, {
             "slots": state.slots.slots_of(words).tobytes(),
             "generations": state.slots.generation[words].tobytes(),
             "checksums": run.checksums(state.residency, asked=asked),
-            **_counts_of(origins),
+            **counts,
         }
 
     def _take_origins(self, run: Run) -> Origins | None:
@@ -126,6 +130,15 @@ class Arrivals:
         next_key = keys[0].tobytes()
         self._watches[name] = _Watch(next_key, look)
         self._next.add(name, next_key)
+
+    def look(self, name: Name, look: Look) -> None:
+        """Call `look` now, and again when the first of the keys that it returns has arrived or will
+        not; without any the watch of this name is over."""
+        rest = look()
+        if len(rest):
+            self.watch(name, rest, look)
+        else:
+            self.over(name)
 
     def unwatch(self, name: Name) -> None:
         """End the watch of this name, if there is one."""
@@ -158,11 +171,7 @@ class Arrivals:
             del self._to_look_at[name]
             watch = self._take(name)
             if watch is not None:
-                rest = watch.look()
-                if len(rest):
-                    self.watch(name, rest, watch.look)
-                else:
-                    self.over(name)
+                self.look(name, watch.look)
 
     def _grow(self, name: Name, wait: Wait) -> Keys:
         """Lease the blocks that arrived and send LeaseMore. Returns the keys that are waited for
@@ -200,15 +209,6 @@ class Arrivals:
             coming |= source.coming(scopes, keys, rows, name)
         count = leading((self._state.residency.words(rows) >= 0) | coming)
         return count if coming[:, :count].any() else 0
-
-
-def _counts_of(origins: Origins | None) -> dict[str, int]:
-    """Numbers of blocks from disk and from other nodes, by the field of an answer."""
-    if origins is None:
-        return {}
-    is_from_peer = (origins > 0) | (origins == PUSHED_HERE)
-    flags = {"from_file": origins == FROM_DISK, "from_peer": is_from_peer}
-    return {name: int(np.count_nonzero(its)) for name, its in flags.items()}
 
 
 def flags_of(

@@ -57,7 +57,9 @@ class LandingSlab:
 
     def __init__(self, *, begin_bytes: int, size_bytes: int) -> None:
         self._first = begin_bytes // PAGE_BYTES
-        self._is_free = np.zeros(size_bytes // PAGE_BYTES, dtype=bool)
+        self.page_count = size_bytes // PAGE_BYTES
+        """Size of the slab in pages."""
+        self._is_free = np.zeros(self.page_count, dtype=bool)
         self._end_of: dict[int, int] = {}
         """Page behind each free run, by its first one; no two runs touch."""
         self._begin_of: dict[int, int] = {}
@@ -65,11 +67,6 @@ class LandingSlab:
         """First pages of free runs by size: bin n has the runs of 2^(n-1) to 2^n - 1 pages."""
         if size_bytes:
             self._free_run(0, self.page_count)
-
-    @property
-    def page_count(self) -> int:
-        """Size of the slab in pages."""
-        return len(self._is_free)
 
     @property
     def free_pages(self) -> int:
@@ -152,8 +149,8 @@ class GrantedRoom(msgspec.Struct, eq=False):
     extents: Extents
     pages: int
     has_landed: NDArray[np.bool_]
-    copying: int = 0
-    """Blocks that are being copied out."""
+    held: int
+    """Extents that are not free again: those without a block yet, and those being copied out."""
 
     @property
     def node(self) -> str:
@@ -197,7 +194,7 @@ class Grants:
         """Grant the landing slab's free room to expectations, in turn, because some may have been
         freed."""
         misses, awaited = 0, self._awaited
-        queue = awaited.expects.queue
+        queue = awaited.queue
         while self._epoch and awaited.budget > 0 and misses < min(MISSES_MAX, len(queue)):
             expect = queue.turn()
             misses = 0 if self._grant(expect, self._room_of(expect)) else misses + 1
@@ -226,10 +223,10 @@ class Grants:
         self._awaited.budget -= LOOK_COST
         number = next(state.numbers)
         its = (number, expect, expect.granted, rest[:count], extents, pages)
-        granted = self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool))
+        granted = self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool), count)
         self._grants_of.add(granted, message.node, expect)
         self._pages_of[message.node] += count * pages
-        self._awaited.expects.get_room(expect, count, state.now_ns)
+        self._awaited.get_room(expect, count)
         grant = PushGrant(
             grant=number,
             epoch=self._epoch,
@@ -292,7 +289,6 @@ class Grants:
         keys = granted.keys[places]
         its = granted, places, state.now_ns
         landing = _Landing(*its, asker=asker, keys=keys, columns=columns)
-        granted.copying += count
         job = self._landings.begin(landing)
         state.say(
             events.Land(
@@ -316,7 +312,6 @@ class Grants:
         expect.times.sealed_ns = state.now_ns
         took_ns = state.now_ns - job.since_ns
         state.say(events.Staged("push_seal", granted.node, took_ns, job.size_bytes))
-        granted.copying -= len(keys)
         if not good.all():
             self._awaited.end(expect, "cleared meanwhile" if job.is_void else "damaged on its way")
         elif expect.has_come.all():
@@ -334,8 +329,9 @@ class Grants:
         one."""
         node = granted.node
         self._pages_of -= Counter({node: count * granted.pages})
-        if granted.has_landed.all() and not granted.copying:
-            self._grants.pop(granted.number, None)
+        granted.held -= count
+        if not granted.held:
+            del self._grants[granted.number]
             self._revoked.drop(granted.number)
             self._grants_of.remove(granted, node, granted.expect)
 

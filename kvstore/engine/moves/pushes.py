@@ -14,7 +14,8 @@ the other node (`grants` there), moving bytes (`kvstore.peers`).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from abc import ABC, abstractmethod
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -158,6 +159,70 @@ def _worth(item: tuple[object, _Prefill]) -> int:
     return 1 if its.closed_ns else 2
 
 
+# ── sides ─────────────────────────────────────────────────────────────────────────────────────────
+# What waits for blocks of a transfer: grants of other nodes here, expectations in `awaited`.
+
+
+class PushSide(msgspec.Struct, eq=False, kw_only=True):
+    """One side of a push."""
+
+    times: PushTimes
+    until_ns: int
+    """Deadline."""
+    is_called: bool = True
+    """Whether to search for its blocks at the next look: some may be here that no watch reports, or
+    none will come any more."""
+    reason: str | None = None
+    """Why it has ended; empty: all its blocks were pushed; None: it has not ended."""
+
+
+_Side = TypeVar("_Side", bound=PushSide)
+SideName = tuple[int | str, ...]
+
+
+class PushSides(ABC, Generic[_Side]):
+    """Sides of pushes, each looked at when its time has come or its transfer is named, within a
+    budget from one tick to the next."""
+
+    def __init__(
+        self, state: State, files: Files, arrivals: Arrivals, transfers: Transfers
+    ) -> None:
+        self._state, self._files, self._arrivals = state, files, arrivals
+        self._transfers = transfers
+        self.named = Groups[SideName, _Side]()
+        """Those that have not ended, by name."""
+        self.agenda = Agenda[_Side]()
+        self.budget = LOOK_COST_MAX
+        """Cost of looks that may still be spent before the next tick, in keys."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the budget is spent, so that the next tick is due at once."""
+        return self.budget <= 0
+
+    def prefill_changed(self, tenant: str, transfer: str) -> None:
+        """A PushOpen or PushClose of this transfer came: look at what waits for it. The end of its
+        engine is noticed at the next regular look."""
+        for its in self.named.of((tenant, transfer)):
+            its.is_called = True
+            self.agenda.put(its, self._state.now_ns)
+        self._look_at_due()
+
+    def tick(self) -> None:
+        """Look at those that are due, with a fresh budget."""
+        self.budget = LOOK_COST_MAX
+        self._look_at_due()
+
+    def _look_at_due(self) -> None:
+        while self.budget > 0 and (its := self.agenda.take(self._state.now_ns)):
+            self.budget -= LOOK_COST
+            self._look_at(its)
+
+    @abstractmethod
+    def _look_at(self, its: _Side) -> None:
+        """Go on with it or end it, or set the time of its next look."""
+
+
 # ── pushes ────────────────────────────────────────────────────────────────────────────────────────
 
 WRITE_BYTES: Final = 8 * MIB
@@ -173,7 +238,7 @@ LOOK_NS: Final = NEWS_NS // 4
 """Time between two checks whether the engine computes."""
 
 
-class _Ask(msgspec.Struct, eq=False):
+class _Ask(PushSide, eq=False):
     """A grant of another node, which waits for blocks of this one."""
 
     peer: int
@@ -181,8 +246,6 @@ class _Ask(msgspec.Struct, eq=False):
     its: PushGrant
     address: tuple[str, SpaceId]
     keys: Keys
-    times: PushTimes
-    until_ns: int
     said_ns: int
     """When the last message about this grant was sent to the other node."""
     next: int = 0
@@ -191,13 +254,8 @@ class _Ask(msgspec.Struct, eq=False):
     """Blocks that were reported to the other node."""
     jobs: int = 0
     """Writes under way."""
-    reason: str | None = None
-    """Why the grant has ended; empty: all blocks were written; None: it has not ended."""
     is_quiet: bool = True
     """Whether nothing may still be written for the grant: no write failed."""
-    is_called: bool = True
-    """Whether to search for its blocks at the next look, because some may be here that no watch
-    reports."""
     read_first: int = -1
     read_ns: int = 0
     """When the disk was last asked for blocks of this grant, from number `read_first` on."""
@@ -216,9 +274,9 @@ class _Ask(msgspec.Struct, eq=False):
         return -self.peer, WRITE_LEASE + self.its.grant
 
     @property
-    def groups(self) -> tuple[int, tuple[str, str]]:
+    def names(self) -> tuple[SideName, ...]:
         """Its peer and its (tenant, transfer), by which it is found."""
-        return self.peer, (self.address[0], self.its.transfer)
+        return (self.peer,), (self.address[0], self.its.transfer)
 
 
 class _PushWrite(msgspec.Struct, frozen=True):
@@ -229,45 +287,37 @@ class _PushWrite(msgspec.Struct, frozen=True):
     checksums: bytes
 
 
-class Pushes:
+class Pushes(PushSides[_Ask]):
     """All grants of other nodes, by (peer, grant)."""
 
     def __init__(
-        self,
-        state: State,
-        files: Files,
-        arrivals: Arrivals,
-        servings: Servings,
-        transfers: Transfers,
+        self, state: State, files: Files, arrivals: Arrivals, transfers: Transfers, its: Servings
     ) -> None:
-        self._state, self._files, self._arrivals, self._servings = state, files, arrivals, servings
-        self._transfers = transfers
+        """`its`: what finds the shards to write."""
+        super().__init__(state, files, arrivals, transfers)
+        self._servings = its
         self._asks: dict[tuple[int, int], _Ask] = {}
-        self._groups = Groups[int | tuple[str, str], _Ask]()
-        """Grants by peer, and by (tenant, transfer)."""
-        self._agenda = Agenda[_Ask]()
-        self._budget = LOOK_COST_MAX
         self._writes: dict[int, _PushWrite] = {}
 
     def asked(self, event: events.PeerAsked[PushGrant]) -> None:
         """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
-        if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
+        if name in self._asks or self.named.count((event.peer,)) >= ASKS_MAX:
             over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
             state.say(events.AnswerPeer(event.peer, over))
             return
         keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX].copy()
-        times, until_ns = PushTimes(state.now_ns), state.now_ns + its.deadline_ms * NS_PER_MS
-        grant = event.peer, event.node, its, (its.tenant, its.space)
-        ask = self._asks[name] = _Ask(*grant, keys, times, until_ns, said_ns=state.now_ns)
-        self._groups.add(ask, *ask.groups)
-        self._look_again(ask)
+        ask = self._asks[name] = _Ask(
+            *(event.peer, event.node, its, (its.tenant, its.space), keys, state.now_ns),
+            times=PushTimes(state.now_ns),
+            until_ns=state.now_ns + its.deadline_ms * NS_PER_MS,
+        )
+        self.named.add(ask, *ask.names)
+        self._look_at(ask)
 
     def _go_on(self, ask: _Ask) -> None:
         """Write the blocks of a grant that are here, and watch for the next one."""
-        rest = self._look(ask)
-        if len(rest):
-            self._arrivals.watch(ask.name, rest, lambda: self._look(ask))
+        self._arrivals.look(ask.name, lambda: self._look(ask))
 
     def _look(self, ask: _Ask) -> Keys:
         """Begin to write the leading blocks of the rest that are in dram, and to read more from
@@ -276,7 +326,7 @@ class Pushes:
         rest = ask.keys[ask.next :]
         if ask.reason is not None or not len(rest):
             return nothing  # all of it is on its way: nothing is waited for
-        self._budget -= len(rest)
+        self.budget -= len(rest)
         found = self._servings.best(ask.address, rest)
         why = self._impatience(ask, is_here=found is not None)
         if found is not None and why is None:
@@ -395,34 +445,11 @@ class Pushes:
     def gone(self, event: events.PeerGone) -> None:
         """The session with a peer has ended, and with it the peer's grants; writes under way end by
         themselves."""
-        for ask in self._groups.of(event.peer):
+        for ask in self.named.of((event.peer,)):
             self._end(ask, "the session has ended")
             self._forget(ask)
 
-    def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """A PushOpen or PushClose of this transfer came: look at its grants. The end of its
-        engine is noticed at their next regular look."""
-        for ask in self._groups.of((tenant, transfer)):
-            ask.is_called = True
-            self._agenda.put(ask, self._state.now_ns)
-        self._look_at_due()
-
-    def tick(self) -> None:
-        """Look at the grants that are due, with a fresh budget."""
-        self._budget = LOOK_COST_MAX
-        self._look_at_due()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the budget is spent, so that the next tick is due at once."""
-        return self._budget <= 0
-
-    def _look_at_due(self) -> None:
-        while self._budget > 0 and (ask := self._agenda.take(self._state.now_ns)):
-            self._budget -= LOOK_COST
-            self._look_again(ask)
-
-    def _look_again(self, ask: _Ask) -> None:
+    def _look_at(self, ask: _Ask) -> None:
         now_ns = self._state.now_ns
         until_ns = min(ask.until_ns, self._patience(ask).until_ns)
         if ask.is_called or now_ns >= until_ns or self._state.is_off(*ask.address):
@@ -432,17 +459,17 @@ class Pushes:
         self._settle(ask)
         if ask.reason is None:
             look_ns = now_ns + LOOK_NS
-            self._agenda.put(ask, min(until_ns, look_ns) if until_ns > now_ns else look_ns)
+            self.agenda.put(ask, min(until_ns, look_ns) if until_ns > now_ns else look_ns)
 
     def _end(self, ask: _Ask, reason: str) -> None:
         if ask.reason is None:
             ask.reason = reason
             self._arrivals.unwatch(ask.name)
-            self._agenda.drop(ask)
+            self.agenda.drop(ask)
 
     def _forget(self, ask: _Ask) -> None:
         del self._asks[ask.peer, ask.its.grant]
-        self._groups.remove(ask, *ask.groups)
+        self.named.remove(ask, *ask.names)
 
     def _settle(self, ask: _Ask) -> None:
         """Close a grant that has ended and has no write under way: send PushOver and report it. A

@@ -44,8 +44,7 @@ WRITE_LEASE: Final = 1 << 63
 class _Waiting(msgspec.Struct, frozen=True):
     """A serving that is answered when its blocks on disk have come."""
 
-    name: tuple[int, int]
-    """(peer, serving)."""
+    name: Name
     asker: Asker
     keys: Keys
     until_ns: int
@@ -58,16 +57,16 @@ class Servings:
         self._state = state
         self._files = files
         self._arrivals = arrivals
-        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._waiting: dict[Name, _Waiting] = {}
 
     def serve(self, event: PeerAsked[ServeAsk]) -> None:
         """Pin the longest run of these keys, in the shards of any parallel size that was stored
         here, and answer; wait for the disk first, if needed."""
-        state, ask, name = self._state, event.its, (event.peer, event.its.serving)
+        state, ask, name = self._state, event.its, (-event.peer, event.its.serving)
         keys = keys_array(ask.keys)[:KEYS_PER_DATAGRAM_MAX]
-        found = self.best((ask.tenant, ask.space), keys) if self._may_serve(*name) else None
+        found = self.best((ask.tenant, ask.space), keys) if self._may_serve(name) else None
         if found is None:
-            self._say_nothing(*name)
+            self._say_nothing(name)
             return
         asker, rows = found
         count = rows.shape[1]
@@ -75,27 +74,20 @@ class Servings:
         run = run_of(state.residency, rows)
         state.touch(run)  # before anything makes room for what is promoted
         if run.repeats():
-            self._say_nothing(*name)
+            self._say_nothing(name)
         elif run.count == count:
-            self._answer(*name, asker, run)
-        elif (
-            self._files.promote(asker, keys[run.count :], held=run.rows(), name=_watch(name))
-            == REPEATED
-        ):
-            self._say_nothing(*name)
-        else:
+            self._answer(name, asker, run)
+        elif self._files.promote(asker, keys[run.count :], held=run.rows(), name=name) == REPEATED:
+            self._say_nothing(name)
+        else:  # answered at once where dram has no room to read into
             until_ns = state.now_ns + WAIT_NS
             waiting = self._waiting[name] = _Waiting(name, asker, keys, until_ns)
-            # Nothing is on its way where dram has no room to read into.
-            if len(rest := self._look(waiting)):
-                self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
-            else:
-                self._arrivals.over(_watch(name))
+            self._arrivals.look(name, lambda: self._look(waiting))
 
-    def _may_serve(self, peer: int, serving: int) -> bool:
-        waiting = [number for its, number in self._waiting if its == peer]
-        is_new = len(waiting) < WAITING_MAX and serving not in waiting
-        return is_new and self._state.leases.may_add(*_watch((peer, serving)))
+    def _may_serve(self, name: Name) -> bool:
+        count = sum(session == name[0] for session, _ in self._waiting)
+        is_new = count < WAITING_MAX and name not in self._waiting
+        return is_new and self._state.leases.may_add(*name)
 
     def best(self, address: tuple[str, SpaceId], keys: Keys) -> tuple[Asker, Rows] | None:
         """The shards that have the longest run of a (tenant, space) as an asker, and rows [S][n] of
@@ -123,25 +115,25 @@ class Servings:
         columns = [(shard, scopes[shard]) for shard in best]
         return asker(address, known.space, columns), rows[[place[shard] for shard in best], :count]
 
-    def _answer(self, peer: int, serving: int, asker: Asker, run: Run) -> None:
-        state = self._state
-        account = state.slots.pins.join_node(peer)
-        run, _ = state.leasable(-peer, account, run)
+    def _answer(self, name: Name, asker: Asker, run: Run) -> None:
+        state, session = self._state, name[0]
+        account = state.slots.pins.join_node(-session)
+        run, _ = state.leasable(session, account, run)
         words, shards = run.words(), len(asker.scopes)
         if not run.count:
-            self._say_nothing(peer, serving)
+            self._say_nothing(name)
             return
-        state.leases.add(-peer, serving, words, state.now_ns, account, shards)
+        state.leases.add(*name, words, state.now_ns, account, shards)
         state.touch(run)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
         slots = state.slots.slots_of(words).astype("<u4").tobytes()
         checksums = run.every_checksum(state.residency).astype("<u8").tobytes()
-        answer = ServeAnswer(serving, asker.shards, asker.block_bytes, slots, checksums)
-        state.say(AnswerPeer(peer, answer))
+        answer = ServeAnswer(name[1], asker.shards, asker.block_bytes, slots, checksums)
+        state.say(AnswerPeer(-session, answer))
 
-    def _say_nothing(self, peer: int, serving: int) -> None:
-        self._state.say(AnswerPeer(peer, ServeAnswer(serving)))
+    def _say_nothing(self, name: Name) -> None:
+        self._state.say(AnswerPeer(-name[0], ServeAnswer(name[1])))
 
     def _look(self, waiting: _Waiting) -> Keys:
         """Answer a waiting serving whose blocks came or whose time is up. Returns the keys that it
@@ -149,23 +141,23 @@ class Servings:
         state, name = self._state, waiting.name
         run = leading_run(state.residency, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
-        is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest, _watch(name)) > 0
+        is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest, name) > 0
         if len(rest) and is_coming and state.now_ns < waiting.until_ns:
             return rest
         del self._waiting[name]
         # It may have been switched off, or evicted for others, meanwhile.
         is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
-        if run.count and not is_off and state.leases.may_add(*_watch(name)):
-            self._answer(*name, waiting.asker, run)
+        if run.count and not is_off and state.leases.may_add(*name):
+            self._answer(name, waiting.asker, run)
         else:
-            self._say_nothing(*name)
+            self._say_nothing(name)
         return rest[:0]
 
     def returned(self, event: PeerAsked[GiveBack]) -> None:
         """The peer has read a serving: answer which of its blocks stayed unchanged, and release its
         lease."""
-        state, name = self._state, (event.peer, event.its.serving)
-        lease = state.leases.get(*_watch(name))
+        state = self._state
+        lease = state.leases.get(-event.peer, event.its.serving)
         intact = np.zeros(0, dtype=bool) if lease is None else lease.intact(state.slots)
         state.leases.release(-event.peer, [event.its.serving])
         state.credits_due |= state.slots.any_starved
@@ -177,8 +169,8 @@ class Servings:
         read: end its servings."""
         self._state.leases.end_session(-event.peer)
         self._state.slots.pins.leave(-event.peer)
-        for name in [name for name in self._waiting if name[0] == event.peer]:
-            self._arrivals.unwatch(_watch(name))
+        for name in [name for name in self._waiting if name[0] == -event.peer]:
+            self._arrivals.unwatch(name)
             del self._waiting[name]
         self._state.credits_due = True
 
@@ -187,11 +179,7 @@ class Servings:
         have expired: `returned` then answers that no block stayed."""
         now_ns = self._state.now_ns
         for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
-            self._arrivals.unwatch(_watch(name))
+            self._arrivals.unwatch(name)
             self._look(self._waiting[name])
         late = sum(session < 0 and lease < WRITE_LEASE for session, lease in expired)
         self._state.counters.servings_expired += late
-
-
-def _watch(name: tuple[int, int]) -> Name:
-    return -name[0], name[1]

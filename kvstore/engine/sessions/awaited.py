@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Agenda, Groups
+from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Groups
 from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.moves.arrivals import NOBODY, Arrivals, Flags, Name, flags_of
 from kvstore.engine.moves.files import Files
-from kvstore.engine.moves.pushes import EVER, LOOK_NS, Transfers
+from kvstore.engine.moves.pushes import EVER, LOOK_NS, PushSide, PushSides, SideName, Transfers
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import PushReport, PushTimes
@@ -55,7 +55,6 @@ ASLEEP_NS: Final = NS_PER_S
 and could not receive news: gaps are counted anew."""
 
 
-GroupName = tuple[int | str, ...]
 ProcessName = tuple[str, ...]
 Lane = tuple[ProcessName, str, int]
 """(process, prefill node, size of an extent in pages): expectations of one lane get room in
@@ -84,7 +83,7 @@ class PushNews(msgspec.Struct, gc=False):
         return self.last_ns + max(STALLED_NS, STALLED_GAPS * self.gap_ns)
 
 
-class Expectation(msgspec.Struct, eq=False, gc=False):
+class Expectation(PushSide, eq=False, gc=False):
     """A PushExpect that has not ended. Nothing in it refers back to it: many of them do not slow
     down the garbage collector."""
 
@@ -96,8 +95,6 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
     asker: Asker
     missing: Keys
     """Keys that no tier held when the PushExpect came."""
-    times: PushTimes
-    until_ns: int
     news: PushNews
     """News of the transfer."""
     engine_news: PushNews
@@ -106,13 +103,8 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
     """Flags of the `missing` keys: their blocks were sealed since."""
     is_here: bool
     """Whether its prefill engine is on this node."""
-    is_called: bool = True
-    """Whether to search dram for its blocks at the next look, for a prefill on this node: some may
-    be there, or none will come any more."""
     granted: int = 0
     """Number of leading `missing` keys that were granted room."""
-    reason: str | None = None
-    """Why the expectation has ended; None: it has not."""
 
     @property
     def stalled_ns(self) -> int:
@@ -147,7 +139,7 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
         return self.connection.id, self.message.node, self.message.transfer
 
     @property
-    def names(self) -> tuple[GroupName, ...]:
+    def names(self) -> tuple[SideName, ...]:
         """Names under which it is found: its transfer; (connection, name), as in PushCancel; and,
         if the prefill is on this node, (tenant, name)."""
         transfer = self.message.transfer
@@ -163,73 +155,6 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
     def lane(self) -> Lane:
         """Its lane: expectations of one lane get room in order, and lanes take turns."""
         return self.process, self.message.node, self.pages
-
-
-class Expectations:
-    """All expectations that have not ended, by engine, by name and by time, and the number of each
-    process."""
-
-    def __init__(self) -> None:
-        self.engines = Groups[tuple[int, int], Expectation]()
-        self.named = Groups[GroupName, Expectation]()
-        self.agenda = Agenda[Expectation]()
-        self.queue = Groups[Lane, Expectation]()
-        """Expectations that wait for room, by lane."""
-        self._counted = Groups[ProcessName, Expectation]()
-        """Expectations by process; ended ones count until `settle`."""
-        self._keys: Counter[ProcessName] = Counter()
-        """Number of their keys."""
-
-    def too_many(self, process: ProcessName, count: int) -> str:
-        """Why this process may not expect `count` more keys; empty: it may."""
-        if self._counted.count(process) >= EXPECTS_MAX or self._counted.total >= ALL_EXPECTS_MAX:
-            return "too many transfers are expected"
-        if self._keys[process] + count > KEYS_MAX or self._keys.total() + count > ALL_KEYS_MAX:
-            return "too many blocks are expected"
-        return ""
-
-    def add(self, its: Expectation) -> None:
-        """Add an expectation, which shares the news of its transfer and of its engine with earlier
-        ones."""
-        part, other = self.named.first(its.transfer), self.engines.first(its.engine)
-        if part is not None:
-            part.news.last_ns = max(part.news.last_ns, its.news.last_ns)
-            its.news = part.news
-        if other is not None:
-            its.engine_news = other.engine_news
-        self._counted.add(its, its.process)
-        self._keys[its.process] += len(its.missing)
-        self.engines.add(its, its.engine)
-        self.named.add(its, *its.names)
-
-    def get_room(self, its: Expectation, count: int, now_ns: int) -> None:
-        """Record that the next `count` blocks were granted room. From the first grant on, only news
-        of the transfer itself count."""
-        if not its.granted:
-            its.times.granted_ns = now_ns
-            its.news.last_ns = max(its.news.last_ns, its.engine_news.last_ns)
-        its.granted += count
-        self.agenda.put(its, min(its.until_ns, its.stalled_ns))
-        if its.granted == len(its.missing):
-            self.queue.remove(its, its.lane)
-
-    def end(self, its: Expectation) -> None:
-        """Remove an expectation that has ended from all names, the agenda and the queue."""
-        self.engines.remove(its, its.engine)
-        self.named.remove(its, *its.names)
-        self.agenda.drop(its)
-        self.queue.remove(its, its.lane)
-
-    def settle(self, its: Expectation) -> None:
-        """Remove an expectation that has ended from the counts of its process."""
-        self._counted.remove(its, its.process)
-        self._keys -= Counter({its.process: len(its.missing)})
-
-    def __iter__(self) -> Iterator[Expectation]:
-        return (its for engine in list(self.engines) for its in self.engines.of(engine))
-
-    def __len__(self) -> int:
-        return self.engines.total
 
 
 class ExpectedKeys(dict[tuple[int, ...], Counter[bytes]]):
@@ -255,20 +180,24 @@ class ExpectedKeys(dict[tuple[int, ...], Counter[bytes]]):
 # ── awaited ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Awaited:
+class Awaited(PushSides[Expectation]):
     """Expectations of this node's engines: blocks that prefill nodes are to push to them."""
 
     def __init__(
         self, state: State, files: Files, arrivals: Arrivals, transfers: Transfers
     ) -> None:
-        self._state, self._files, self._arrivals = state, files, arrivals
-        self._transfers = transfers
-        self.expects = Expectations()
+        super().__init__(state, files, arrivals, transfers)
+        self.engines = Groups[tuple[int, int], Expectation]()
+        """Expectations that have not ended, by engine."""
+        self.queue = Groups[Lane, Expectation]()
+        """Those that wait for room, by lane."""
         self._ended: deque[Expectation] = deque()
         """Expectations whose PushEnd is not sent yet."""
+        self._counted = Groups[ProcessName, Expectation]()
+        """Expectations by process, with ended ones until their PushEnd."""
+        self._keys: Counter[ProcessName] = Counter()
+        """Number of their keys."""
         self._coming = ExpectedKeys()
-        self.budget = LOOK_COST_MAX
-        """Cost of looks that may still be spent before the next tick, in keys."""
         self.is_up = False
         """Whether there is a transfer worker."""
         self._ticked_ns = 0
@@ -291,23 +220,24 @@ class Awaited:
         rows = state.residency.table.find_all(asker.scopes, keys)
         held = np.logical_and.reduce(self._files.there(rows), axis=0)
         missing = keys[~held].copy()
-        until_ns = state.now_ns + message.deadline_ms * NS_PER_MS
-        has_come = np.zeros(len(missing), bool)
-        its = (next(state.numbers), connection, process, owner.open_session, message, asker)
-        news = PushNews(state.now_ns), PushNews(state.now_ns)
-        is_here = message.node == state.config.node
-        expect = Expectation(*its, missing, times, until_ns, *news, has_come, is_here)
-        self.expects.add(expect)
-        self._coming.add(asker.scopes, missing)
+        expect = Expectation(
+            *(next(state.numbers), connection, process, owner.open_session, message, asker),
+            *(missing, PushNews(state.now_ns), PushNews(state.now_ns)),
+            has_come=np.zeros(len(missing), bool),
+            is_here=message.node == state.config.node,
+            times=times,
+            until_ns=state.now_ns + message.deadline_ms * NS_PER_MS,
+        )
+        self._add(expect)
         if not len(missing):
             self.end(expect, "")
         elif not expect.is_here and expect.pages * PAGE_BYTES > state.config.landing_bytes:
             why = "no block fits this node's landing memory: give it --peer-listen and --landing"
             self.end(expect, why)
         elif expect.is_here:
-            self._look(expect)
+            self._look_at(expect)
         else:
-            self.expects.queue.add(expect, expect.lane)
+            self.queue.add(expect, expect.lane)
             self._look_later(expect)
 
     def _refusal(
@@ -318,19 +248,42 @@ class Awaited:
             return "the engine has no session"
         if state.is_off(*owner.group_of(message).asker.address):
             return "its space is switched off"
-        return self.expects.too_many(process, count)
+        if self._counted.count(process) >= EXPECTS_MAX or self._counted.total >= ALL_EXPECTS_MAX:
+            return "too many transfers are expected"
+        if self._keys[process] + count > KEYS_MAX or self._keys.total() + count > ALL_KEYS_MAX:
+            return "too many blocks are expected"
+        return ""
+
+    def _add(self, its: Expectation) -> None:
+        """Add an expectation, which shares the news of its transfer and of its engine with earlier
+        ones."""
+        part, other = self.named.first(its.transfer), self.engines.first(its.engine)
+        if part is not None:
+            part.news.last_ns = max(part.news.last_ns, its.news.last_ns)
+            its.news = part.news
+        if other is not None:
+            its.engine_news = other.engine_news
+        self._counted.add(its, its.process)
+        self._keys[its.process] += len(its.missing)
+        self.engines.add(its, its.engine)
+        self.named.add(its, *its.names)
+        self._coming.add(its.asker.scopes, its.missing)
+
+    def get_room(self, its: Expectation, count: int) -> None:
+        """Record that the next `count` blocks were granted room. From the first grant on, only news
+        of the transfer itself count."""
+        if not its.granted:
+            its.times.granted_ns = self._state.now_ns
+            its.news.last_ns = max(its.news.last_ns, its.engine_news.last_ns)
+        its.granted += count
+        self._look_later(its)
+        if its.granted == len(its.missing):
+            self.queue.remove(its, its.lane)
 
     def cancel(self, connection: Connection, transfer: str) -> None:
         """End the expectations of this transfer: the engine does not wait for it any more."""
-        for its in self.expects.named.of((connection.id, transfer)):
+        for its in self.named.of((connection.id, transfer)):
             self.end(its, "it was cancelled")
-
-    def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """A PushOpen or PushClose of this transfer came: look at its expectations. The end of its
-        engine is noticed at their next regular look."""
-        for its in self.expects.named.of((tenant, transfer)):
-            self._call(its)
-        self._look_at_due()
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name) -> Flags:
         """Flags [S][n] of the keys that are expected (`arrivals.Source`)."""
@@ -347,7 +300,10 @@ class Awaited:
         budget."""
         if expect.reason is None:
             expect.reason = reason
-            self.expects.end(expect)
+            self.engines.remove(expect, expect.engine)
+            self.named.remove(expect, *expect.names)
+            self.agenda.drop(expect)
+            self.queue.remove(expect, expect.lane)
             self._ended.append(expect)
             self._tell_ends()
 
@@ -360,7 +316,8 @@ class Awaited:
             message, pushed = expect.message, int(expect.has_come.sum())
             keys, reason = keys_array(message.keys), expect.reason or ""
             self.budget -= LOOK_COST + len(keys)
-            self.expects.settle(expect)
+            self._counted.remove(expect, expect.process)
+            self._keys -= Counter({expect.process: len(expect.missing)})
             self.settle_blocks(expect, slice(None))
             self._arrivals.unwatch((0, expect.number))
             self.revoke(expect)
@@ -406,7 +363,7 @@ class Awaited:
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """End expectations of blocks that are cleared. None: of any tenant or space."""
-        for its in self.expects:
+        for its in self:
             if its.asker.is_of(tenant, space):
                 self.end(its, "cleared meanwhile")
 
@@ -415,10 +372,10 @@ class Awaited:
     def tick(self) -> None:
         """End expectations of engines that left, and look at those that are due, with a fresh
         budget."""
-        now_ns, engines = self._state.now_ns, self.expects.engines
+        now_ns, engines = self._state.now_ns, self.engines
         asleep_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if asleep_ns > ASLEEP_NS:
-            for its in self.expects:
+            for its in self:
                 its.news.last_ns = its.engine_news.last_ns = now_ns
         self.budget = LOOK_COST_MAX
         self._tell_ends()
@@ -429,20 +386,10 @@ class Awaited:
                     self.end(its, "the engine's session has ended")
         self._look_at_due()
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the budget is spent, so that the next tick is due at once."""
-        return self.budget <= 0
-
-    def _look_at_due(self) -> None:
-        while self.budget > 0 and (its := self.expects.agenda.take(self._state.now_ns)):
-            self._look(its)
-
-    def _look(self, expect: Expectation) -> None:
+    def _look_at(self, expect: Expectation) -> None:
         """End an expectation whose deadline has passed or that is stalled, or set the time of its
         next look."""
         now_ns = self._state.now_ns
-        self.budget -= LOOK_COST
         look_ns = self._look_here(expect) if expect.is_here else expect.until_ns
         if now_ns >= expect.until_ns:
             self.end(expect, "its deadline has passed")
@@ -453,7 +400,7 @@ class Awaited:
 
     def _look_later(self, expect: Expectation, look_ns: int = EVER) -> None:
         due_ns = min(look_ns, expect.until_ns, expect.stalled_ns)
-        self.expects.agenda.put(expect, due_ns)
+        self.agenda.put(expect, due_ns)
 
     def _look_here(self, expect: Expectation) -> int:
         """Look at an expectation whose prefill is on this node, too: its blocks need only be
@@ -489,5 +436,11 @@ class Awaited:
         """Have dram searched for its blocks at the next look, which is due now. Returns no keys:
         until then none is waited for."""
         expect.is_called = True
-        self.expects.agenda.put(expect, self._state.now_ns)
+        self.agenda.put(expect, self._state.now_ns)
         return expect.missing[:0]
+
+    def __iter__(self) -> Iterator[Expectation]:
+        return (its for engine in list(self.engines) for its in self.engines.of(engine))
+
+    def __len__(self) -> int:
+        return self.engines.total

@@ -278,7 +278,7 @@ class PushPair:
         slab = grants._slab
         assert slab.free_pages == slab.page_count, "extents are held"
         assert not grants._grants
-        assert not self.d.engine._awaited.expects
+        assert not self.d.engine._awaited
         assert not pushes._asks
         assert not pushes._writes
 

@@ -287,7 +287,8 @@ def test_a_process_and_all_processes_expect_so_much(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tick_looks_for_so_many_blocks_of_prefills_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awaited, "LOOK_COST_MAX", 1)
+    for module in (awaited, pushes):
+        monkeypatch.setattr(module, "LOOK_COST_MAX", 1)
     pair = PushPair()
     pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
     pair.open()
@@ -299,6 +300,49 @@ def test_a_tick_looks_for_so_many_blocks_of_prefills_here(monkeypatch: pytest.Mo
         pair.d.tick(0)
         found.append(len(pair.ends))
     assert found == [0, 1, 1, 2, 2, 3, 3], "one look, or one end, in a tick"
+
+
+@pytest.mark.parametrize("side", [pushes.Pushes, awaited.Awaited])
+def test_a_tick_looks_at_so_many_sides_of_pushes(
+    monkeypatch: pytest.MonkeyPatch, side: type[Any]
+) -> None:
+    looked, look = list[object](), side._look_at
+
+    def seen(self: Any, its: object) -> None:
+        looked.append(its)
+        look(self, its)
+
+    monkeypatch.setattr(side, "_look_at", seen)
+    pair = opened("r1", slots=64)
+    for number, transfer in enumerate(("r1", "r2", "r3"), start=1):
+        pair.open(transfer)
+        pair.expect(number, transfer=transfer, ms=600_000)
+    pair.pump()
+    for module in (awaited, pushes):
+        monkeypatch.setattr(module, "LOOK_COST_MAX", 1)
+    looked.clear()
+    pair.tick(STALLED_NS / NS_PER_MS)
+    assert len(looked) == 1
+    pair.pump()
+    assert len(set(looked)) == 3
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_what_no_watch_reports_is_found_when_its_transfer_is_named(here: bool) -> None:
+    pair = opened(slots=64)
+    if here:
+        pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.expect(1, node="d" if here else "p", ms=600_000)
+    pair.pump()
+    arrivals = pair.p.engine._arrivals
+    for name in list(arrivals._watches):
+        arrivals.unwatch(name)
+    pair.store(1)
+    pair.pump()
+    assert not pair.ends
+    pair.open()
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "")]
 
 
 def test_a_peer_that_calls_its_push_whole_too_early_is_not_waited_for() -> None:

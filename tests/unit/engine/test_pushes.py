@@ -143,7 +143,7 @@ def test_the_end_of_the_engine_ends_what_it_expects() -> None:
     pair.expect(1, 2)
     pair.d.end(pair.decode.scheduler)
     pair.tick()
-    assert not pair.d.engine._awaited.expects
+    assert not pair.d.engine._awaited
     pair.pump()
     pair.at_rest()
 
