@@ -36,6 +36,7 @@ from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Change, Delta, Hello, Removed, SnapshotPart, Stored
+from tests.kit.index_check import done
 
 CHAIN: Final = 500
 SHARED_EVERY, SHARED_BY = 10, 10
@@ -65,7 +66,7 @@ class Cluster:
         self._sequences = [0] * nodes
         self._renewed: dict[tuple[int, int], int] = {}
         for node in range(nodes):
-            self.index.hear(Hello(f"n{node}", Incarnation(1), 1, 0), NOW_MS)
+            done(self.index.hear(Hello(f"n{node}", Incarnation(1), 1, 0), NOW_MS))
 
     def fill(self) -> None:
         for number in range(self.chains):
@@ -92,13 +93,13 @@ class Cluster:
         self._sequences[node] += 1
         word = Delta(f"n{node}", Incarnation(1), 1, self._sequences[node], changes)
         begin_s = time.perf_counter()
-        self.index.hear(word, NOW_MS)
+        done(self.index.hear(word, NOW_MS))
         return time.perf_counter() - begin_s
 
     def ask(self, keys: bytes) -> tuple[float, dict[str, int]]:
         """Seconds, and how many blocks each node has."""
         begin_s = time.perf_counter()
-        answer = self.index.match("t", SPACE, keys, NOW_MS)
+        answer = done(self.index.match("t", SPACE, keys, NOW_MS))
         took_s = time.perf_counter() - begin_s
         return took_s, {match.holder.node: match.dram_blocks for match in answer.matches}
 
@@ -107,10 +108,10 @@ class Cluster:
         name, born = f"n{node}", Incarnation(2)
         told = [self.stored(node, number) for number in range(self.chains)]
         begin_s = time.perf_counter()
-        self.index.hear(Hello(name, born, 1, 1), NOW_MS)
+        done(self.index.hear(Hello(name, born, 1, 1), NOW_MS))
         for number, stored in enumerate(told):
             last = number == len(told) - 1
-            self.index.hear(SnapshotPart(name, born, 1, 1, number, last, (stored,)), NOW_MS)
+            done(self.index.hear(SnapshotPart(name, born, 1, 1, number, last, (stored,)), NOW_MS))
         took_s = time.perf_counter() - begin_s
         _, found = self.ask(told[-1].keys)
         trust = next(m.trust for m in self.index.members(NOW_MS) if m.node == name)

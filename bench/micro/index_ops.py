@@ -40,6 +40,7 @@ from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import Delta, FeedBeat, Hello, Stored, decode_word, encode
+from tests.kit.index_check import done
 
 SEED = 1
 BATCH = 512
@@ -61,7 +62,7 @@ class Ours:
         self.sequences = [0] * nodes
         self.hellos = [Hello(f"n{node}", Incarnation(1), 1, 0) for node in range(nodes)]
         for hello in self.hellos:
-            self.index.hear(hello, NOW_MS)
+            done(self.index.hear(hello, NOW_MS))
 
     def delta(self, node: int, keys: bytes, tier: Tier = Tier.DRAM) -> Delta:
         self.sequences[node] += 1
@@ -73,10 +74,10 @@ class Ours:
         return encode(self.delta(node, keys))
 
     def tell(self, node: int, keys: bytes, tier: Tier = Tier.DRAM) -> None:
-        self.index.hear(self.delta(node, keys, tier), NOW_MS)
+        done(self.index.hear(self.delta(node, keys, tier), NOW_MS))
 
     def match(self, keys: bytes) -> int:
-        return max(m.file_blocks for m in self.index.match("t", SPACE, keys, NOW_MS).matches)
+        return max(m.file_blocks for m in done(self.index.match("t", SPACE, keys, NOW_MS)).matches)
 
 
 class Peer:
@@ -123,7 +124,7 @@ def events(chains: list[bytes], ours: Ours, peer: Peer | None) -> dict[str, Any]
 
         def from_wire(word: bytes = word, worker: int = worker) -> None:
             told = decode_word(word, ours.hellos[worker])
-            ours.index.hear(told, NOW_MS)
+            done(ours.index.hear(told, NOW_MS))
 
         def by_peer(event: bytes = event, worker: int = worker) -> None:
             if peer is not None:
@@ -134,7 +135,7 @@ def events(chains: list[bytes], ours: Ours, peer: Peer | None) -> dict[str, Any]
             times[name].append(timed_us(call))
         fresh = hashlib.shake_128(chain).digest(len(chain))  # as new as the other was
         delta = ours.delta(worker, fresh)
-        times["ours"].append(timed_us(lambda d=delta: ours.index.hear(d, NOW_MS)))  # type: ignore[misc]
+        times["ours"].append(timed_us(lambda d=delta: done(ours.index.hear(d, NOW_MS))))  # type: ignore[misc]
     if peer is None:
         del times["peer"]
     return {
@@ -175,7 +176,7 @@ def many(rounds: int) -> dict[str, Any]:
                 in_dram = np.frombuffer(keys, dtype="V32")[random.random(LONG) < 0.5]
                 ours.tell(node, in_dram.tobytes(), Tier.DRAM)
         times = [timed_us(lambda o=ours: o.match(keys)) for _ in range(rounds)]  # type: ignore[misc]
-        answer = ours.index.match("t", SPACE, keys, NOW_MS)
+        answer = done(ours.index.match("t", SPACE, keys, NOW_MS))
         assert max(match.file_blocks for match in answer.matches) == LONG
         result[shape] = {"holders": len(answer.matches), "us": percentiles(times)}
     return result
@@ -192,7 +193,7 @@ def full(entries: int) -> dict[str, Any]:
     for number in range(chains):
         keys = random.bytes(BATCH * KEY_BYTES)
         delta = ours.delta(number % NODES, keys)
-        times.append(timed_us(lambda d=delta: ours.index.hear(d, NOW_MS)))  # type: ignore[misc]
+        times.append(timed_us(lambda d=delta: done(ours.index.hear(d, NOW_MS))))  # type: ignore[misc]
         if number % (chains // 500) == 0:
             sample.append(keys)
     gc.collect()
@@ -200,10 +201,10 @@ def full(entries: int) -> dict[str, Any]:
     statistics = ours.index.statistics()
     asked = [timed_us(lambda k=keys: ours.match(k)) for keys in sample]  # type: ignore[misc]
     words = [FeedBeat(f"n{n}", Incarnation(1), 1, ours.sequences[n]) for n in range(NODES)]
-    beats = [timed_us(lambda w=word: ours.index.hear(w, NOW_MS)) for word in words]  # type: ignore[misc]
+    beats = [timed_us(lambda w=word: done(ours.index.hear(w, NOW_MS))) for word in words]  # type: ignore[misc]
     last = chains * BATCH // NODES
-    ours.index.hear(Hello("n0", Incarnation(2), 1, 0), NOW_MS)
-    sweeps = [timed_us(lambda: ours.index.tick(NOW_MS)) for _ in range(50)]
+    done(ours.index.hear(Hello("n0", Incarnation(2), 1, 0), NOW_MS))
+    sweeps = [timed_us(lambda: done(ours.index.tick(NOW_MS))) for _ in range(50)]
     return {
         "entries": statistics.entry_count,
         "bytes_per_entry": round(grown / statistics.entry_count, 1),

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench.record import write
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Index, LocalStore
+from kvstore.index.index import Index
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
@@ -118,7 +118,7 @@ def main() -> None:
     """Run and record."""
     entries = 2 * BLOCKS
     index = Index(Holdings(entries, is_native=False), now_ms=NOW_MS)
-    results: dict[str, Any] = {"local": asyncio.run(measure(LocalStore(index), time.process_time))}
+    results: dict[str, Any] = {"local": asyncio.run(measure(index, time.process_time))}
     with (
         tempfile.TemporaryDirectory() as folder,
         RedisProcess.start(Path(folder)) as redis,

@@ -6,8 +6,8 @@
 This module has the nodes, and maps them to `Holdings` slots: `feed` decides on trust and on the
 slot, `holdings` keeps the blocks.
 
-With `LocalStore` it is the state of a replica by itself, and the reference for `kvstore.stores`,
-which keep their nodes in the same way.
+It is the `IndexStore` of a replica by itself, and the reference for `kvstore.stores`, which keep
+their nodes in the same way.
 
 Pure: time is an argument. Bounded: by its `Holdings`, and `node_count_max` nodes.
 """
@@ -122,7 +122,8 @@ class Nodes(Generic[_NodeT]):
 
 
 class Index(Nodes[Feed]):
-    """The index of one replica, with state in the memory of this process.
+    """The index of one replica, with state in the memory of this process: an `IndexStore` that is
+    always reachable, answers without waiting, and mixes no two states in an answer.
 
     Args:
         holdings: empty.
@@ -130,12 +131,15 @@ class Index(Nodes[Feed]):
         node_count_max: most nodes.
     """
 
+    trouble = ""
+    failure_count = 0
+
     def __init__(self, holdings: Holdings, *, now_ms: int, node_count_max: int = 4096) -> None:
         super().__init__(now_ms)
         self.holdings = holdings
         self._node_count_max = node_count_max
 
-    def hear(self, event: Event, now_ms: int) -> Verdict:
+    async def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply a message of a node, or an event of its stream. Returns what to do with the
         stream."""
         feed = self.nodes.get(event.node)
@@ -147,7 +151,7 @@ class Index(Nodes[Feed]):
         self._judge(event.node, now_ms)
         return verdict
 
-    def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
+    async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         """The longest prefix of `keys` (32 bytes each) that each holder has."""
         whole = self.trust(now_ms)
         matches = []
@@ -162,11 +166,14 @@ class Index(Nodes[Feed]):
             whole = Trust.CATCHING_UP
         return Answer(whole, matches)
 
-    def tick(self, now_ms: int) -> None:
+    async def tick(self, now_ms: int) -> None:
         """Regular work, a bounded piece per call: forget nodes silent for FORGET_MS, sweep void
         slots."""
         self._review(now_ms)
         self.holdings.sweep(SWEEP_ROWS)
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
     def statistics(self) -> Statistics:
         """Sizes and counts."""
@@ -177,32 +184,3 @@ class Index(Nodes[Feed]):
             for name in self.lost(now_ms):
                 self.nodes.pop(name).places.forget()
             super()._review(now_ms)
-
-
-class LocalStore:
-    """An `Index` in this process as an `IndexStore`: always reachable, answers without waiting, and
-    no answer mixes two states."""
-
-    trouble = ""
-    failure_count = 0
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    async def hear(self, event: Event, now_ms: int) -> Verdict:
-        return self._index.hear(event, now_ms)
-
-    async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
-        return self._index.match(tenant, space, keys, now_ms)
-
-    def members(self, now_ms: int) -> list[Member]:
-        return self._index.members(now_ms)
-
-    async def tick(self, now_ms: int) -> None:
-        self._index.tick(now_ms)
-
-    def statistics(self) -> Statistics:
-        return self._index.statistics()
-
-    async def close(self) -> None:
-        """Nothing to close."""

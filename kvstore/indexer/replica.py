@@ -27,7 +27,7 @@ from kvstore.config.cluster import IndexConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Index, LocalStore
+from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
 from kvstore.installation import is_installed, lacking
@@ -203,7 +203,7 @@ def _store_of(config: IndexConfig, loop: LoopThread) -> IndexStore:
         seed = secrets.randbits(62)
         flat = Holdings(config.entries, seed=seed, is_native=is_compiled(config))
         # The clock is read behind that: an index is young for its first seconds of listening.
-        return LocalStore(Index(flat, now_ms=now_ms()))
+        return Index(flat, now_ms=now_ms())
     # Only here: its library comes with an extra.
     from kvstore.stores.redis import RedisStore
 

@@ -23,7 +23,7 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Answer, Index, LocalStore, Match
+from kvstore.index.index import Answer, Index, Match
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
@@ -95,7 +95,7 @@ class Asked:
 
 def _local(_: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:
     flat = Holdings(entries, slot_count_max=slots, is_native=False)
-    return LocalStore(Index(flat, node_count_max=nodes, now_ms=0))
+    return Index(flat, node_count_max=nodes, now_ms=0)
 
 
 def _redis(redis: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:
@@ -139,8 +139,8 @@ def make(request: pytest.FixtureRequest, redis: Server) -> Iterator[Callable[...
 
         yield new
         for asked in made:
-            if isinstance(asked.store, LocalStore):
-                check(asked.store._index)
+            if isinstance(asked.store, Index):
+                check(asked.store)
             runner.run(asked.store.close())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvstore.index.feed import Holder, Trust
 from kvstore.index.loops import (
@@ -39,6 +40,18 @@ from kvstore.index.loops import (
 if TYPE_CHECKING:
     from kvstore.index.holdings import Holdings
     from kvstore.index.index import Index
+
+
+_T = TypeVar("_T")
+
+
+def done(call: Coroutine[Any, Any, _T]) -> _T:
+    """Result of a call of an index, which waits for nothing."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return cast("_T", end.value)
+    raise AssertionError("it waits")
 
 
 def check(index: Index) -> None:

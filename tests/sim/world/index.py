@@ -17,12 +17,13 @@ from typing import Final, TypeVar
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
 from kvstore.index.holdings import Holdings
-from kvstore.index.index import Answer, Index, LocalStore
+from kvstore.index.index import Answer, Index
 from kvstore.indexer.service import IndexService
 from kvstore.proto import forms
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.feed import encode
+from tests.kit.index_check import done
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Ground, Peers
 from tests.sim.world.loop import SimLoop
@@ -57,7 +58,7 @@ class SimReplica:
         self.loop.knock = lambda host, port: self._knock(self.name, f"{host}:{port}")
         flat = Holdings(_ENTRIES, slot_count_max=_SLOTS, is_native=False)
         self.index = Index(flat, now_ms=self.now_ms)
-        service = IndexService(LocalStore(self.index), demands_names=False)
+        service = IndexService(self.index, demands_names=False)
         self.loop.create_task(service.tick())
         handlers = {"Feed": (service.feed, bytes, encode)}
         self._net.listen(self.address, self.name, self.loop, handlers)
@@ -77,14 +78,14 @@ class SimReplica:
 
     def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
         """As the service answers."""
-        answer = self.index.match(tenant, SpaceId(space), keys, self.now_ms)
+        answer = done(self.index.match(tenant, SpaceId(space), keys, self.now_ms))
         for match in answer.matches:
             self._check_lives(match.holder.node)
         return forms.answer_of(forms.reply_of(answer, blocks=len(keys) // KEY_BYTES))
 
     def members(self) -> Members:
         """As the service answers."""
-        trust = self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", self.now_ms).trust
+        trust = done(self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", self.now_ms)).trust
         return Members(trust, self.index.members(self.now_ms))
 
     def _check_lives(self, node: str) -> None:

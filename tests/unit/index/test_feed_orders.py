@@ -17,7 +17,7 @@ from kvstore.index.feed import Event, Feed, Places, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
 from kvstore.wire.feed import Delta
-from tests.kit.index_check import check
+from tests.kit.index_check import check, done
 from tests.kit.planted import Patch, instead_of
 from tests.unit.index.words import (
     NODE,
@@ -97,13 +97,13 @@ def _is_exact_where_it_says_so(index: Index, truth: Truth) -> bool:
 
 def _heal(index: Index, held: set[int], *, incarnation: int, sequence: int) -> None:
     """What a node does that is told to close, and asked for a snapshot."""
-    verdict = index.hear(hello(incarnation=incarnation, stream=9, sequence=sequence), NOW)
+    verdict = done(index.hear(hello(incarnation=incarnation, stream=9, sequence=sequence), NOW))
     if verdict is Verdict.CLOSE:  # a replaced one cannot come back: the node is started anew
         incarnation = 3
-        verdict = index.hear(hello(incarnation=3, stream=9, sequence=sequence), NOW)
+        verdict = done(index.hear(hello(incarnation=3, stream=9, sequence=sequence), NOW))
     if verdict is Verdict.ASK:
         whole = part(sequence, 0, stored(*held), is_last=True, incarnation=incarnation, stream=9)
-        verdict = index.hear(whole, NOW)
+        verdict = done(index.hear(whole, NOW))
     assert verdict is Verdict.GO_ON
 
 
@@ -114,7 +114,7 @@ def _verify(story: tuple[list[Event], Truth]) -> int:
     for order in _orders(events):
         index = Index(Holdings(50, slot_count_max=16, is_native=False), now_ms=0)
         for event in order:
-            index.hear(event, NOW)
+            done(index.hear(event, NOW))
             assert _is_exact_where_it_says_so(index, truth), order
         _heal(index, truth[last], incarnation=last[0], sequence=last[1])
         assert index.nodes[NODE].trust(NOW) is Trust.EXACT, order

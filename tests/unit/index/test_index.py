@@ -13,7 +13,7 @@ from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Left
 from kvstore.wire.load import Load
-from tests.kit.index_check import check
+from tests.kit.index_check import check, done
 from tests.unit.index.words import (
     NODE,
     SPACE,
@@ -39,14 +39,14 @@ def new_index(*, entries: int = 100, nodes: int = 4) -> Index:
 def told(*numbers: int) -> Index:
     """An index to which node a told these, as its delta 1."""
     index = new_index()
-    assert index.hear(hello(), NOW) is Verdict.GO_ON
-    assert index.hear(delta(1, stored(*numbers)), NOW) is Verdict.GO_ON
+    assert done(index.hear(hello(), NOW)) is Verdict.GO_ON
+    assert done(index.hear(delta(1, stored(*numbers)), NOW)) is Verdict.GO_ON
     return index
 
 
 def trust(index: Index, now_ms: int) -> Trust | None:
     """Of the one holder of block 1; None: it is in no answer."""
-    matches = index.match("t", SPACE, keys(1), now_ms).matches
+    matches = done(index.match("t", SPACE, keys(1), now_ms)).matches
     assert len(matches) <= 1
     return matches[0].trust if matches else None
 
@@ -55,30 +55,30 @@ def trust(index: Index, now_ms: int) -> Trust | None:
 def test_a_dead_ones_hello_that_comes_late_does_not_shut_its_successor_out(ends: bool) -> None:
     # Found by the seeded world: for a minute nothing of the node was found.
     index = told(1)
-    assert index.hear(hello(incarnation=3), NOW) is Verdict.GO_ON
-    assert index.hear(hello(incarnation=2), NOW) is Verdict.GO_ON
-    assert index.hear(hello(incarnation=3, stream=2), NOW) is Verdict.CLOSE
+    assert done(index.hear(hello(incarnation=3), NOW)) is Verdict.GO_ON
+    assert done(index.hear(hello(incarnation=2), NOW)) is Verdict.GO_ON
+    assert done(index.hear(hello(incarnation=3, stream=2), NOW)) is Verdict.CLOSE
     later = NOW + (1 if ends else STALE_MS)
     if ends:
-        index.hear(closed(incarnation=2), later)
-    assert index.hear(hello(incarnation=3, stream=3), later) is Verdict.GO_ON
+        done(index.hear(closed(incarnation=2), later))
+    assert done(index.hear(hello(incarnation=3, stream=3), later)) is Verdict.GO_ON
     assert trust(index, later) is None  # it holds nothing
-    assert index.hear(hello(incarnation=2, stream=2), later) is Verdict.CLOSE
+    assert done(index.hear(hello(incarnation=2, stream=2), later)) is Verdict.CLOSE
 
 
 def test_full_forgets_the_longest_unused_and_says_so() -> None:
     index = new_index(entries=10)
-    index.hear(hello(), NOW)
-    index.hear(hello(node="b"), NOW)
-    index.hear(delta(1, stored(*range(100, 104)), node="b"), NOW)
-    index.hear(delta(1, stored(*range(6))), NOW)
+    done(index.hear(hello(), NOW))
+    done(index.hear(hello(node="b"), NOW))
+    done(index.hear(delta(1, stored(*range(100, 104)), node="b"), NOW))
+    done(index.hear(delta(1, stored(*range(6))), NOW))
     assert lengths(index, NOW, *range(100, 104)) == {Holder("b"): 4}
-    index.hear(delta(2, stored(20, 21)), NOW)
+    done(index.hear(delta(2, stored(20, 21)), NOW))
     # Not what was asked for, though it was told first; and of a chain its end.
     assert lengths(index, NOW, *range(100, 104)) == {Holder("b"): 4}
-    [match] = index.match("t", SPACE, keys(*range(6)), NOW).matches
+    [match] = done(index.match("t", SPACE, keys(*range(6)), NOW)).matches
     assert match == Match(A, 0, 4, 4, Trust.CATCHING_UP)
-    [match] = index.match("t", SPACE, keys(100), NOW).matches
+    [match] = done(index.match("t", SPACE, keys(100), NOW)).matches
     assert match.trust is Trust.EXACT
     assert index.statistics().evicted_count == 2
     check(index)
@@ -89,8 +89,8 @@ def test_a_word_does_not_make_the_next_answer_look_at_every_node(
 ) -> None:
     index = new_index(nodes=500)
     for number in range(500):
-        index.hear(hello(node=str(number)), NOW)
-    index.match("t", SPACE, keys(1), NOW)
+        done(index.hear(hello(node=str(number)), NOW))
+    done(index.match("t", SPACE, keys(1), NOW))
     looks = 0
     trust = Feed.trust
 
@@ -101,8 +101,8 @@ def test_a_word_does_not_make_the_next_answer_look_at_every_node(
 
     monkeypatch.setattr(Feed, "trust", counted)
     for number in range(100):
-        index.hear(beat(0, node=str(number)), NOW + number)
-        assert index.match("t", SPACE, keys(1), NOW + number).trust is Trust.EXACT
+        done(index.hear(beat(0, node=str(number)), NOW + number))
+        assert done(index.match("t", SPACE, keys(1), NOW + number)).trust is Trust.EXACT
     assert looks == 100
     check(index)
 
@@ -112,16 +112,16 @@ def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
 
     def answer(now_ms: int) -> Trust:
         check(index)
-        return index.match("t", SPACE, keys(1), now_ms).trust
+        return done(index.match("t", SPACE, keys(1), now_ms)).trust
 
-    index.hear(hello(), NOW)
-    index.hear(hello(node="b"), NOW + 1)
+    done(index.hear(hello(), NOW))
+    done(index.hear(hello(node="b"), NOW + 1))
     assert answer(NOW + STALE_MS - 1) is Trust.EXACT
-    index.hear(beat(0, node="b"), NOW + STALE_MS - 1)
+    done(index.hear(beat(0, node="b"), NOW + STALE_MS - 1))
     assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
-    index.hear(beat(0), NOW + STALE_MS)
+    done(index.hear(beat(0), NOW + STALE_MS))
     assert answer(NOW + STALE_MS) is Trust.EXACT
-    assert index.hear(beat(7), NOW + STALE_MS) is Verdict.ASK
+    assert done(index.hear(beat(7), NOW + STALE_MS)) is Verdict.ASK
     assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
     assert answer(NOW + STALE_MS + OUT_MS - 1) is Trust.CATCHING_UP
     assert answer(NOW + STALE_MS + OUT_MS) is Trust.EXACT
@@ -131,29 +131,29 @@ def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
 
 def test_a_silent_node_is_forgotten_when_it_is_time_and_not_before() -> None:
     index = new_index()
-    index.hear(hello(), NOW)
-    index.tick(NOW + FORGET_MS - 1)
+    done(index.hear(hello(), NOW))
+    done(index.tick(NOW + FORGET_MS - 1))
     assert NODE in index.nodes
-    index.tick(NOW + FORGET_MS)
+    done(index.tick(NOW + FORGET_MS))
     assert not index.nodes
 
 
 def test_a_node_that_found_no_room_is_exact_again_with_its_next_snapshot() -> None:
     index = new_index()
-    index.hear(hello(), NOW)
-    index.hear(delta(1, *(stored(1, engine=str(n)) for n in range(9))), NOW)
-    assert index.match("t", SPACE, keys(1), NOW).trust is Trust.CATCHING_UP
-    index.hear(delta(2, *(Left(str(n)) for n in range(8))), NOW)
-    assert index.hear(beat(4), NOW) is Verdict.ASK
-    index.hear(part(4, 0, stored(1), is_last=True), NOW)
-    assert index.match("t", SPACE, keys(1), NOW).trust is Trust.EXACT
+    done(index.hear(hello(), NOW))
+    done(index.hear(delta(1, *(stored(1, engine=str(n)) for n in range(9))), NOW))
+    assert done(index.match("t", SPACE, keys(1), NOW)).trust is Trust.CATCHING_UP
+    done(index.hear(delta(2, *(Left(str(n)) for n in range(8))), NOW))
+    assert done(index.hear(beat(4), NOW)) is Verdict.ASK
+    done(index.hear(part(4, 0, stored(1), is_last=True), NOW))
+    assert done(index.match("t", SPACE, keys(1), NOW)).trust is Trust.EXACT
 
 
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(ValueError, match="entries must be more than slots"):
         Holdings(8, slot_count_max=8)
     with pytest.raises(ValueError, match="33 bytes are no keys of 32 bytes each"):
-        told(1).match("t", SPACE, bytes(33), NOW)
+        done(told(1).match("t", SPACE, bytes(33), NOW))
 
 
 class NeverWalked(dict[Place, int]):
@@ -165,10 +165,10 @@ class NeverWalked(dict[Place, int]):
 
 def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
     index = told(1)
-    index.hear(delta(2, stored(1, engine="e"), stored(1, engine="e", tenant="u")), NOW)
+    done(index.hear(delta(2, stored(1, engine="e"), stored(1, engine="e", tenant="u")), NOW))
     places = index.nodes[NODE].places
     places.slots = NeverWalked(places.slots.items())
-    index.hear(delta(3, Left("f"), Left("e")), NOW)
+    done(index.hear(delta(3, Left("f"), Left("e")), NOW))
     assert lengths(index, NOW, 1) == {A: 1}
     assert len(places.slots) == 1
     places.slots = dict(places.slots.items())
@@ -177,12 +177,12 @@ def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
 
 def test_what_a_node_does_is_what_it_said_last_until_its_process_is_another() -> None:
     index = told(1)
-    index.hear(beat(1, load=Load(leases=5)), NOW)
-    index.hear(beat(1), NOW)  # too busy to say it again
+    done(index.hear(beat(1, load=Load(leases=5)), NOW))
+    done(index.hear(beat(1), NOW))  # too busy to say it again
     [member] = index.members(NOW)
     assert member.load == Load(leases=5)
-    index.hear(hello(incarnation=2), NOW)
-    index.hear(beat(1, load=Load(leases=5)), NOW)  # of the one before
+    done(index.hear(hello(incarnation=2), NOW))
+    done(index.hear(beat(1, load=Load(leases=5)), NOW))  # of the one before
     [member] = index.members(NOW)
     assert member.load is None
 

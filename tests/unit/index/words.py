@@ -18,6 +18,7 @@ from kvstore.wire.feed import (
     Stored,
 )
 from kvstore.wire.load import EngineEntry, Load
+from tests.kit.index_check import done
 
 SPACE = SpaceId(bytes(32))
 
@@ -85,5 +86,5 @@ def removed(*numbers: int, tier: Tier = Tier.DRAM) -> Removed:
 
 def lengths(index: Index, now_ms: int, *numbers: int, tenant: str = "t") -> dict[Holder, int]:
     """Blocks by holder, in any tier."""
-    matches = index.match(tenant, SPACE, keys(*numbers), now_ms).matches
+    matches = done(index.match(tenant, SPACE, keys(*numbers), now_ms)).matches
     return {match.holder: match.file_blocks for match in matches}
