@@ -29,7 +29,6 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher, RoutedLife
 from kvstore.router.engines.connections import TAIL_BYTES
-from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import id_for, is_of, rejection, worker_of
 from kvstore.router.front.intake import NO_MEMORY, BadBody, RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
@@ -65,21 +64,6 @@ class Picker:
             await stream.run(context)
         finally:
             stream.close()
-
-    def any_worker(self, subset: tuple[str, ...] | None, path: str) -> Worker | None:
-        """Worker for a request without a body: the one that keeps the stored response of its path,
-        or the least busy one, among those that answer if any does. None: no worker is in the
-        subset.
-        """
-        able = [
-            worker
-            for worker in self.workers.by_load(self.dispatcher.core.fleet.in_flight)
-            if subset is None or {worker.name, worker.url.authority} & set(subset)
-        ]
-        stored = STORED.fullmatch(path)
-        if stored and (keeper := worker_of(stored[1], able)):
-            return keeper
-        return next(iter(able), None)
 
 
 class _Stream:
@@ -177,16 +161,24 @@ class _Stream:
         return given, given.get(":path", "").partition("?")[0]
 
     def _without_body(self) -> pb.ProcessingResponse:
-        given, path = self._head
+        """Response with the worker that keeps the stored response of the path, or the least busy
+        one of the subset, among those that answer if any does.
+        """
+        picker, (given, path), subset = self._picker, self._head, self._subset
+        response_id = stored[1] if (stored := STORED.fullmatch(path)) else ""
         if path not in PROBED and given.get(":method") != "OPTIONS":  # browsers ask without key
             try:
-                tenant = self._picker.intake.tenant(given)
+                tenant = picker.intake.tenant(given)
             except Unauthorized as error:
                 return refusal(401, str(error), "rejected-unauthorized")
-            stored = STORED.fullmatch(path)
-            if stored and not is_of(stored[1], tenant, self._picker.workers):
-                return refusal(404, f"there is no response {stored[1]}", "rejected-not-found")
-        worker = self._picker.any_worker(self._subset, path)
+            if response_id and not is_of(response_id, tenant, picker.workers):
+                return refusal(404, f"there is no response {response_id}", "rejected-not-found")
+        able = [
+            worker
+            for worker in picker.workers.by_load(picker.dispatcher.core.fleet.in_flight)
+            if subset is None or {worker.name, worker.url.authority} & set(subset)
+        ]
+        worker = worker_of(response_id, able) or next(iter(able), None)
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
         return chosen(worker.url.authority, None)
