@@ -352,6 +352,16 @@ async def test_a_request_without_a_body_goes_where_least_is_and_prefers_those_th
 
 
 @driven(run)
+async def test_a_request_about_a_stored_response_goes_to_its_keeper(site: Site) -> None:
+    for name in "ab":
+        path: dict[str, Any] = {":path": f"/v1/responses/{new_id(site.workers[name], '')}/cancel"}
+        for _ in range(8):  # by load alone it would be either of them
+            assert (await site.play(head(is_over=True, **path))).destinations == [f"{name}:1"]
+    elsewhere = {":path": path[":path"], "subset": "a"}
+    assert (await site.play(head(is_over=True, **elsewhere))).destinations == ["a:1"]
+
+
+@driven(run)
 async def test_a_subset_bounds_the_choice(site: Site) -> None:
     for subset, found in (("b:1", ["b:1"]), ("b", ["b:1"]), ("x", []), (" , ", [])):
         envoy = await site.play(head(subset=subset), body())
