@@ -364,9 +364,6 @@ def wait_for_holders(holders_fd: int, *, timeout_s: float) -> bool:
 
 # ── engine side ──────────────────────────────────────────────────────────────────────────────────
 
-closed_in_children: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""What a forked child closes: memory and sockets of its parent."""
-
 
 class GenerationView:
     """Read-only view of a node's generation page. Closed in a forked child.
