@@ -32,7 +32,6 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.engine.why.reasons import CLASSES, Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.obs.reasons import word
-from kvstore.routing.costs import TERM_NAMES
 from kvstore.routing.decide import Dropped
 from kvstore.routing.learning import LEAST, MOST
 from kvstore.routing.policy import (
@@ -53,6 +52,7 @@ from kvstore.routing.policy import (
 )
 from kvstore.routing.pressure import Rung
 from kvstore.routing.receipts import Preparation, Receipt, RouteOutcome
+from kvstore.routing.rows import Term
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixTrust
 
@@ -288,7 +288,7 @@ def _reason_row(reason: Reason) -> tuple[str, str]:
 def routing_page() -> str:
     """Keys of the policy file, fields and words of receipts."""
     terms = [(f"`{name}`", its) for name, its in _TERMS.items()]
-    assert set(TERM_NAMES) <= _TERMS.keys()
+    assert {term.name.lower() for term in Term} <= _TERMS.keys()
     words: tuple[tuple[type[enum.StrEnum | Dropped], str], ...] = (
         (Dropped, "filtered"),
         (PrefixTrust, "index_trust"),
