@@ -242,7 +242,7 @@ class FileJob(Generic[_Order]):
     order: _Order
     deadline_ns: int
     results: list[int] = field(default_factory=list)
-    """Of its leading blocks, those done so far: the location of one that was written, 1 for one
+    """Outcomes of its leading blocks, so far: the location of one that was written, 1 for one
     that was read and is intact, else 0."""
     runs: int = 0
     """Number of the parts of a read that wait or run; of a write, 1 while it runs."""
