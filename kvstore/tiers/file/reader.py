@@ -7,9 +7,10 @@ found, and the checksum over address and bytes is the one that the storing rank 
 runs on the reading thread and without the GIL.
 
 A read is split into runs, which threads take one by one, and ends when every run has ended or was
-taken back before it began; its deadline takes back the runs that have not begun.
+taken back before it began; its deadline takes back the runs that have not begun. Records kept from
+a reclaimed segment are read by the same code into memory of the writer's own.
 
-Does not cover: threads and deadlines (`tier.py`).
+Does not cover: threads and deadlines (`tier.py`), moves of records (`writer.py`).
 """
 
 from __future__ import annotations
