@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvstore.arena import Arena
 from kvstore.types import PAGE_BYTES, SlotId
@@ -35,7 +35,6 @@ class DramTier:
 
     Args:
         arena: the memory.
-        chunk_bytes: pre-faulted at a time.
         ready_bytes: taken by an earlier process.
         on_ready: called by the thread with the new size, before any other use of it.
         room_bytes: free memory of the machine, a limit for pages taken again.
@@ -45,7 +44,6 @@ class DramTier:
         self,
         arena: Arena,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
         ready_bytes: int = 0,
         on_ready: Callable[[int], None] = lambda _: None,
         room_bytes: Callable[[], int] = lambda: sys.maxsize,
@@ -53,7 +51,6 @@ class DramTier:
         self.arena, self.capacity_bytes = arena, arena.arena_bytes
         self.raise_generations, self.generation = arena.raise_generations, arena.generation
         self.beat = arena.beat
-        self._chunk_bytes = chunk_bytes
         self.ready_bytes = ready_bytes
         self._on_ready = on_ready
         self._room_bytes = room_bytes
@@ -81,10 +78,7 @@ class DramTier:
 
     def _populate(self) -> None:
         try:
-            for begin in range(self.ready_bytes, self.capacity_bytes, self._chunk_bytes):
-                if self._stop.is_set():
-                    return
-                end = min(begin + self._chunk_bytes, self.capacity_bytes)
+            for begin, end in self._chunks(self.ready_bytes, self.capacity_bytes):
                 self.arena.populate(begin, end)
                 self._on_ready(end)
                 self.arena.set_ready(end)
@@ -114,7 +108,12 @@ class DramTier:
         if self._room_bytes() < lost_bytes:
             return
         with contextlib.suppress(OSError):  # no memory: whoever reads blocks finds zeros
-            for begin in range(0, self.ready_bytes, self._chunk_bytes):
-                if self._stop.is_set():
-                    return
-                self.arena.populate(begin, min(begin + self._chunk_bytes, self.ready_bytes))
+            for begin, end in self._chunks(0, self.ready_bytes):
+                self.arena.populate(begin, end)
+
+    def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """(begin, end) of pieces of these bytes to be taken at a time, until `close`."""
+        for at in range(begin, end, CHUNK_BYTES):
+            if self._stop.is_set():
+                return
+            yield at, min(at + CHUNK_BYTES, end)

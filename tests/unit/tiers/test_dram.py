@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from kvstore.arena import Arena
+from kvstore.tiers import dram
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from tests.kit.memory_tier import until_populated
@@ -35,9 +36,12 @@ class GatedArena(Arena):
         super().populate(begin, end)
 
 
-def test_capacity_grows_as_pages_arrive_and_never_ahead_of_them() -> None:
+def test_capacity_grows_as_pages_arrive_and_never_ahead_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arena = GatedArena()
-    tier = DramTier(arena, chunk_bytes=2 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(dram, "CHUNK_BYTES", 2 * SLOT_BYTES_MIN)
+    tier = DramTier(arena)
     assert tier.ready_bytes == 0
     tier.start()
     seen = []
@@ -51,9 +55,12 @@ def test_capacity_grows_as_pages_arrive_and_never_ahead_of_them() -> None:
     tier.close()
 
 
-def test_want_of_memory_leaves_a_smaller_tier(caplog: pytest.LogCaptureFixture) -> None:
+def test_want_of_memory_leaves_a_smaller_tier(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arena = GatedArena(fail_at=4 * SLOT_BYTES_MIN)
-    tier = DramTier(arena, chunk_bytes=2 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(dram, "CHUNK_BYTES", 2 * SLOT_BYTES_MIN)
+    tier = DramTier(arena)
     arena.gate.release(10)
     with caplog.at_level(logging.WARNING):
         tier.start()
@@ -69,9 +76,10 @@ def test_want_of_memory_leaves_a_smaller_tier(caplog: pytest.LogCaptureFixture) 
     tier.close()
 
 
-def test_closing_stops_the_thread_between_two_chunks() -> None:
+def test_closing_stops_the_thread_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = GatedArena()
-    tier = DramTier(arena, chunk_bytes=SLOT_BYTES_MIN)
+    monkeypatch.setattr(dram, "CHUNK_BYTES", SLOT_BYTES_MIN)
+    tier = DramTier(arena)
     tier.start()
     assert arena.arrived.acquire(timeout=10)
     closer = threading.Thread(target=tier.close)
