@@ -354,9 +354,7 @@ def not_yours(node_socket: Path) -> str:
     return f"the node at {node_socket} belongs to {owner}: run this as that user or root"
 
 
-def ask_for_upgrade(
-    node_socket: Path, *, timeout_s: float = WAIT_S, first_word_s: float = FIRST_WORD_S
-) -> str:
+def ask_for_upgrade(node_socket: Path) -> str:
     """Have the node at this attach socket run the code on disk; returns its report.
 
     Raises:
@@ -365,15 +363,15 @@ def ask_for_upgrade(
     """
     path = node_socket.absolute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(first_word_s)
+        sock.settimeout(FIRST_WORD_S)
         try:
             sock.connect(os.fspath(path.with_name(path.name + UPGRADE_SUFFIX)))
-            data = _first_word(sock, first_word_s)
+            data = _first_word(sock)
             if data == TAKEN:
-                sock.settimeout(timeout_s)
+                sock.settimeout(WAIT_S)
                 data = sock.recv(64 << 10)
         except TimeoutError:
-            raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
+            raise AttachError(f"the node did not answer within {WAIT_S:.0f} s") from None
         except OSError as error:
             why = why_no_answer(node_socket, error, f"no node at {node_socket}")
             raise AttachError(why) from None
@@ -385,14 +383,14 @@ def ask_for_upgrade(
     return answer.text
 
 
-def _first_word(sock: socket.socket, first_word_s: float) -> bytes:
+def _first_word(sock: socket.socket) -> bytes:
     """The acknowledgement. Raises OSError; AttachError without one."""
     try:
         return sock.recv(64 << 10)
     except TimeoutError:
         pid, _ = peer_of(sock)
         raise AttachError(
-            f"the node's supervisor, process {pid}, did not answer within {first_word_s:.0f} s: it"
+            f"the node's supervisor, process {pid}, did not answer within {FIRST_WORD_S:.0f} s: it"
             f" is stopped ('kill -CONT {pid}' lets it go on) or the machine is overloaded; nothing"
             " was upgraded"
         ) from None

@@ -35,7 +35,7 @@ def test_a_lock_on_the_arena_is_nobodys_business(tmp_path: Path, kind: int, end:
         if end == "killed":
             node.crash()
         else:
-            assert f": {COUNT} blocks" in ask_for_upgrade(node.socket, timeout_s=30)
+            assert f": {COUNT} blocks" in ask_for_upgrade(node.socket)
         with RawEngine(node.socket, timeout_s=30) as engine:
             engine.open()
             assert engine.read(engine.lease(keys)) == [engine.contents(key) for key in keys]

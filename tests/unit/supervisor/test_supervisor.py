@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import AttachError
+from kvstore.supervisor import sockets
 from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
 from kvstore.testing.process import children_of, stop_process
 
@@ -258,7 +259,7 @@ def test_an_upgrade_is_refused_while_the_disk_hangs(supervise: Make) -> None:
     one.serves()
     old = one.child
     with pytest.raises(UpgradeRefused, match=r"disk tier hangs.* nothing was upgraded"):
-        ask_for_upgrade(one.socket, timeout_s=20)
+        ask_for_upgrade(one.socket)
     assert one.child == old
 
 
@@ -282,7 +283,7 @@ def test_an_upgrade_tells_what_was_kept(supervise: Make) -> None:
     one = supervise("serve")
     one.serves()
     old = one.child
-    told = ask_for_upgrade(one.socket, timeout_s=20)
+    told = ask_for_upgrade(one.socket)
     assert told.startswith("kvstore scripted serves: 1 blocks (0 B) were kept in memory;")
     assert one.child != old
     assert one.lives()[1] == "1 arena,journal [1] serve"
@@ -294,10 +295,10 @@ def test_code_with_another_layout_is_refused_and_the_old_one_stays(supervise: Ma
     old = one.child
     one.layout(2)
     with pytest.raises(UpgradeRefused, match="keeps its journal in layout 2, the memory has layo"):
-        ask_for_upgrade(one.socket, timeout_s=20)
+        ask_for_upgrade(one.socket)
     assert one.child == old
     one.layout(1)
-    ask_for_upgrade(one.socket, timeout_s=20)
+    ask_for_upgrade(one.socket)
 
 
 def test_code_that_does_not_start_is_refused_and_the_old_one_stays(supervise: Make) -> None:
@@ -306,7 +307,7 @@ def test_code_that_does_not_start_is_refused_and_the_old_one_stays(supervise: Ma
     old = one.child
     one.layout(-1)
     with pytest.raises(UpgradeRefused, match=r"does not start \(exit status 3\)"):
-        ask_for_upgrade(one.socket, timeout_s=20)
+        ask_for_upgrade(one.socket)
     assert one.child == old
 
 
@@ -322,7 +323,7 @@ def test_another_layout_after_a_crash_begins_with_empty_memory(supervise: Make) 
 def test_new_code_that_cannot_go_on_is_tried_twice_and_then_begins_empty(supervise: Make) -> None:
     one = supervise("serve unready unready serve")
     one.serves()
-    told = ask_for_upgrade(one.socket, timeout_s=20)
+    told = ask_for_upgrade(one.socket)
     assert "3 blocks" in told  # its own number: the script counts lives
     assert one.lives()[-1] == "3 - [] serve"
 
@@ -331,28 +332,32 @@ def test_new_code_that_cannot_start_now_is_told_of_and_tried_again(supervise: Ma
     one = supervise("serve wrong wrong wrong serve")
     one.serves()
     with pytest.raises(UpgradeRefused, match="attempts go on, with the memory kept"):
-        ask_for_upgrade(one.socket, timeout_s=20)
+        ask_for_upgrade(one.socket)
     assert one.serves() == "1 serves"
     assert one.lives()[-1] == "1 arena,journal [1] serve"
 
 
 def test_without_a_node_there_is_nobody_to_ask(tmp_path: Path) -> None:
     with pytest.raises(AttachError, match=r"no node at .*: start one with 'kvstore node --socket"):
-        ask_for_upgrade(tmp_path / "node.sock", timeout_s=5)
+        ask_for_upgrade(tmp_path / "node.sock")
 
 
-def test_a_supervisor_that_is_stopped_is_not_waited_for(supervise: Make) -> None:
+def test_a_supervisor_that_is_stopped_is_not_waited_for(
+    supervise: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = supervise("serve")
     one.serves()
     old = one.child
     stop_process(one.process.pid)
+    monkeypatch.setattr(sockets, "FIRST_WORD_S", 0.1)
     try:
         with pytest.raises(AttachError, match=f"supervisor, process {one.process.pid}, did not"):
-            ask_for_upgrade(one.socket, timeout_s=60, first_word_s=0.1)
+            ask_for_upgrade(one.socket)
     finally:
         os.kill(one.process.pid, signal.SIGCONT)
     # It takes those who ask in turn: by this answer it has seen that the first one is gone.
-    assert "serves: 1 blocks" in ask_for_upgrade(one.socket, timeout_s=60, first_word_s=60)
+    monkeypatch.setattr(sockets, "FIRST_WORD_S", 60)
+    assert "serves: 1 blocks" in ask_for_upgrade(one.socket)
     assert one.child != old
     assert len(one.lives()) == 2, "nobody waited for the first upgrade: it was not done"
 
