@@ -204,8 +204,7 @@ class Fetcher:
         try:
             session = await self.session(command.node)
             async with turns:
-                if session.lost:  # meanwhile: each that waits would wait for the peer as long
-                    raise SessionLost(session.lost)
+                # If it was lost meanwhile, this fails at once: each would wait as long again.
                 fetched = await self._fetch_from(session, command, count)
             self._note(command.node, "")
         except SessionLost as error:

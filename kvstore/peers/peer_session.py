@@ -147,7 +147,7 @@ class PeerSession:
 
     async def _run(self, address: str, who: wire.PeerHello) -> None:
         """Open the stream, and read until it ends."""
-        reason = "this node has hung up"  # if this is cancelled
+        reason = "it has hung up"
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await self._channel.channel_ready()
@@ -164,9 +164,10 @@ class PeerSession:
             self._opened.set()
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._take(wire.decode_answer(data))
-            reason = "it has hung up"
         except (*_LOST, ProtocolError, SessionLost) as error:
             reason = _sentence(self.node, error)
+        except asyncio.CancelledError:  # not raised: the task would keep it, and so the call
+            reason = "this node has hung up"
         finally:
             self._end(reason)
             if self._call is not None:

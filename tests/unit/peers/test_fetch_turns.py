@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -51,5 +52,27 @@ async def test_of_whom_nobody_asks_again_nothing_is_kept(two: Two, leaves: bool)
         del two.index.addresses["b"]
     else:
         two.b.block_server.transfer_worker_changed()  # which ends its sessions
+    two.tries = 1000  # gRPC itself would end a connection with pings after half a minute
     await two.until(lambda: not two.a.fetcher._sessions, "its session is let go of")
     assert two.a.transfer_worker.forgotten == ["b.node.kvstore"]
+
+
+@pytest.mark.parametrize("by", ["us", "the peer"])
+@driven(run)
+async def test_a_session_that_is_lost_gives_its_connection_back(two: Two, by: str) -> None:
+    """Whoever still refers to it, such as an exception that nobody has collected."""
+    session = await two.a.fetcher.session("b")
+    call, close, closed = weakref.ref(session._call), session._channel.close, list[bool]()
+
+    async def seen() -> None:
+        closed.append(True)
+        await close()
+
+    session._channel.close = seen  # type: ignore[assignment,method-assign]
+    if by == "us":
+        session.hang_up("it is over")
+    else:
+        two.b.block_server.transfer_worker_changed()
+    await two.until(lambda: bool(closed) and call() is None, "nothing refers to the call")
+    assert session.lost == ("it is over" if by == "us" else "it has hung up")
+    assert await session.opened() == session.lost
