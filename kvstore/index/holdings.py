@@ -19,9 +19,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -63,18 +64,9 @@ class Statistics(msgspec.Struct, frozen=True):
     """Blocks that left because the index was full."""
 
 
-class Loops(NamedTuple):
-    """Functions that `Holdings` calls; `loops` has the arguments."""
-
-    store: Callable[..., None]
-    remove: Callable[..., None]
-    sweep: Callable[..., bool]
-    match: Callable[..., int]
-
-
-PLAIN = Loops(loops.store, loops.remove, loops.sweep, loops.match)
-"""The loops as plain Python, on memoryviews: the reference, and used where numba is not
-installed."""
+_CALLED: Final = ("store", "remove", "sweep", "match")
+"""Functions of `loops` that `Holdings` calls: as they are, on memoryviews, where numba is not
+installed; they are the reference."""
 
 
 class Holdings:
@@ -105,7 +97,7 @@ class Holdings:
             )
         if is_native is None:
             is_native = is_installed("numba")
-        self._loops = compiled() if is_native else PLAIN
+        self._loops: Any = compiled() if is_native else loops
         self.arrays = _arrays(entry_count_max, slot_count_max + 1, seed)
         self.memory_bytes = sum(array.nbytes for array in self.arrays.values())
         """Size of the flat memory; the system gives pages as they are first written."""
@@ -125,7 +117,7 @@ class Holdings:
         """Number of each (tenant, space)."""
         self.scope_of: dict[int, Scope] = {}
         """(tenant, space) of each slot, void ones included."""
-        self._slots_in: dict[Scope, int] = {}
+        self._slots_in = Counter[Scope]()
         """How many slots each scope has: without one it is free again."""
         self._void: list[int] = []
         """Slots that became void since the present sweep began."""
@@ -153,7 +145,6 @@ class Holdings:
             return None
         if scope not in self.scopes:
             self.scopes[scope] = self._free_scopes.pop()
-            self._slots_in[scope] = 0
         self._slots_in[scope] += 1
         slot = self.free_slots.pop()
         self.scope_of[slot], self.holders[slot] = scope, holder
@@ -264,7 +255,7 @@ def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
 
 
 @functools.cache
-def compiled() -> Loops:
+def compiled() -> SimpleNamespace:
     """The loops compiled; they take numpy arrays. The first call takes up to a minute."""
     import numba
     from numba import types
@@ -282,7 +273,7 @@ def compiled() -> Loops:
         space[name] = numba.njit(
             tuple(kinds.get(argument, types.int64) for argument in names),
             error_model="numpy",  # no check for division by zero: there is none
-            no_cpython_wrapper=name not in Loops._fields,
+            no_cpython_wrapper=name not in _CALLED,
             no_cfunc_wrapper=True,
         )(FunctionType(function.__code__, space, name))
-    return Loops(*(space[name] for name in Loops._fields))
+    return SimpleNamespace(**{name: space[name] for name in _CALLED})

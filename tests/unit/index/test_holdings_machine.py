@@ -17,7 +17,7 @@ import pytest
 from hypothesis import Phase, strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from kvstore.index import holdings, loops
+from kvstore.index import loops
 from kvstore.index.feed import Holder
 from kvstore.index.holdings import Holdings
 from kvstore.index.loops import LOST, ROW, SCOPE, SLOT, WORDS, Ints
@@ -181,7 +181,7 @@ def slots_come_back_early(patch: pytest.MonkeyPatch) -> None:
         sweep(*arguments)
         return True
 
-    patch.setattr(holdings, "PLAIN", holdings.PLAIN._replace(sweep=broken))
+    patch.setattr(loops, "sweep", broken)
 
 
 def all_is_in_hbm(patch: pytest.MonkeyPatch) -> None:

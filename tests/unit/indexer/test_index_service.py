@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import ModuleType
 from typing import cast
 
 import pytest
 
 from kvstore.config.cluster import IndexConfig
-from kvstore.index import holdings
+from kvstore.index import holdings, loops
 from kvstore.index.feed import ConnectRefused, Trust
 from kvstore.indexer import replica, service as index
 from kvstore.indexer.service import IndexService
@@ -60,9 +61,9 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
 ) -> None:
     times = [0]
 
-    def compiled() -> holdings.Loops:
+    def compiled() -> ModuleType:
         times[0] = 20_000
-        return holdings.PLAIN
+        return loops
 
     monkeypatch.setattr(replica, "is_installed", lambda module: True)
     monkeypatch.setattr(holdings, "compiled", compiled)
