@@ -262,8 +262,8 @@ class RedisStore:
             if (event.incarnation, event.stream) != (hello.incarnation, hello.stream):
                 return Verdict.CLOSE
             if isinstance(event, FeedClosed):
-                return await self._closed(link, event, now_ms)
-            if not link.is_open:
+                link.is_open = False
+            elif not link.is_open:
                 return Verdict.CLOSE
             if isinstance(event, Registry):
                 link.engines = event.engines
@@ -291,22 +291,18 @@ class RedisStore:
         return verdict
 
     async def _word(
-        self, link: _Link, word: Delta | FeedBeat | SnapshotPart, now_ms: int
+        self, link: _Link, word: Delta | FeedBeat | SnapshotPart | FeedClosed, now_ms: int
     ) -> Verdict:
         if self._connection.is_away:
+            if not link.is_open:
+                link.feed = None
             return Verdict.GO_ON  # and so a gap
         if link.feed is not None:
             return await self._say(link, link.feed, word, now_ms)
+        if isinstance(word, FeedClosed):
+            return Verdict.GO_ON
         hello = msgspec.structs.replace(link.hello, sequence=word.sequence)
         return await self._claim(link, hello, now_ms)
-
-    async def _closed(self, link: _Link, closed: FeedClosed, now_ms: int) -> Verdict:
-        link.is_open = False
-        if self._connection.is_away:
-            link.feed = None
-        if link.feed is not None:
-            await self._say(link, link.feed, closed, now_ms)
-        return Verdict.GO_ON
 
     async def _gone(self, link: _Link, now_ms: int) -> Verdict:
         if link.feed is not None and not self._connection.is_away:

@@ -191,6 +191,32 @@ def test_a_stream_that_ends_at_one_replica_goes_on_at_another_at_once(
     assert two.hear(hello(stream=2, sequence=1)) is Verdict.ASK
 
 
+def test_a_stream_that_ended_says_nothing_more_where_another_replica_hears_the_node(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    told(one, stored(1))
+    two.tick()
+    assert two.hear(hello(sequence=1)) is Verdict.GO_ON
+    assert two.hear(beat(1)) is Verdict.GO_ON
+    two.hear(FeedClosed(NODE, Incarnation(1), 1))
+    assert two.hear(beat(1)) is Verdict.CLOSE
+
+
+def test_a_stream_that_ends_while_the_store_is_away_leaves_a_gap(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one = lab.replica(redis, DEADLINES)
+    assert eventually(lambda: one.believes_again(0), timeout_s=PATIENCE_S)
+    told(one, stored(1))
+    redis.pause()
+    assert one.match(1) == Answer(Trust.STALE, [])
+    one.hear(FeedClosed(NODE, Incarnation(1), 1))
+    redis.resume()
+    assert eventually(lambda: one.believes_again(NOW), timeout_s=PATIENCE_S)
+    assert one.hear(hello(stream=2, sequence=1)) is Verdict.ASK
+
+
 def test_a_node_that_was_started_anew_is_believed_by_whoever_hears_it_first(
     lab: Lab, redis: RedisProcess
 ) -> None:
