@@ -6,8 +6,8 @@
 This module has the nodes, and maps them to `Holdings` slots: `feed` decides on trust and on the
 slot, `holdings` keeps the blocks.
 
-It is the `IndexStore` of a replica by itself, and the reference for `kvstore.stores`, which keep
-their nodes in the same way.
+An `Index` is the `IndexStore` of a replica by itself, and the reference for `kvstore.stores`, which
+keep their nodes in the same way.
 
 Pure: time is an argument. Bounded: by its `Holdings`, and `node_count_max` nodes.
 """

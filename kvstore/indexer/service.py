@@ -93,8 +93,8 @@ class _Sight:
         self.members: dict[str, Member] = {}
 
     def look(self, now_ms: int) -> dict[str, Member]:
-        """What watchers are told of each node, by name; the same object as before unless it has
-        changed. Sequence numbers and loads, which change all the time, are left out."""
+        """Nodes by name without sequence numbers and loads, which change all the time; the same
+        object as before unless a node has changed."""
         if now_ms >= self.due_ms:
             self.due_ms, self.reply = now_ms + int(WATCH_PERIOD_S * 1000), None
             self.members = {member.node: member for member in self._store.members(now_ms)}

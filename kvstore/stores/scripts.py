@@ -333,9 +333,9 @@ end
 return found[1]
 """
 )
-"""No arguments. Removes void slots from the next rows of the pass that all replicas share. It looks
-at every row once; the slots that were void at its begin, and that it sweeps, are gone at its end.
-Answer: the next cursor; 0: the pass is over, or no slot is void."""
+"""No arguments. Removes void slots from the next rows. All replicas share a pass over the rows; at
+its end the void slots that were chosen at its begin are gone. Answer: the next cursor; 0: the pass
+is over, or no slot is void."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
