@@ -178,6 +178,7 @@ async def test_an_engine_with_other_keys_is_load_only_for_tenants_too() -> None:
     site = Site(engine_seed="other")
     await site.parity.once()
     assert "0 of" in site.worker.parity
+    assert [state.spec.is_red for state in site.core.fleet.workers] == [True]
     job = await site.job("team-a", prompt=TEXT)
     site.compute(job.body)
     assert (await site.job("team-a", prompt=TEXT)).request.answer is None
@@ -191,6 +192,13 @@ async def test_an_engine_that_refuses_a_probe_is_not_equal() -> None:
     await site.parity.once()
     assert site.worker.parity == "a probe got status 401"
     assert not site.worker.has_parity
+    site.status = 200
+    await site.parity.once()
+    assert not site.worker.has_parity, "it is not asked again at once"
+    site.worker.compared_again_s = 0.0
+    await site.parity.once()
+    assert site.worker.has_parity
+    assert [state.spec.is_red for state in site.core.fleet.workers] == [False]
 
 
 @on_loop

@@ -440,6 +440,15 @@ async def test_models_are_read_at_once_when_one_is_missing_and_not_twice(site: S
 
 
 @driven(run)
+async def test_probes_that_have_no_answer_end_with_the_router(site: Site) -> None:
+    site.engines.delay_s = NEVER
+    await site.play(1)
+    assert site.probes._open
+    await site.probes.close()
+    assert (site.engines.broken_off, site.probes._open) == (1, {})
+
+
+@driven(run)
 async def test_a_pause_of_the_router_is_no_silence_of_the_engines(site: Site) -> None:
     """A machine that was stopped reads what came meanwhile after it has looked."""
     await site.play(1)

@@ -163,6 +163,16 @@ def test_red_parity_means_load_only() -> None:
     assert receipt.features["hbm"] == [0, 160]
 
 
+def test_of_a_worker_that_the_index_does_not_follow_counts_what_was_sent_there() -> None:
+    core = core_of(spec(0), spec(1, node="", engine=""))
+    for worker in ("w0", "w1"):
+        routed(arrive(core, request(worker, prefix="x", subset=(worker,)), answer()))
+        core.step(RequestEnded(worker, Ending.DONE), S)
+    later = arrive(core, request("r", prefix="x"), answer(), now_ns=60 * S)
+    receipt = routed(later).draft.receipt()
+    assert receipt.features["hbm"] == [0, 4095], "the index knows what is at w0: nothing"
+
+
 def test_a_worker_may_be_load_only_for_one_request() -> None:
     core = core_of(spec(0), spec(1))
     found = answer(hbm(0, 256), hbm(1, 10))

@@ -49,6 +49,17 @@ def test_a_new_worker_starts_with_the_mean_and_the_others_keep_theirs() -> None:
     check(core)
 
 
+def test_a_decision_goes_by_the_weights_of_its_workers() -> None:
+    core = core_of(spec(0), spec(1))
+    core.fleet.columns[WEIGHTS, core.fleet.row_of["w0"]] = 2.0
+    for n in range(8):
+        receipt = routed(arrive(core, request(f"r{n}"))).draft.receipt()
+        core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
+        assert receipt.chosen == "w1"
+        columns = dict(zip(receipt.workers, zip(*receipt.weights, strict=True), strict=True))
+        assert columns == {"w0": (2.0,) * LEARNED, "w1": (1.0,) * LEARNED}
+
+
 def test_frozen_weights_stay() -> None:
     for is_frozen in (True, False):
         core = core_of(spec(0), policy=parse({"learning": {"is_frozen": is_frozen}}))

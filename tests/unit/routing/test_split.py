@@ -166,6 +166,16 @@ def test_a_request_that_is_held_may_wait_for_a_prefiller_from_then_on() -> None:
     assert not room.has_before("p", 0), "others do not queue up behind it"
 
 
+def test_a_lane_is_no_tenant_that_waits() -> None:
+    room = empty_room()
+    room.taken("a", 1000.0, S, was_held=False)
+    put(room, "laned", 400)
+    for number, tenant in enumerate("ab"):
+        its = request(f"of-{tenant}", 16, tenant=tenant)
+        room.add(OpenRequest(its, ModelSide("p", "m", "m"), "inline", 0, number))
+    assert room._served["b"] == 1000.0, "b begins level with a"
+
+
 def test_one_prefiller_is_kept_from_long_prompts() -> None:
     idle = {"a": (0, 0.0), "b": (0, 0.0)}
     assert may_take(30_000, idle) == {"a", "b"}
