@@ -194,7 +194,7 @@ class Placer:
             return prefillers
         placed = _local(opened, verdict, reason)
         if prefillers is not None:
-            self._link(prefillers, placed.worker)
+            self._link(prefillers, opened.pool, placed.worker)
             legs = decide(prefillers, verdict.case, self.fleet.policy)
             if not legs.order:
                 return Blocked.LANES
@@ -251,15 +251,13 @@ class Placer:
         bounds = (service.backlog_s, service.yield_s if must_yield else None)
         return min((bound_s for bound_s in bounds if bound_s is not None), default=math.inf)
 
-    def _link(self, prefillers: Features, worker: str) -> None:
-        """Column LINK: bytes/s from each prefiller to the worker that decodes."""
-        fleet, costs = self.fleet, self.fleet.policy.costs
+    def _link(self, prefillers: Features, pool: str, worker: str) -> None:
+        """Column LINK: bytes/s from each prefiller of a pool to the worker that decodes."""
+        fleet, link = self.fleet, prefillers.columns[FeatureColumn.LINK]
         node = fleet.workers[fleet.row_of[worker]].spec.node
-        for place, name in enumerate(prefillers.workers):
-            is_near = bool(node) and fleet.workers[fleet.row_of[name]].spec.node == node
-            prefillers.columns[FeatureColumn.LINK, place] = (
-                costs.dram_bytes_per_s if is_near else costs.network_bytes_per_s
-            )
+        near = fleet.crew(pool, prefill=True).places_of_node.get(node, [])
+        link[:] = fleet.policy.costs.network_bytes_per_s
+        link[near] = fleet.policy.costs.dram_bytes_per_s
 
     def _draft(
         self,

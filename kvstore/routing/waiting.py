@@ -50,7 +50,6 @@ class WaitingRoom:
         self._served = Latest[str, float](TENANTS_MAX)
         """Tenant → uncached tokens over its share."""
         self._by_class = Counter[str]()
-        self._by_pool = Counter[str]()
         self._taken_ns: deque[int] = deque(maxlen=_RATE_SAMPLES)
 
     def __len__(self) -> int:
@@ -78,14 +77,12 @@ class WaitingRoom:
         if entry.expires_ns is not None:
             insort(self._expiry, (entry.expires_ns, entry.request_id))
         self._by_class[entry.service] += 1
-        self._by_pool[entry.pool] += 1
         return displaced
 
     def remove(self, entry: OpenRequest) -> None:
         """Take a request out (routed, rejected or aborted); no error if it is not here."""
         if self.entries.pop(entry.request_id, None) is not None:
             self._by_class[entry.service] -= 1
-            self._by_pool[entry.pool] -= 1
             self._unqueue(entry)
             if entry.expires_ns is not None:
                 _drop(self._expiry, (entry.expires_ns, entry.request_id))
@@ -136,7 +133,7 @@ class WaitingRoom:
 
     def pools(self) -> list[str]:
         """Pools with held requests."""
-        return [pool for pool, count in self._by_pool.items() if count]
+        return list(dict.fromkeys(pool for pool, _, _ in self._queues))
 
     def ahead(self, pool: str, rank: int) -> int:
         """Held requests of a pool with this rank or a more urgent one."""

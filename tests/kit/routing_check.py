@@ -73,7 +73,7 @@ def check_room(room: WaitingRoom) -> None:
     assert room._expiry == sorted(expiry)
     assert len(room._served) <= TENANTS_MAX
     assert +room._by_class == Counter(e.service for e in room.entries.values())
-    assert +room._by_pool == Counter(e.pool for e in room.entries.values())
+    assert {*room.pools()} == {e.pool for e in every}
 
 
 def legs_of(opened: OpenRequest) -> list[Flight]:
