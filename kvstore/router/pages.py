@@ -95,10 +95,11 @@ def _metrics(router: Router) -> Values:
         found["router_index_matches_total"] = router.index.match_count
         found["router_index_late_total"] = router.index.late_count
         found["router_index_used"] = int(not (router.index.trouble or router.index.lost))
-        found["router_prepares_total"] = router.ahead.counts
-        found["router_prepared_blocks_total"] = router.ahead.blocks
     found["router_traced_requests_total"] = router.traces.counts if router.traces else {}
     found["router_peers"] = router.exchange.peer_count
+    if router.config.index:
+        found["router_prepares_total"] = router.ahead.counts
+        found["router_prepared_blocks_total"] = router.ahead.blocks
     pools = sorted({worker.address.pool for worker in workers})
     return {
         **found,

@@ -141,7 +141,8 @@ class Parity:
         found = adapter_digest(msgspec.json.decode(answer, type=_Answer).kv_transfer_params)
         if isinstance(found, str):
             return found or UNSAID
-        adapter.digest = found
+        if adapter.digest != found:  # its weights were loaded anew
+            adapter.digest, adapter.has_parity = found, False
         order.plan = order.plan._replace(adapter=(name, adapter.path), digest=found)
         return await self._shown(worker, order)
 

@@ -16,7 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvstore.config.router import WorkerAddress
-from kvstore.index.chain import block_keys
+from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter
@@ -78,7 +78,8 @@ class Site:
         index = cast("IndexCalls", self)
         self.models = models
         rendering = self.rendering = Rendering(engines, self.workers, keys)
-        spaces = Spaces(self.workers, index, RoutingPolicy)
+        policy = dispatcher.core.policy
+        spaces = self.spaces = Spaces(self.workers, index, lambda: policy)
         self.parity = Parity(rendering, spaces)
         prefixes = Prefixes(TokenEstimates(), rendering, spaces)
         self.intake = RequestIntake(prefixes, TENANTS, dispatcher, cast("Any", None))
@@ -284,6 +285,33 @@ async def test_an_adapter_is_load_only_by_itself() -> None:
     assert "of the tokens that the index showed" in adapter.parity
     assert not adapter.has_parity
     assert (site.worker.parity, site.worker.has_parity) == ("", True)
+
+
+@on_loop
+async def test_an_adapter_with_other_weights_gets_other_keys() -> None:
+    site, digest = Site(), b""
+    fetch = site.fetch
+
+    async def reporting(url: URL, *, body: bytes, **more: Any) -> HttpAnswer:
+        if url.path.endswith("/render") or msgspec.json.decode(body)["model"] != "lora":
+            return await fetch(url, body=body, **more)
+        for ids in _prompts(body):
+            its = ("lora", "/lora")
+            made = block_keys(ids, block_tokens=BLOCK, seed=SEED, adapter=its)
+            site.stored.update(adapter_keys(made, digest))
+        params = {"kvstore": {"adapter": digest.hex()}}
+        return HttpAnswer(200, [], msgspec.json.encode({"kv_transfer_params": params}))
+
+    site.fetch = reporting  # type: ignore[method-assign]
+    adapter = site.worker.adapters["lora"] = WorkerAdapter("m", "/lora")
+    adapter.is_wanted = True
+    for digest in (b"d" * 32, b"e" * 32):  # they are loaded anew, under the same name and path
+        adapter.compared_again_s = 0.0
+        await site.parity.once()
+        assert adapter.has_parity
+        scope = site.spaces.scope("lora")
+        assert scope is not None
+        assert scope.plan.digest == digest
 
 
 ENGINES = ("", "e1", "e2")
