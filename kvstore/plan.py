@@ -223,7 +223,7 @@ def _state_bytes(config: Config, kind: str, tp: int, draft_tokens: int) -> int:
     return width // tp * (kernel - 1 + draft_tokens) * 2 + state // tp * wide
 
 
-# ── parameters ──────────────────────────────────────────────────────────────────────────────────
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────
 
 
 def loaded_bytes(groups: Sequence[CacheGroup], tokens: int) -> int:

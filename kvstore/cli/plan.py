@@ -48,7 +48,7 @@ def read_config(path: Path) -> model.Config:
     return model.text_config(found)
 
 
-# ── workload ────────────────────────────────────────────────────────────────────────────────────
+# ── workload ──────────────────────────────────────────────────────────────────────────────────────
 
 ENGINE_MEMORY: Final = 0.9
 """vLLM's default `gpu_memory_utilization`."""
@@ -233,7 +233,7 @@ def _path(gpus: int, prefill_share: float, *, is_push_long: bool) -> str:
     return f"cluster: engines need several machines, and {why}, so one pool of engines serves both"
 
 
-# ── command ─────────────────────────────────────────────────────────────────────────────────────
+# ── command ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @click.command("plan")
