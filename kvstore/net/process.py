@@ -111,7 +111,9 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        poller = select.poll()  # not select, which takes descriptors below 1024 only
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> int:
         """Kill and reap it: on return nothing of it writes any more. Returns its exit status."""

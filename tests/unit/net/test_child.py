@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import select
 import signal
 import socket
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +22,7 @@ its.send(f"{sys.argv[2]} {os.environ.get('COLOUR')}".encode())
 its.recv(1)
 """
 PROGRAM = ("-c", TALKER)
+SELECT_FD_END = 1024
 
 
 @pytest.fixture
@@ -41,6 +45,23 @@ def test_an_end_of_its_own_is_readable_and_keeps_its_status(child: Child) -> Non
     assert select.select([child.pidfd], [], [], 20)[0]
     assert child.has_ended
     assert child.close() == 0
+
+
+def test_its_end_is_seen_behind_a_thousand_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as restored:
+        restored.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * SELECT_FD_END, hard))
+        child = Child(spawn(PROGRAM))
+        restored.callback(child.close)
+        low, child.pidfd = child.pidfd, fcntl.fcntl(child.pidfd, fcntl.F_DUPFD, SELECT_FD_END)
+        os.close(low)
+        assert not child.has_ended
+        child.signal(signal.SIGKILL)
+        ended = select.poll()
+        ended.register(child.pidfd, select.POLLIN)
+        assert ended.poll(20_000)
+        assert child.has_ended
 
 
 def test_on_return_of_close_it_is_gone_with_its_descriptors(child: Child) -> None:
