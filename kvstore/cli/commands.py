@@ -71,9 +71,7 @@ def settings_options(kind: type[Settings], *, has_file: bool = True) -> Callable
     options = [*map(_option, table(kind)), *([_CONFIG_OPTION] if has_file else [])]
 
     def add(command: _F) -> _F:
-        for option in reversed(options):
-            command = option(command)
-        return command
+        return functools.reduce(lambda made, option: option(made), reversed(options), command)
 
     return add
 

@@ -45,10 +45,6 @@ QUERY_TIMEOUT_S: Final = 2.0
 _T = TypeVar("_T")
 
 
-class SpaceUnknown(RefusedCall):
-    """No space, or more than one, begins with these digits."""
-
-
 class InspectService(InspectServicer):
     """Answers calls by asking the node's loop; has no state of its own."""
 
@@ -147,10 +143,10 @@ def _check_keys(keys: bytes) -> None:
 
 
 def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:
-    """Spaces whose hex form begins with `prefix`, at least one. Raises SpaceUnknown."""
+    """Spaces whose hex form begins with `prefix`, at least one. Raises RefusedCall."""
     found = [space for space in engine.space_ids() if space.hex().startswith(prefix)]
     if not found:
-        raise SpaceUnknown(
+        raise RefusedCall(
             grpc.StatusCode.NOT_FOUND,
             f"no space begins with {prefix!r}: see kvstore inspect spaces",
         )
@@ -158,10 +154,10 @@ def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:
 
 
 def find_space(engine: Engine, prefix: str) -> SpaceId:
-    """The one space whose hex form begins with `prefix`. Raises SpaceUnknown."""
+    """The one space whose hex form begins with `prefix`. Raises RefusedCall."""
     found = find_spaces(engine, prefix)
     if len(found) > 1:
-        raise SpaceUnknown(
+        raise RefusedCall(
             grpc.StatusCode.FAILED_PRECONDITION,
             f"{len(found)} spaces begin with {prefix!r}: give more digits",
         )

@@ -23,6 +23,7 @@ from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.net import server as net_server
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import text_page
+from kvstore.net.server import RefusedCall
 from kvstore.node import inspect
 from kvstore.node.driver import Driver
 from kvstore.node.inspect import (
@@ -31,7 +32,6 @@ from kvstore.node.inspect import (
     REQUEST_BYTES_MAX,
     THREAD_COUNT,
     InspectServer,
-    SpaceUnknown,
     find_space,
 )
 from kvstore.proto import inspect_pb2 as pb
@@ -59,7 +59,7 @@ def test_a_unique_prefix_names_a_space(prefix: str, index: int) -> None:
     [("ab", grpc.StatusCode.FAILED_PRECONDITION), ("ff", grpc.StatusCode.NOT_FOUND)],
 )
 def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None:
-    with pytest.raises(SpaceUnknown) as caught:
+    with pytest.raises(RefusedCall) as caught:
         find_space(engine_with_spaces(), prefix)
     assert caught.value.code is code
     assert repr(prefix) in str(caught.value)
