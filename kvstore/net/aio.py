@@ -102,15 +102,22 @@ class Tasks:
             _log.error("%s", self._bug, exc_info=error)
 
 
+async def _asked(host: str) -> list[Sequence[Any]]:
+    """Addresses of a name, as sockets have them. Raises OSError."""
+    ask, kind = asyncio.get_running_loop().getaddrinfo, socket.SOCK_STREAM
+    try:
+        return [row[4] for row in await ask(host, None, type=kind, proto=socket.IPPROTO_TCP)]
+    except UnicodeError as error:  # a label that is empty or too long
+        raise OSError(str(error)) from None
+
+
 async def resolved(host: str, port: int) -> list[str]:
     """ADDRESS:PORT of each address of a name, sorted. Raises OSError, also for a late answer."""
-    lookup = asyncio.get_running_loop().getaddrinfo
     try:
         async with asyncio.timeout(DNS_TIMEOUT_S):
-            rows = await lookup(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+            return sorted({joined(str(address[0]), port) for address in await _asked(host)})
     except TimeoutError:
         raise TimeoutError("no answer from DNS in time") from None
-    return sorted({joined(str(row[4][0]), port) for row in rows})
 
 
 class HostAddresses:
@@ -139,15 +146,10 @@ class HostAddresses:
         return self._known
 
     async def _look_up(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            self._known = list(map(_text_of, await _asked(self._host)))
         except OSError as error:
             self.unknown = error
-        except UnicodeError as error:  # a label that is empty or too long
-            self.unknown = OSError(str(error))
-        else:
-            self._known = [_text_of(each[4]) for each in found]
 
     def close(self) -> None:
         """End the call of DNS that is under way, if there is one."""
