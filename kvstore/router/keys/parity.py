@@ -181,7 +181,7 @@ class Parity:
         """Wait until the index shows the blocks of a probe at the worker's node. Returns why it
         does not; empty: it does.
         """
-        made = await self._rendering.keys.make(order)
+        made = await self._rendering.keys.make(order, delays_request=False)
         if made is None or made.why or not made.keys:
             return f"no keys of a probe: {made.why if made else 'late'}"
         keys, places = made.keys, self._spaces.of(worker)

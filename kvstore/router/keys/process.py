@@ -30,8 +30,8 @@ BYTES_MAX: Final = 64 << 20
 """Most bytes of orders that wait or are under way; their requests hold them, too."""
 LONG_BYTES: Final = 256 << 10
 ANSWER_TIMEOUT_S: Final = 2.0
-"""Longest wait for an answer of a busy child. Loading a tokenizer takes longer, so its first orders
-go unanswered.
+"""Longest wait of a request for an answer of a busy child. Loading a tokenizer takes longer, so its
+first orders go unanswered.
 """
 HANG_S: Final = 30.0
 """Time after which a child that has not answered an order is replaced."""
@@ -148,11 +148,15 @@ class _Lane:
             )
         return self._child
 
+    @property
+    def limit_s(self) -> float:
+        """Time that the child may take for an order."""
+        return HANG_S if self._has_answered else LOADING_S
+
     def replace_hanging(self) -> None:
         """Kill the child if it has not answered for too long."""
-        limit_s = HANG_S if self._has_answered else LOADING_S
         now_s = asyncio.get_running_loop().time()
-        if self._asked_s is not None and now_s - self._asked_s > limit_s:
+        if self._asked_s is not None and now_s - self._asked_s > self.limit_s:
             self._kill()
 
     def _kill(self) -> None:
@@ -192,8 +196,12 @@ class KeyProcess:
         """Bytes of orders without an answer, by tenant."""
         self.refused_count = 0
 
-    async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer | None:
-        """Carry out an order in a child; None: no answer in time, or the order is refused."""
+    async def make(
+        self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
+    ) -> KeyAnswer | None:
+        """Carry out an order in a child; None: no answer in time, or the order is refused. An order
+        that delays no request has as long as the child may take.
+        """
         size = len(order.body) + len(order.rendered)
         lane, owed = self.lanes[size >= LONG_BYTES], self._owed
         is_over = owed[tenant] > 0 and owed[tenant] + size > BYTES_MAX // 2
@@ -204,7 +212,7 @@ class KeyProcess:
         owed[tenant] += size
         asked: asyncio.Future[KeyAnswer | None] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S if delays_request else lane.limit_s):
                 return await lane.made(Waiting(tenant, size, order, asked))
         except TimeoutError:
             lane.replace_hanging()

@@ -261,7 +261,8 @@ class Rendering:
         """
         why = ""
         for _ in range(2 if source_of(path, body) == "local" else 0):
-            ours = await self.keys.make(KeyOrder(model=model, body=body, wants_ids=True))
+            order = KeyOrder(model=model, body=body, wants_ids=True)
+            ours = await self.keys.make(order, delays_request=False)
             if ours is None or (ours.why and path == COMPLETIONS):
                 raise _UncomparedError(f"no tokens ({ours.why if ours else 'late'})")
             if ours.why:
@@ -269,7 +270,8 @@ class Rendering:
             rendered = await self.rendered(path, body, [worker], timeout_s=COMPARE_TIMEOUT_S)
             if rendered is None:
                 raise _UncomparedError("no engine renders")
-            theirs = await self.keys.make(KeyOrder(rendered=rendered, wants_ids=True))
+            order = KeyOrder(rendered=rendered, wants_ids=True)
+            theirs = await self.keys.make(order, delays_request=False)
             if theirs is None or theirs.why:
                 raise _UncomparedError(f"no tokens ({theirs.why if theirs else 'late'})")
             if ours.ids == theirs.ids:

@@ -134,6 +134,22 @@ async def test_a_child_that_loads_has_longer(
         await keeper.close()
 
 
+@on_loop
+async def test_a_comparison_waits_for_a_child_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request waits for it: on a busy machine each comparison was late, and workers stayed
+    load-only."""
+    monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.0)
+
+    keeper = KeyProcess({})
+    try:
+        assert await keeper.make(order(8)) is None, "a request does not wait"
+        made = await keeper.make(order(8), delays_request=False)
+        assert made is not None
+        assert made.keys == keys(8)
+    finally:
+        await keeper.close()
+
+
 LONG = 400_000
 """Token ids: 2.6 MB of JSON."""
 

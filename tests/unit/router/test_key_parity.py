@@ -109,8 +109,11 @@ class Site:
 
     # ── the child process and the index ──────────────────────────────────────────────────────────
 
-    async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer:
+    async def make(
+        self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
+    ) -> KeyAnswer:
         del tenant
+        assert not delays_request, "a comparison is patient"
         return answer_to(order, Bytes({}))
 
     async def match(self, tenant: str, space: bytes, keys: bytes) -> PrefixAnswer:

@@ -66,7 +66,10 @@ class Site:
             ids = [0, *ids]
         return HttpAnswer(self.status, [], msgspec.json.encode({"token_ids": ids}))
 
-    async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer:
+    async def make(
+        self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
+    ) -> KeyAnswer:
+        assert delays_request is not order.wants_ids, "a comparison is patient, a request is not"
         self.orders.append(order)
         return answer_to(order, self.letters)
 
