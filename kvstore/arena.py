@@ -13,9 +13,9 @@ Layout of the generation page (version 1, u64 each, native little-endian):
 An engine maps nothing that it has not checked: size, seals, magic, version, incarnation. Without
 the seals a peer could shrink the memory under a reader (SIGBUS) or write its own generations.
 
-Does not cover: owners of slots (`kvstore.engine`), how descriptors travel
-(`kvstore.client.link`, `kvstore.node.attach`), pre-faulting in the background
-(`kvstore.tiers.dram`).
+Covers, too: what a forked child must not use (`in_children`), of all packages. Does not cover:
+owners of slots (`kvstore.engine`), how descriptors travel (`kvstore.descriptors`), pre-faulting in
+the background (`kvstore.tiers.dram`).
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Arena:
         words = np.asarray(slots, np.int64) // PAGES_PER_GENERATION
         values = np.asarray(generations, np.uint64)
         assert words.shape == values.shape, "one generation per slot"
-        assert (words < self.arena_bytes // SLOT_BYTES_MIN).all(), "outside the arena"
+        is_inside = (words >= 0) & (words < self.arena_bytes // SLOT_BYTES_MIN)
+        assert is_inside.all(), "outside the arena"
         assert (values >= self._generations[words]).all(), "a generation never goes back"
         self._generations[words] = values
 

@@ -303,8 +303,7 @@ class State:
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """Record the space of a session that opened, in `known` and in the journal. When `known` is
-        full, a space without an open session goes first, the one whose last session opened longest
-        ago."""
+        full, a space without an open session goes first, the one that has had none for longest."""
         is_new = address not in self.known
         if self.config.tell_offers and is_new and self.offers.any_held(address):
             self.say(events.OffersUntold())

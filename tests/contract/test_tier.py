@@ -97,8 +97,8 @@ def test_the_whole_tier_can_be_read_and_not_a_byte_more(tier: Memory) -> None:
         read(tier, SLOTS[7], SLOT_BYTES_MIN + 1)
 
 
-def test_a_slot_outside_is_our_own_bug(tier: Memory) -> None:
-    outside = SlotId(8 * PAGES_PER_GENERATION)
+@pytest.mark.parametrize("outside", [SlotId(-1), SlotId(8 * PAGES_PER_GENERATION)])
+def test_a_slot_outside_is_our_own_bug(tier: Memory, outside: SlotId) -> None:
     with pytest.raises(AssertionError):
         tier.generation(outside)
     with pytest.raises(AssertionError):

@@ -486,7 +486,7 @@ def covers(shards: frozenset[Shard], geometry: Geometry) -> tuple[tuple[Shard, .
 #
 # An engine of several ranks stores a block in shards, and the shards come and go one by one. A
 # shard alone is of no use to a peer that may be sharded in another way, so a key is offered while
-# the shards that a tier holds of it cover all layers and heads of the space. Rules:
+# some of the shards that a tier holds of it make a whole block (`covers`). Rules:
 #
 # 1. There is no state but the tables: each change is judged by the tables when the step ends, so
 #    the last update about a key is the truth, whatever the earlier ones were.
@@ -553,14 +553,8 @@ class Offers:
         there = np.stack(
             [self._residency.is_in(change.tier, scope, keys) for scope in shards.values()], axis=1
         )
-        # Keys of one request have the same shards: few combinations among many keys, mostly one.
-        if (there == there[:1]).all():
-            combinations, which = there[:1], np.zeros(len(there), dtype=np.int64)
-        else:
-            combinations, which = np.unique(there, axis=0, return_inverse=True)
-        names = list(shards)
-        is_whole = [
-            bool(covers(frozenset(names[at] for at in np.flatnonzero(row)), geometry))
-            for row in combinations
-        ]
-        return np.array(is_whole)[which.reshape(-1)]
+        place = {shard: number for number, shard in enumerate(shards)}
+        whole = np.zeros(len(there), dtype=bool)
+        for cover in covers(frozenset(shards), geometry):  # as whoever serves them: one search
+            whole |= there[:, [place[shard] for shard in cover]].all(axis=1)
+        return whole

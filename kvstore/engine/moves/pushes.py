@@ -8,8 +8,9 @@ has ended. 3: a block counts as pushed if its generation was the same after the 
 bounded: ASKS_MAX grants of a peer, JOBS_MAX writes of each. 5: a grant is looked at when its next
 block is sealed, when its transfer is named, and each LOOK_NS, within a budget per tick.
 
-Covers: transfers that engines here prefill, grants of other nodes, writes. Does not cover: room on
-the other node (`grants` there), moving bytes (`kvstore.peers`).
+Covers: transfers that engines here prefill, grants of other nodes, writes; when either side of a
+push is looked at (`PushSides`, also of `sessions.awaited`). Does not cover: room on the other node
+(`grants` there), moving bytes (`kvstore.peers`).
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class PushSide(msgspec.Struct, eq=False, kw_only=True):
     """Whether to search for its blocks at the next look: some may be here that no watch reports, or
     none will come any more."""
     reason: str | None = None
-    """Why it has ended; empty: all its blocks were pushed; None: it has not ended."""
+    """Why it has ended; empty: all its blocks came, or were written; None: it has not ended."""
 
 
 _Side = TypeVar("_Side", bound=PushSide)
@@ -190,7 +191,7 @@ class PushSides(ABC, Generic[_Side]):
         self._state, self._files, self._arrivals = state, files, arrivals
         self._transfers = transfers
         self.named = Groups[SideName, _Side]()
-        """Those that have not ended, by name."""
+        """All of them, by name; a grant that has ended until its last write has ended, too."""
         self.agenda = Agenda[_Side]()
         self.budget = LOOK_COST_MAX
         """Cost of looks that may still be spent before the next tick, in keys."""

@@ -235,6 +235,7 @@ class Awaited(PushSides[Expectation]):
             why = "no block fits this node's landing memory: give it --peer-listen and --landing"
             self.end(expect, why)
         elif expect.is_here:
+            self.budget -= LOOK_COST
             self._look_at(expect)
         else:
             self.queue.add(expect, expect.lane)

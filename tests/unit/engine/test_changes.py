@@ -9,7 +9,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
-from kvstore.engine.memory.residency import Change, Offers
+from kvstore.engine.memory import residency as residency_module
+from kvstore.engine.memory.residency import Change, Geometry, Offers, covers
 from kvstore.tier_events import FileKnown
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.feed import Removed
@@ -134,3 +135,25 @@ def test_a_block_is_not_offered_if_no_peer_can_be_served_it() -> None:
         node.step(FileKnown(scope, keys(5), places(at + 1, 1), checksum(5)))
     assert node.serve(1, 5).slots == b""
     assert not node.offered
+
+
+def test_keys_that_lack_different_shards_cost_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for each combination stood the loop still for seconds."""
+    node = DiskNode()
+    Peer(node)
+    shards = [Shard(layer, layer + 1, 0, HEADS) for layer in range(LAYERS)]
+    for number in range(1 << LAYERS):
+        for at in (at for at in range(LAYERS) if number >> at & 1):
+            scope = Scope("t", SPACE, shards[at], shard_bytes(SMALL, shards[at]))
+            number_of = 100 * number + at
+            node.step(FileKnown(scope, keys(number), places(number_of, 1), checksum(number)))
+    searched: list[frozenset[Shard]] = []
+
+    def counted(shards: frozenset[Shard], geometry: Geometry) -> tuple[tuple[Shard, ...], ...]:
+        searched.append(shards)
+        return covers(shards, geometry)
+
+    monkeypatch.setattr(residency_module, "covers", counted)
+    node.ask_offers()
+    assert {(block[0], block[3]) for block in node.offered} == {(Tier.FILE, key((1 << LAYERS) - 1))}
+    assert set(searched) == {frozenset(shards[:1]), frozenset({*shards, WHOLE})}
