@@ -72,7 +72,7 @@ class Start(msgspec.Struct, frozen=True):
     """Settings from the command line: checked already."""
 
     begin: control.BeginServing
-    """What the first node process begins with."""
+    """Message that begins the service of the first node process."""
     socket: str
     others_may_connect: bool
     log_level: str

@@ -17,6 +17,7 @@ SMALL_FILES = {
     "kvstore/__main__.py": "a program",
     "kvstore/client/tls.py": "loads no cryptography; settings and engines need it",
     "kvstore/config/defaults.py": "imports nothing, so that `--help` comes at once",
+    "kvstore/descriptors.py": "engines, node, supervisor and transfer worker share it",
     "kvstore/engine/agenda.py": "timers of all parts of the engine",
     "kvstore/errors.py": "vocabulary of all packages",
     "kvstore/index/chain.py": "router and commands make keys without the index",
