@@ -27,7 +27,7 @@ SMALL_FILES = {
     "kvstore/peers/transfer_worker_process.py": "a program of few imports",
     "kvstore/router/front/paths.py": "what clients may reach of engines, in one place",
     "kvstore/router/traces.py": "a router without --trace loads nothing of OpenTelemetry",
-    "kvstore/routing/requests.py": "what all parts of the decision pass on",
+    "kvstore/routing/split.py": "rules of remote prefills, for requests, their queues and placing",
     "kvstore/transport/backends.py": "the only module that knows all back ends",
     "kvstore/transport/guests.py": "pure, beside sockets",
     "kvstore/types.py": "vocabulary of all packages",
