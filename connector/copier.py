@@ -480,16 +480,13 @@ class Copier:
 
     def _populate(self) -> bool:
         """Map the next part of the arena ahead of use. False when there is nothing to map."""
-        if self._link.closed or self._arena is None or self._generations is None:
+        if self._link.closed or self._arena is None:
             return False
-        ready = self._generations.ready_bytes()
-        if self._populated >= ready:
-            return False
+        begin = self._populated
         try:
-            self._arena.populate(self._populated, min(self._populated + POPULATE_BYTES, ready))
+            self._populated = self._arena.populate(begin, begin + POPULATE_BYTES)
         except OSError:
             # No memory for page tables now: the copies will fault them in, one by one.
             self._populated = self._arena.size_bytes
             return False
-        self._populated += POPULATE_BYTES
-        return True
+        return self._populated > begin

@@ -334,4 +334,18 @@ def test_the_arena_is_mapped_ahead_of_use(node: ScriptedNode, rank: Rank) -> Non
     for session in (6, 7):  # between the two answers lies a turn with nothing to copy
         node.send(Quiesce(session))
         node.receive(Quiet)
-    assert rank.copier._populated >= 4 << 20
+    assert rank.copier._populated == ARENA_BYTES
+
+
+def test_memory_that_arrives_later_is_mapped_ahead_too(node: ScriptedNode, path: Path) -> None:
+    ready = [1 << 20, ARENA_BYTES]
+    node.arena.set_ready(ready[0])
+    rank = Rank(path)
+    node.open_session(5)
+    for number, size_bytes in enumerate(ready):
+        node.arena.set_ready(size_bytes)
+        for session in (6 + 2 * number, 7 + 2 * number):
+            node.send(Quiesce(session))
+            node.receive(Quiet)
+        assert rank.copier._populated == size_bytes
+    rank.stop()
