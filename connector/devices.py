@@ -166,11 +166,11 @@ class _Proof:
         memory: NDArray[np.uint8],
     ) -> None:
         """`memory`: room for a block that lies in two registrations."""
-        self._copies, self._number = copies, number
+        self._copies, self._number, self._block_count = copies, number, block_count
         self._layers = cache_bytes(group.caches, block_count=block_count)
-        self._block_count, self._memory = block_count, memory
-        self._size = copies.block_bytes(number)
-        self._begin = CHUNK_BYTES - self._size // 2 if self._size <= CHUNK_BYTES else 0
+        size = copies.block_bytes(number)
+        self._begin = CHUNK_BYTES - size // 2 if size <= CHUNK_BYTES else 0
+        self._slot = memory[self._begin : self._begin + size]
 
     def reason(self) -> str:
         """See `prove`."""
@@ -210,11 +210,7 @@ class _Proof:
         return ""
 
     def _noise(self, seed: int) -> bytes:
-        return np.random.default_rng(seed).bytes(self._size)
-
-    @property
-    def _slot(self) -> NDArray[np.uint8]:
-        return self._memory[self._begin : self._begin + self._size]
+        return np.random.default_rng(seed).bytes(self._slot.size)
 
     def _do(self, way: CopyWay, block: int) -> CopyEnd:
         mark = self._copies.mark()
