@@ -301,15 +301,11 @@ def state_of_another_boundary(
     return [*blocks[1:], NULL_BLOCK] if kind == "state" else blocks
 
 
-@instead_of(EngineStores, "take_jobs")
-def fence_skipped_for_a_freed_window(take_jobs: Any, self: EngineStores, now_ns: int) -> Any:
+@instead_of(EngineStores, "source_blocks")
+def fence_skipped_for_a_freed_window(_: Any, self: EngineStores) -> Any:
     """Blocks of other groups than the first are handed out again while a store reads them."""
-    jobs = take_jobs(self, now_ns)
-    for job in jobs:
-        if job.group:
-            self._source_blocks.subtract(job.block_ids)
-    self._source_blocks = +self._source_blocks
-    return jobs
+    jobs = [entry.job for entry in self._outstanding.values() if not entry.job.group]
+    return (block for job in jobs for block in job.block_ids)
 
 
 @instead_of(SchedulerCore, "plan")

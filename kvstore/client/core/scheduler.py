@@ -347,7 +347,8 @@ class SchedulerCore:
     def rescue_plan(self) -> StepPlan:
         """The last plan of a caller that cannot go on: the loads that the engine waits for, and a
         fence of all blocks whose copy may still run, since no later plan can fence them."""
-        return StepPlan(loads=self._take_loads(), fence_blocks=self.stores.source_blocks())
+        fence = tuple(sorted({*self.stores.source_blocks()}))
+        return StepPlan(loads=self._take_loads(), fence_blocks=fence)
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
         loads, self._loads = tuple(self._loads), []

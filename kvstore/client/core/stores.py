@@ -12,9 +12,10 @@ that no later hit can need, is left out.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvstore.client.core.attachment import Attachment, Credit
@@ -68,7 +69,6 @@ class EngineStores:
         self.recent = Latest[bytes, int](RECENT_KEYS_MAX)
         """Keys that count as stored; the owner clears it when the node may have lost everything."""
         self._outstanding: dict[int, OpenJob] = {}
-        self._source_blocks: Counter[int] = Counter()
         self._last_submit_ns = 0
         self._batches: defaultdict[int, list[tuple[int, bytes, Credit]]] = defaultdict(list)
         """By KV cache group: blocks that the next plan stores, their keys, and credits."""
@@ -133,7 +133,6 @@ class EngineStores:
         self._comparing = []
         for entry in begun:
             self._outstanding[entry.job.job] = entry
-            self._source_blocks.update(entry.job.block_ids)
         return tuple(entry.job for entry in begun)
 
     def _made(
@@ -165,13 +164,11 @@ class EngineStores:
 
     def fence(self, new_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of the newly handed out blocks whose copy may still run."""
-        if not self._source_blocks:
-            return ()
-        return tuple(sorted({b for b in new_blocks if b in self._source_blocks}))
+        return tuple(sorted({*new_blocks}.intersection(self.source_blocks())))
 
-    def source_blocks(self) -> tuple[int, ...]:
+    def source_blocks(self) -> Iterator[int]:
         """All blocks whose copy may still run."""
-        return tuple(sorted(self._source_blocks))
+        return chain.from_iterable(entry.job.block_ids for entry in self._outstanding.values())
 
     def reported(self, report: RankReport) -> list[OpenJob]:
         """Take one rank's report. Returns the jobs that all ranks have ended now, whose blocks are
@@ -187,10 +184,6 @@ class EngineStores:
             entry.reports += 1
             if entry.reports >= self._config.hello.rank_count:
                 ended.append(self._outstanding.pop(job_id))
-                self._source_blocks.subtract(entry.job.block_ids)
-                for block in entry.job.block_ids:
-                    if self._source_blocks[block] <= 0:
-                        del self._source_blocks[block]
         return ended
 
     def has_running(self, last_job: int) -> bool:
