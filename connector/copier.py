@@ -14,8 +14,8 @@ its attention reads whole blocks.
 While copies are under way the thread neither attaches nor takes another mapping. Plans come from
 the worker's other thread, and results go to it:
 
-    engine's thread ── submit, keep_off, wait_for_load, take_report ──▶ Handoff ◀── copy thread
-                                                                 (one lock, one RankCore, one wake)
+    engine's thread ── submit, keep_off, wait_for_load, core ──▶ Handoff ◀── core ── copy thread
+                                                     (one lock, one RankCore, one wake)
 
 The lock is held for bookkeeping only, never while bytes move.
 
@@ -43,7 +43,7 @@ from kvstore.arena import ArenaView, GenerationView
 from kvstore.client.core import rank
 from kvstore.client.core.attachment import Dial, DialState
 from kvstore.client.core.costs import SourcePace
-from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.plan import StepPlan
 from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.mailbox import Wake
@@ -96,11 +96,6 @@ class Handoff:
             self._core.give_up(block_ids)
             return False
 
-    def settle(self, block_ids: Sequence[int]) -> None:
-        """The engine overwrites these blocks already: see `RankCore.settle`."""
-        with self._lock:
-            self._core.settle(block_ids)
-
     def wait_for_load(self, timeout_s: float) -> None:
         """Wait until all loads of a request have ended, at most `timeout_s`; no wait if none
         runs."""
@@ -114,17 +109,12 @@ class Handoff:
         finally:
             self._is_over = None
 
-    def take_report(self) -> RankReport:
-        """Results since the last call."""
-        with self._lock:
-            return self._core.take_report()
-
     def stop(self) -> None:
         """Ask the copy thread to end after the copy in flight."""
         self.stopping = True
         self.wake.set()
 
-    # ── copy thread ──────────────────────────────────────────────────────────────────────────────
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def core(self) -> Iterator[rank.RankCore]:
@@ -133,6 +123,8 @@ class Handoff:
             yield self._core
             if self._is_over is not None and self._is_over():
                 self._changed.notify()
+
+    # ── copy thread ──────────────────────────────────────────────────────────────────────────────
 
     def await_wake(self, timeout_s: float) -> None:
         """Wait until there may be something to do; finer than a millisecond."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.arena import in_children
-from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
+from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
@@ -79,8 +78,6 @@ class WorkerSide:
         self._load_errors: set[int] = set()
         self._failed: set[str] = set()
         """Requests of which a load failed, and which are computed whole once all have ended."""
-        self._loading: Counter[str] = Counter()
-        """Loads under way of each request: one for each KV cache group."""
         self._unsaved = StepPlan()
         """Plan of a step that began, until `wait_for_save` is called."""
         self._submitted: StepPlan | None = None
@@ -169,7 +166,8 @@ class WorkerSide:
 
     def _fence(self, plan: StepPlan) -> None:
         if self._is_fenced_late:
-            self._handoff.settle(plan.fence_blocks)
+            with self._handoff.core() as core:
+                core.settle(plan.fence_blocks)
             return
         if not plan.fence_blocks:
             return
@@ -208,25 +206,20 @@ class WorkerSide:
         """
         if idle:
             self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
-        report = self._handoff.take_report()
+        with self._handoff.core() as core:
+            report, loading = core.take_report(), core.loading
         results = {name: getattr(report, name) for name in report.__struct_fields__[1:]}
         self._report = self._report.plus(**results)
-        finished = {load.request for load in report.loads if self._load_ended(load)}
+        failures = [load for load in report.loads if load.failed_block_ids]
+        if len(self._kv_cache_config.kv_cache_groups) > 1:
+            self._failed.update(load.request for load in failures)
+        else:
+            self._load_errors.update(*(load.failed_block_ids for load in failures))
+        # Of a request there is a load for each KV cache group.
+        finished = {load.request for load in report.loads} - loading
         failed = self._failed & finished
         self._failed -= failed
         return finished, failed
-
-    def _load_ended(self, load: LoadResult) -> bool:
-        """Take the result of a load. Returns whether it was the last one of its request."""
-        if load.failed_block_ids and len(self._kv_cache_config.kv_cache_groups) > 1:
-            self._failed.add(load.request)
-        elif load.failed_block_ids:
-            self._load_errors.update(load.failed_block_ids)
-        self._loading[load.request] -= 1
-        if self._loading[load.request] > 0:
-            return False
-        del self._loading[load.request]
-        return True
 
     def block_ids_with_load_errors(self) -> set[int]:
         """Target blocks of the loads that `get_finished` just named which hold nothing valid.
@@ -252,6 +245,5 @@ class WorkerSide:
         self._serve_nothing("this is a forked child of a worker")
 
     def _submit(self, plan: StepPlan) -> None:
-        self._loading.update(load.request for load in plan.loads)
         mark = self._copies.mark() if self._copies is not None else 0
         self._handoff.submit(plan, mark)

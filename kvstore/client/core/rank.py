@@ -406,10 +406,15 @@ class RankCore:
         return bool(self._loads)
 
     @property
+    def loading(self) -> set[str]:
+        """Requests of which a load is queued or runs."""
+        return {job.plan.request for job in self._loads}
+
+    @property
     def has_loaded_request(self) -> bool:
         """Whether all loads of some request have ended, and the last end waits to be reported."""
-        running = {job.plan.request for job in self._loads}
-        return any(result.request not in running for result in self._report.loads)
+        loading = self.loading
+        return any(result.request not in loading for result in self._report.loads)
 
     # ── fences ───────────────────────────────────────────────────────────────────────────────────
 

@@ -38,7 +38,8 @@ class NumbersRank(Rank):
     def compared(self) -> CompareResult:
         """Wait for the end of the comparison."""
         assert self.handoff.keep_off(range(BLOCKS), timeout_s=WAIT_S)
-        report = self.handoff.take_report()
+        with self.handoff.core() as core:
+            report = core.take_report()
         assert (report.blocks_sealed, report.blocks_dropped) == (0, 0)
         (result,) = report.compared
         assert report.store_jobs_done == (1,)
@@ -67,7 +68,8 @@ def stored(node: ScriptedNode, rank: NumbersRank) -> bytes:
     """Blocks 1, 2, 3 lie in SLOTS; their checksums."""
     rank.submit([1, 2, 3], SLOTS, compare=False)
     seal = node.receive(Seal)
-    rank.handoff.take_report()
+    with rank.handoff.core() as core:
+        core.take_report()
     return seal.checksums
 
 

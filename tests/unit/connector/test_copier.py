@@ -124,7 +124,8 @@ class Rank:
     def loaded(self) -> RankReport:
         """Wait for the end of a load."""
         self.handoff.wait_for_load(WAIT_S)
-        report = self.handoff.take_report()
+        with self.handoff.core() as core:
+            report = core.take_report()
         assert report.loads, "no load ended"
         return report
 

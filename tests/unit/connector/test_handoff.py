@@ -28,7 +28,8 @@ def test_a_fence_gives_up_in_time_and_the_store_is_abandoned() -> None:
     begin = time.monotonic()
     assert not handoff.keep_off((2,), timeout_s=0.02)
     assert time.monotonic() - begin < 5
-    report = handoff.take_report()
+    with handoff.core() as core:
+        report = core.take_report()
     assert (report.store_jobs_done, report.blocks_dropped) == ((1,), 2)
     assert handoff.keep_off((2,), timeout_s=0)
     handoff.wake.close()
@@ -45,5 +46,6 @@ def test_waiting_for_a_load_is_bounded_and_needs_one() -> None:
     begin = time.monotonic()
     handoff.wait_for_load(0.02)
     assert 0.02 <= time.monotonic() - begin < 5
-    assert not handoff.take_report().loads
+    with handoff.core() as core:
+        assert not core.take_report().loads
     handoff.wake.close()

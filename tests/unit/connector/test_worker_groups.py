@@ -8,15 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.copier import Handoff
 from kvstore.connector.mapping import describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Seal
 from tests.kit.scripted_node import ScriptedNode
+from tests.unit.client import rank_kit
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     BLOCKS,
@@ -111,7 +114,21 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_whole(
     assert sorted(ended) == ["r", "s"]
     assert failed == ({"r"} if fails else set())
     assert side.get_finished() == (set(), set())
-    assert not side._loading
+
+
+def test_a_request_is_not_over_while_one_of_its_loads_runs(tmp_path: Path) -> None:
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
+    side = WorkerSide(config, vllm_config("/a"), kv_cache_config())
+    side._handoff = Handoff(rank_kit.serving())
+    loads = (rank_kit.load(5, 0, 1), rank_kit.load(5, 1, 1, lease=2))
+    its = tuple(msgspec.structs.replace(load, request="r") for load in loads)
+    side.start_load_kv(StepPlan(loads=its))
+    for finished in (set(), {"r"}):
+        with side._handoff.core() as core:
+            (copy,) = rank_kit.begun(core)
+            core.finished(copy, rank_kit.COPIED)
+        assert side.get_finished() == (finished, set())
+    side._handoff.wake.close()
 
 
 @pytest.mark.parametrize(
