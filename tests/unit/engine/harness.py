@@ -142,18 +142,22 @@ DEFAULTS = Defaults()
 @lru_cache
 def some_tile(shards: frozenset[Shard], layer_count: int, head_count: int) -> bool:
     """Whether some of these shards have each layer of each head exactly once."""
-    cells = list(itertools.product(range(layer_count), range(head_count)))
-    some = (its for n in range(len(shards)) for its in itertools.combinations(shards, n + 1))
-    return any(
-        sorted(
+    cells = {
+        shard: frozenset(
             (layer, head)
-            for shard in its
             for layer in range(shard.layer_begin, shard.layer_end)
             for head in range(shard.head_begin, shard.head_end)
         )
-        == cells
-        for its in some
-    )
+        for shard in shards
+    }
+
+    def tile(left: frozenset[tuple[int, int]]) -> bool:
+        """Whether some have the cells that are left; the first one is a corner of its shard."""
+        if not left:
+            return True
+        return any(min(left) in its and its <= left and tile(left - its) for its in cells.values())
+
+    return tile(frozenset(itertools.product(range(layer_count), range(head_count))))
 
 
 class Node:
