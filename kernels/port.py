@@ -52,7 +52,8 @@ class DeviceCache:
         """Parts of a slot that comparisons look at, by the place of their layer."""
         runs = list(_runs(layers))
         self._addresses = np.array([run.address for run in runs], np.uint64)
-        self._strides = np.array([run.stride_bytes for run in runs], np.uint64)
+        # One may be negative: `places` adds modulo 2**64.
+        self._strides = np.array([run.stride_bytes for run in runs], np.int64).astype(np.uint64)
         self.sizes = np.array([run.size_bytes for run in runs], np.uint64)
         self.offsets = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.uint64)
         """Places of a block's pieces in its slot."""

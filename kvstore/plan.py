@@ -223,12 +223,12 @@ def _state_bytes(config: Config, kind: str, tp: int, draft_tokens: int) -> int:
     return width // tp * (kernel - 1 + draft_tokens) * 2 + state // tp * wide
 
 
-# ── parameters ────────────────────────────────────────────────────────────────────────────────────
-
-
 def loaded_bytes(groups: Sequence[CacheGroup], tokens: int) -> int:
     """Bytes that all ranks together move to load a prefix of this many tokens."""
     return sum(group.sequence_bytes(tokens) for group in groups)
+
+
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────
 
 
 def head_size(config: Config) -> tuple[int, int]:

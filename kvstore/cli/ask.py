@@ -98,8 +98,9 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 
 @contextlib.contextmanager
 def node_client(node_socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """Context with a client of the node whose attach socket is `node_socket`. Raises AttachError,
-    also for errors inside: there is none, and how to start one; `hint`: further advice in its text.
+    """Context with a client of the node whose attach socket is `node_socket`. Raises AttachError
+    for errors inside, and if there is none (the text says how to start one). `hint`: further advice
+    in its text.
     """
     path = node_socket.absolute()
     path = path.with_name(path.name + INSPECT_SUFFIX)

@@ -76,7 +76,7 @@ class LoopThread:
 
 
 class Tasks:
-    """Tasks on a loop that no other task awaits: errors that they raise are logged."""
+    """Tasks on a loop whose result nobody takes: errors that they raise are logged."""
 
     def __init__(self, bug: str) -> None:
         """`bug`: line of the log for an error that work raises."""

@@ -12,7 +12,7 @@
 | `models`       | names, aliases, adapters, weighted pools            | name, session → pool      |
 | `requests`     | a request under way; the result of an attempt       | –                         |
 | `fleet`        | a row a worker: counts, loads                       | events → rows             |
-| `rows`         | columns, flights, health and state of each worker   | –                         |
+| `rows`         | columns, weights, flights, health of each worker    | –                         |
 | `pressure`     | saturation and cause, degradation, desired replicas | columns → gauges          |
 | `features`     | numbers of one request at each worker               | fleet, prefixes → columns |
 | `costs`        | seconds to the first token, term by term            | features → terms          |
@@ -22,8 +22,8 @@
 | `decide`       | filter, score by a policy, choose; `replay`         | features → verdict        |
 | `learning`     | weights of terms, from predicted and achieved TTFT  | terms, seconds → weights  |
 | `tree`         | approximate prefixes, by what was sent where        | keys → blocks a worker    |
-| `split`        | local or remote prefill; lanes of those that wait   | lengths, load → where     |
-| `waiting`      | held requests: classes, tenants, displacement       | –                         |
+| `split`        | local or remote prefill; who may take it            | lengths, load → where     |
+| `waiting`      | held requests: classes, tenants, lanes              | –                         |
 | `ahead`        | sessions, pins, blocks brought ahead of time        | held, hints → Prepare     |
 
 Time is an argument: nanoseconds of a clock that does not go back. Durations are seconds (`_s`).

@@ -69,7 +69,7 @@ class Fleet:
         """
         self._numbers = itertools.count()
         self.version = 0
-        """Counts joins and departures: what depends on rows is made anew."""
+        """Counts joins, departures, new descriptions and roles: the map of models is made anew."""
 
     def join(self, spec: WorkerSpec) -> None:
         """A new worker, or another description of one."""
@@ -78,7 +78,9 @@ class Fleet:
             state = self.workers[row]
             if not state.spec.role is spec.role is WorkerRole.ANY:
                 state.role = begin_as(spec.role)
-            state.spec, state.adapters = spec, frozenset(spec.adapters)
+            if state.spec.adapters != spec.adapters:
+                state.adapters = frozenset(spec.adapters)  # until a scrape says which are loaded
+            state.spec = spec
         else:
             row = self.row_of[spec.worker] = len(self.workers)
             self.workers.append(WorkerState(spec))

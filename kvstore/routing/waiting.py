@@ -29,7 +29,9 @@ from kvstore.units import NS_PER_S
 _RATE_SAMPLES: Final = 64
 _RETRY_S_MAX: Final = 60
 TENANTS_MAX: Final = 4096
-"""Tenants whose tokens are remembered; the one that was routed longest ago is forgotten."""
+"""Tenants whose tokens are remembered; the one that came or was routed longest ago is
+forgotten.
+"""
 _LANED: Final = -1
 """In the place of a rank: the queue is a lane of the remote prefills of one bucket."""
 _Queue = tuple[str, int, str]

@@ -379,7 +379,8 @@ class EngineLookups:
             self._attachment.outbox.append(wire.LeaseRenew(leases=batch))
 
     def _ask(self, request: Request, wanted_tokens: int, now_ns: int) -> str | None:
-        """Ask the node, once it can be asked. Returns why it is not, if so."""
+        """Ask the node; nothing yet where it is about to be there. Returns why this request does
+        not ask."""
         attachment, first_block = self._attachment, request.local_blocks
         # Of an earlier question, before a preemption, nothing is told any more.
         request.first_block, request.asked_leases = first_block, []

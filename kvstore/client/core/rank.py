@@ -423,12 +423,11 @@ class RankCore:
 
         Those stores overtake everything else meanwhile.
         """
-        blocks = frozenset(block_ids)
-        is_read = any(self._reads(job, blocks) for job in self._stores)
-        self._fenced = blocks if is_read else frozenset()
-        if is_read:
-            self._stores = deque(sorted(self._stores, key=lambda job: not self._reads(job, blocks)))
-        return is_read
+        reading = (block for job in self._stores for block in job.remaining)
+        self._fenced = fenced = frozenset(block_ids).intersection(reading)
+        if fenced:
+            self._stores = deque(sorted(self._stores, key=lambda job: not self._reads(job, fenced)))
+        return bool(fenced)
 
     def give_up(self, block_ids: Collection[int]) -> None:
         """End the stores that have yet to read one of these blocks, which may be overwritten from

@@ -67,9 +67,11 @@ class Parity:
 
     async def once(self) -> None:
         """Compare the keys of each worker that is due."""
-        for worker in (worker for worker in self._workers if worker.address.node):
+        followed = [worker for worker in self._workers if worker.address.node]
+        for worker in followed:
             if worker.parity == "" and not worker.has_parity:
                 self._judge(worker, worker, UNPROVEN)
+        for worker in followed:
             is_away = bool(self._index.lost or self._index.trouble)
             if is_away and worker.has_parity:
                 continue  # equal keys stay equal, and lead to what this router sent
@@ -108,8 +110,10 @@ class Parity:
             _log.warning("%s is load-only: %s", whose, why)
         elif why != held.parity and not why:
             _log.info("%s: keys are equal", whose)
+        is_news = (held.parity, held.has_parity) != (why, not why)
         held.parity, held.has_parity, held.drift, held.drift_count = why, not why, 0.0, 0
-        self._workers.describe(worker)
+        if is_news:
+            self._workers.describe(worker)
 
     def _unready(self, worker: Worker) -> str:
         """Reason why a probe would prove nothing; empty: a probe can be sent."""

@@ -137,7 +137,6 @@ class _Lane:
     async def running(self) -> asyncio.subprocess.Process:
         """The child process, which is started if there is none."""
         if self._child is None:
-            self._has_answered = False
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-P", "-m", "kvstore.router.keys.child", *self._arguments),
@@ -168,7 +167,7 @@ class _Lane:
         """Kill the child, if there is one, and wait for its end."""
         self._kill()
         if self._child is not None:
-            child, self._child = self._child, None
+            child, self._child, self._has_answered = self._child, None, False
             await child.wait()
             assert child.stdin is not None
             child.stdin.close()
@@ -212,7 +211,9 @@ class KeyProcess:
         owed[tenant] += size
         asked: asyncio.Future[KeyAnswer | None] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S if delays_request else lane.limit_s):
+            # A request's time more: a child that hangs is over its own limit by then.
+            limit_s = ANSWER_TIMEOUT_S + (0 if delays_request else lane.limit_s)
+            async with asyncio.timeout(limit_s):
                 return await lane.made(Waiting(tenant, size, order, asked))
         except TimeoutError:
             lane.replace_hanging()

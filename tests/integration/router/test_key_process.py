@@ -150,6 +150,26 @@ async def test_a_comparison_waits_for_a_child_that_loads(monkeypatch: pytest.Mon
         await keeper.close()
 
 
+@on_loop
+async def test_a_child_that_hangs_in_a_comparison_is_replaced_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(process, "LOADING_S", 0.2)
+
+    keeper = KeyProcess({})
+    try:
+        stop_process((await keeper.lanes[0].running()).pid)
+        assert await keeper.make(order(8), delays_request=False) is None
+        monkeypatch.setattr(process, "LOADING_S", 300.0)
+        monkeypatch.setattr(process, "HANG_S", 0.0)
+        made = await keeper.make(order(8), delays_request=False)
+        assert made is not None, "the next child has as long to load"
+        assert made.keys == keys(8)
+    finally:
+        await keeper.close()
+
+
 LONG = 400_000
 """Token ids: 2.6 MB of JSON."""
 

@@ -263,6 +263,18 @@ def test_a_fence_that_is_over_puts_no_later_store_before_a_load() -> None:
     assert copy.way is CopyWay.LOAD
 
 
+def test_a_fence_is_of_the_blocks_that_were_read_when_it_was_asked_for() -> None:
+    core = serving()
+    core.submit(plan(store(5, 20, 1)))
+    (copy,) = begun(core)
+    assert core.fence([20, 21])
+    core.give_up([20, 21])
+    core.finished(copy, COPIED)
+    core.submit(plan(store(5, 21, 1, job=2), load(5, 0, 1)))
+    (copy,) = begun(core)
+    assert copy.way is CopyWay.LOAD
+
+
 def test_a_copy_that_never_ends_is_waited_for_no_more_once_it_is_retired() -> None:
     core = serving()
     core.submit(plan(store(5, 20, 2)))

@@ -30,9 +30,9 @@ class Lie:
     pad_bytes: int
     """Behind every page."""
     order: str
-    """layers: [L][B][P]; blocks: [B][L][P]; backwards: [L reversed][B][P]; apart: allocations;
-    uneven: [L][B][P] with another gap before each layer; sizes: [L][B][P], every third page half
-    as large."""
+    """layers: [L][B][P]; blocks: [B][L][P]; backwards: [L reversed][B][P]; last first:
+    [L][B reversed][P]; apart: allocations; uneven: [L][B][P] with another gap before each
+    layer; sizes: [L][B][P], every third page half as large."""
 
     def build(self, seed: int) -> list[Bytes]:
         rng = np.random.default_rng(seed)
@@ -58,6 +58,8 @@ class Lie:
         if self.order == "sizes":
             half = -(-self.page_bytes // 2)
             layers[::3] = [layer[:, :half] for layer in layers[::3]]
+        if self.order == "last first":
+            return [layer[::-1] for layer in layers]
         return layers[::-1] if self.order == "backwards" else layers
 
     def _pages(self, padded: Bytes) -> Bytes:
@@ -70,7 +72,9 @@ lies = st.builds(
     block_count=st.integers(1, 4),
     page_bytes=st.sampled_from([1, 48, 4096, 65536, COPY_BYTES - 1, COPY_BYTES, COPY_BYTES + 7]),
     pad_bytes=st.sampled_from([0, 1, 64]),
-    order=st.sampled_from(["layers", "blocks", "backwards", "apart", "uneven", "sizes"]),
+    order=st.sampled_from(
+        ["layers", "blocks", "backwards", "last first", "apart", "uneven", "sizes"]
+    ),
 )
 
 
@@ -78,6 +82,7 @@ lies = st.builds(
 @given(lie=lies, data=st.data())
 @example(lie=Lie(16, 2, 131072, 0, "layers"), data=None)
 @example(lie=Lie(6, 2, 65536, 0, "sizes"), data=None)
+@example(lie=Lie(2, 3, 48, 1, "last first"), data=None)
 @example(lie=Lie(3, 2, 3 * COPY_BYTES + 5, 8, "blocks"), data=None)
 def test_it_agrees_with_the_reference(lie: Lie, data: st.DataObject | None) -> None:
     block = data.draw(st.integers(0, lie.block_count - 1)) if data else lie.block_count - 1

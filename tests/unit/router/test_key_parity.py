@@ -112,8 +112,7 @@ class Site:
     async def make(
         self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
     ) -> KeyAnswer:
-        del tenant
-        assert not delays_request, "a comparison is patient"
+        assert delays_request is bool(tenant), "a comparison is patient, a request is not"
         return answer_to(order, Bytes({}))
 
     async def match(self, tenant: str, space: bytes, keys: bytes) -> PrefixAnswer:
@@ -218,6 +217,36 @@ async def test_a_worker_that_leaves_amid_its_comparison_stays_away() -> None:
     await site.parity.once()
     assert site.worker.has_parity
     assert not site.core.fleet.workers
+
+
+@on_loop
+async def test_all_workers_are_load_only_from_the_start_of_the_first_comparison() -> None:
+    site = Site()
+    site.workers.replace(
+        [site.worker.address, msgspec.structs.replace(site.worker.address, name="b")]
+    )
+    fetch = site.fetch
+    seen: list[list[bool]] = []
+
+    async def noticed(url: URL, *, body: bytes, **more: Any) -> HttpAnswer:
+        seen.append([state.spec.is_red for state in site.core.fleet.workers])
+        return await fetch(url, body=body, **more)
+
+    site.fetch = noticed  # type: ignore[method-assign]
+    await site.parity.once()
+    assert seen[0] == [True, True]
+
+
+@on_loop
+async def test_the_same_verdict_again_is_no_news() -> None:
+    """Of workers that cannot be compared there is one each second."""
+    site = Site()
+    site.trouble = "the index does not answer"
+    await site.parity.once()
+    version = site.core.fleet.version
+    await site.parity.once()
+    assert site.worker.parity == site.trouble
+    assert site.core.fleet.version == version
 
 
 @on_loop

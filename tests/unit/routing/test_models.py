@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.routing.decide import ADAPTER_S
-from kvstore.routing.events import Scraped
+from kvstore.routing.events import Joined, Scraped
 from kvstore.routing.models import ModelMap, ModelSide, ModelUnknown
 from kvstore.routing.policy import parse
 from kvstore.routing.values import LoadSample
@@ -97,6 +97,8 @@ def test_an_adapter_goes_where_it_runs_or_is_listed() -> None:
     # w0 lists it, and runs none at the moment; w2 runs it, and does not list it.
     core.step(Scraped("w0", LoadSample(waiting=0, running=0, adapters=()), 0), 1)
     core.step(Scraped("w2", LoadSample(waiting=0, running=0, adapters=("legal",)), 0), 1)
+    # Another verdict on its keys says nothing about the adapters that run.
+    core.step(Joined(spec(0, pool="stable", models=("big", "big-v2"), adapters=("legal",))), 1)
     second = routed(arrive(core, request("s", model="legal"))).draft.receipt()
     assert (second.features["warm"], second.filtered) == ([0, 1, 1], {})
     assert second.terms["cold"] == [ADAPTER_S, 0, 0]
