@@ -249,7 +249,7 @@ class RouterCore:
                 opened.failed -= opened.slow  # waiting there again is better than an error
                 opened.slow.clear()
                 placed = self.placer.place(opened, now_ns)
-        if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
+        if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(pool):
             return its.Unplaced(_nobody(opened))
         objective_s, predicted_s = self.placer.objective_s(opened), self.room.wait_s(ahead, now_ns)
         if isinstance(placed, Placement):
@@ -260,8 +260,8 @@ class RouterCore:
             return its.Unplaced(RejectReason.SATURATED)
         return placed
 
-    def _may_wait_for_workers(self, opened: OpenRequest) -> bool:
-        has_workers = self.fleet.crew(opened.pool, prefill=False).rows.size > 0
+    def _may_wait_for_workers(self, pool: str) -> bool:
+        has_workers = self.fleet.crew(pool, prefill=False).names or self.fleet.flexible(pool).names
         return self.policy.limits.holds_without_workers and not has_workers
 
     def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:
@@ -456,7 +456,7 @@ class RouterCore:
                     return self._send(opened, placed, now_ns)
             except Exception:
                 return self._fault(opened, now_ns)
-            if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
+            if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(pool):
                 return self._reject(opened, _nobody(opened), now_ns)  # waiting blocks all behind it
             if placed is not its.Blocked.LANES:
                 blocked_rank = rank

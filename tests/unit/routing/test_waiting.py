@@ -18,12 +18,14 @@ from kvstore.routing.events import (
     RouteTick,
 )
 from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.values import WorkerRole
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
     S,
     arrive,
     core_of,
+    fail,
     rejected,
     request,
     routed,
@@ -255,6 +257,16 @@ def test_scale_from_zero_holds_requests() -> None:
     assert core.desired_replicas("p", spec(0).role, S) == 1
     [sent] = turn(core, Joined(spec(0)), 2 * S)
     assert routed(sent).request_id == "r"
+
+
+def test_nobody_waits_for_workers_where_a_planned_prefiller_is() -> None:
+    policy = {"limits": {"holds_without_workers": True}}
+    core = core_of(spec(0, role=WorkerRole.ANY), policy=parse(policy))
+    core.fleet.assign("w0", WorkerRole.PREFILL)
+    assert routed(arrive(core, request("r"))).worker == "w0"
+    [ended] = turn(core, fail("r"))
+    assert rejected(ended).reason == "rejected-attempts"
+    assert not core.room.entries, "it would be in the way of all others"
 
 
 def test_a_policy_with_less_room_answers_those_that_have_none() -> None:
