@@ -95,8 +95,8 @@ def races_go_to_last_resorts(patch: pytest.MonkeyPatch) -> None:
 
 
 @instead_of(RouterCore, "_may_wait_for_workers")
-def what_can_never_be_placed_waits(_: Any, self: RouterCore, opened: Any) -> bool:
-    return bool(opened.is_held)
+def what_can_never_be_placed_waits(_: Any, self: RouterCore, pool: str) -> bool:
+    return pool in self.room.pools()
 
 
 def every_silence_gives_up(patch: pytest.MonkeyPatch) -> None:
