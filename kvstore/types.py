@@ -108,3 +108,28 @@ class Latest(OrderedDict[_K, _V]):
         self.move_to_end(key)
         if len(self) > self._most:
             self.popitem(last=False)
+
+
+class Bucket:
+    """Amount that may be taken, `size` at first. As much again comes in each `period_ns`, at a
+    steady rate, as far as there is room. Values are integers, so rounding errors do not add up."""
+
+    def __init__(self, size: int, period_ns: int, *, taken: int = 0) -> None:
+        """`taken`: how much less is left at first."""
+        self.size, self._period_ns = size, period_ns
+        # Times the period, so that one nanosecond's part is a whole number.
+        self._level = (size - taken) * period_ns
+        self._at_ns: int | None = None
+        """Time up to which it is filled; None: before the first use."""
+
+    def left(self, now_ns: int) -> int:
+        """Amount that may be taken now; below 0 after more was taken than was left."""
+        at_ns = now_ns if self._at_ns is None else self._at_ns
+        self._at_ns = max(now_ns, at_ns)
+        level = self._level + (self._at_ns - at_ns) * self.size
+        self._level = min(self.size * self._period_ns, level)
+        return self._level // self._period_ns
+
+    def take(self, amount: int) -> None:
+        """Take an amount; a negative one is given back."""
+        self._level -= amount * self._period_ns

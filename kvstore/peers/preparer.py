@@ -36,7 +36,7 @@ from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
 from kvstore.net.server import Context, RefusedCall, caller_identities, only_message
 from kvstore.peers.peer_session import PeerContext
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Bucket
 from kvstore.units import NS_PER_S
 from kvstore.wire import peers as wire
 from kvstore.wire.identity import Identity
@@ -64,22 +64,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Caller:
-    """One caller's calls under way, and the keys that its rate still allowed at a time."""
+    """One caller's calls under way, and the keys that its rate allows."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.keys = float(KEYS_PER_S)
-        self.at_ns = 0
-
-    def take(self, count: int, now_ns: int) -> bool:
-        """Take this many keys from what the rate allows; False, with nothing taken, if they are too
-        many."""
-        more = (now_ns - self.at_ns) / NS_PER_S * KEYS_PER_S
-        self.keys, self.at_ns = min(KEYS_PER_S, self.keys + more), now_ns
-        if count > self.keys:
-            return False
-        self.keys -= count
-        return True
+        self.calls, self.keys = 0, Bucket(KEYS_PER_S, NS_PER_S)
 
 
 class Preparer:
@@ -146,8 +134,10 @@ class Preparer:
             request = wire.decode_request(message)
         except ProtocolError as error:
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-        if not caller.take(len(request.keys) // KEY_BYTES, self._context.clock.now_ns()):
+        count = len(request.keys) // KEY_BYTES
+        if count > caller.keys.left(self._context.clock.now_ns()):
             raise RefusedCall(_EXHAUSTED, f"{name} prepares more than {KEYS_PER_S} blocks a second")
+        caller.keys.take(count)
         ask = next(self._asks)
         answered: asyncio.Future[wire.PrepareReply] = asyncio.get_running_loop().create_future()
         self._waiting[ask] = answered

@@ -26,7 +26,7 @@ from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.state import State
 from kvstore.tier_events import FileWritten, WriteFile
-from kvstore.types import PAGE_BYTES, AdmissionMode, Tier
+from kvstore.types import PAGE_BYTES, AdmissionMode, Bucket, Tier
 from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope, record_pages
 
@@ -58,8 +58,7 @@ class DiskAdmission:
 
     The budget is a bucket of bytes with a daily rate and room for a day, full at first, less the
     bytes written by an earlier start of the node. Within any time, at most a day's budget and the
-    refill during that time are written; an empty bucket allows none. All its values are integers,
-    so rounding errors do not add up.
+    refill during that time are written; an empty bucket allows none.
 
     Args:
         mode: blocks admitted while the budget is not tight.
@@ -80,11 +79,7 @@ class DiskAdmission:
     ) -> None:
         assert not day_bytes or 0 <= spent_bytes <= day_bytes, "more is spent than there was"
         self._mode = mode
-        self._day_bytes = day_bytes
-        # In bytes times nanoseconds of a day, so that one nanosecond's part is a whole number.
-        self._level = (day_bytes - spent_bytes) * NS_PER_DAY
-        self._at_ns: int | None = None
-        """Time up to which the bucket is filled; None: before the first use."""
+        self._budget = Bucket(day_bytes, NS_PER_DAY, taken=spent_bytes)
         self._seen: RecentKeys | None = None
         if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
             self._seen = RecentKeys(key_count=key_count, seed=seed)
@@ -98,30 +93,23 @@ class DiskAdmission:
         seen = self._seen.may_contain(prints)
         self._seen.add(prints)
         left = self.left_bytes(now_ns)
-        is_tight = left is not None and left < TIGHT_SHARE * self._day_bytes
+        is_tight = left is not None and left < TIGHT_SHARE * self._budget.size
         return seen if is_tight or self._mode is AdmissionMode.SECOND_SIGHT else everything
 
     def allow(self, count: int, record_bytes: int, now_ns: int) -> int:
         """Number of records of this size to write now; they count as written."""
         left = self.left_bytes(now_ns)
         allowed = count if left is None else min(count, left // record_bytes)
-        self.give_back(-allowed * record_bytes)
+        self._budget.take(allowed * record_bytes)
         return allowed
 
     def give_back(self, unwritten_bytes: int) -> None:
         """Refund bytes to the budget that were allowed and not written."""
-        self._level += unwritten_bytes * NS_PER_DAY
+        self._budget.take(-unwritten_bytes)
 
     def left_bytes(self, now_ns: int) -> int | None:
         """Bytes that the budget allows now; None without one."""
-        if not self._day_bytes:
-            return None
-        at_ns = now_ns if self._at_ns is None else self._at_ns
-        passed_ns = max(0, now_ns - at_ns)
-        self._at_ns = max(now_ns, at_ns)
-        full = self._day_bytes * NS_PER_DAY
-        self._level = min(full, self._level + passed_ns * self._day_bytes)
-        return self._level // NS_PER_DAY
+        return self._budget.left(now_ns) if self._budget.size else None
 
 
 # ── writes ────────────────────────────────────────────────────────────────────────────────────────

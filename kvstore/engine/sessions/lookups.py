@@ -37,7 +37,7 @@ from kvstore.engine.why.curve import BlockEvent
 from kvstore.engine.why.findings import Finding, RangeReport
 from kvstore.engine.why.reasons import Reason, Wanted
 from kvstore.errors import ProtocolError
-from kvstore.types import SpaceId
+from kvstore.types import Bucket, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire import messages as wire
 from kvstore.wire.peers import PrepareReply
@@ -66,10 +66,8 @@ class Lookups:
         self._awaited = awaited
         self._arrivals = arrivals
         self._hbm = hbm
-        self._ahead_bytes = self._ahead_max = state.config.arena_bytes // AHEAD_SHARE
-        """Bytes that could be brought ahead at the time `_ahead_ns`."""
-        self._ahead_ns = 0
-        """Time as of which `_ahead_bytes` counts."""
+        self._ahead = Bucket(state.config.arena_bytes // AHEAD_SHARE, AHEAD_NS)
+        """Bytes that may be brought ahead."""
 
     def lease(self, connection: Connection, ask: wire.LeaseAsk) -> None:
         """Pin the longest run in dram and answer. Raises ProtocolError."""
@@ -258,7 +256,7 @@ class Lookups:
         state.touch(run)
         held = leading(rows >= 0)  # in dram, or on disk
         block_bytes = sum(asker.slot_sizes)
-        room = self._room_ahead(state.now_ns) // block_bytes
+        room = max(0, self._ahead.left(state.now_ns)) // block_bytes
         there = self._files.promote(asker, keys[: min(held, run.count + room)])
         if there == REPEATED:
             return PrepareReply(refused="a key is named twice")
@@ -267,11 +265,5 @@ class Lookups:
         if run.count + reading == held:  # behind a block that stays on disk, nothing helps
             pushed = held + self._awaited.run(asker, keys[held:])
             sought = self._fetches.want(asker, keys[pushed : pushed + room - reading]).coming
-        self._ahead_bytes -= (reading + sought) * block_bytes
+        self._ahead.take((reading + sought) * block_bytes)
         return PrepareReply(run.count, reading, sought)
-
-    def _room_ahead(self, now_ns: int) -> int:
-        """Bytes that may be brought ahead now."""
-        more = self._ahead_max * (now_ns - self._ahead_ns) // AHEAD_NS
-        self._ahead_bytes, self._ahead_ns = min(self._ahead_max, self._ahead_bytes + more), now_ns
-        return max(0, self._ahead_bytes)
