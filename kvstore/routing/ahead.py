@@ -30,7 +30,7 @@ from kvstore.routing.receipts import Preparation
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.rows import WorkerState
 from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerSpec
-from kvstore.types import KEY_BYTES, Latest
+from kvstore.types import KEY_BYTES, Bucket, Latest
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
 
@@ -228,8 +228,7 @@ class Ahead:
         self._heat = Latest[bytes, _Heat](HEAT_MAX)
         self._copies: list[int] = []
         """Estimated end of each copy under way, in ns."""
-        self._room_bytes = 0.0
-        self._room_ns = 0
+        self._room = Bucket(int(fleet.policy.ahead.copy_bytes_per_s), NS_PER_S)
         self._rests: dict[str, int] = {}
         """Node that refused a copy → until when it gets none."""
 
@@ -388,13 +387,11 @@ class Ahead:
         """
         settings, costs = self._fleet.policy.ahead, self._fleet.policy.costs
         self._copies = [end_ns for end_ns in self._copies if end_ns > now_ns]
-        more = (now_ns - self._room_ns) / NS_PER_S * settings.copy_bytes_per_s
-        self._room_bytes = min(settings.copy_bytes_per_s, self._room_bytes + more)
-        self._room_ns = now_ns
-        if self._room_bytes <= 0 or len(self._copies) >= settings.copies_max:
+        self._room.size = int(settings.copy_bytes_per_s)  # of another policy by now, perhaps
+        if self._room.left(now_ns) <= 0 or len(self._copies) >= settings.copies_max:
             return False
         size = tokens * costs.kv_bytes_per_token
-        self._room_bytes -= size  # below 0: the next one waits for so much longer
+        self._room.take(int(size))  # below 0: the next one waits for so much longer
         lasts_s = max(COPY_S_MIN, size / costs.network_bytes_per_s)
         self._copies.append(now_ns + int(lasts_s * NS_PER_S))
         return True

@@ -237,6 +237,14 @@ def test_copies_are_within_their_budget() -> None:
     assert 2.5 * 8 <= sum(made) <= 2.5 * 8 + 1
 
 
+def test_another_policy_has_another_budget_at_once() -> None:
+    core = hot_core()
+    core.adopt(parse({"ahead": {"hot_requests": 3, "copy_bytes_per_s": 0.0}}), S)
+    assert copies(core, 10) == []
+    core.adopt(parse({"ahead": {"hot_requests": 3}}), S)
+    assert len(copies(core, 10, now_ns=2 * S)) == 1
+
+
 def test_copies_at_a_time_are_bounded() -> None:
     core = hot_core(copies_max=2, copy_bytes_per_s=1e12)
     names = [f"hot{n}" for n in range(10)]
