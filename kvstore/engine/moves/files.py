@@ -196,7 +196,7 @@ class Files:
         self._arrivals = arrivals
         self.writes = writes
         rows = state.residency.table.row_count_max
-        self._reading = np.zeros(rows + 1, dtype=np.int32)
+        self._reading = np.zeros(rows + 1, dtype=np.int64)
         """Number of the job that reads each row, 0 for none; row -1 reads as none."""
         self._queue = ReadQueue(rows)
         arrivals.over = self._queue.leave

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -55,6 +57,20 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
     node.step(FileRead(read.job, b"\x01"))
     assert node.engine.tiers()[0].blocks == 0
     assert not node.engine.files._reads.values()
+
+
+def test_jobs_of_a_node_that_runs_for_months_are_known_by_their_numbers() -> None:
+    """Lookups of a cluster draw from the same numbers."""
+    node, peer = on_disk_only(1, 2)
+    numbers, files = itertools.count(1 << 31), node.engine.files
+    files._reads._numbers = files.writes._jobs._numbers = numbers
+    assert peer.lease(1, 1).promoting == 1
+    [read] = node.reads
+    node.step(FileRead(read.job, b"\x01"))
+    assert node.blocks()[short(1)] == "dram+file"
+    peer.seal(3)
+    node.write_all()
+    assert node.blocks()[short(3)] == "dram+file"
 
 
 # ── to disk ──────────────────────────────────────────────────────────────────────────────────────
