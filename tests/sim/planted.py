@@ -53,7 +53,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.messages import Distrust, LeaseRelease
-from kvstore.wire.peers import ServeAnswer, checksums_of
+from kvstore.wire.peers import checksums_of
 from kvstore.wire.record import BlockPage, checksum_of, parse_page
 from tests.kit.planted import Patch, instead_of
 from tests.sim.world import engine
@@ -215,18 +215,19 @@ def stale_index_answers_believed(patch: pytest.MonkeyPatch) -> None:
     source."""
 
     def broken(
-        self: Fetcher,
-        assembly: Assembly,
-        command: Fetch,
+        self: Assembly,
         slots: NDArray[np.int64],
-        answer: ServeAnswer,
-    ) -> list[Sequence[bytes] | None]:
+        memory: NDArray[np.uint8],
+        keys: bytes,
+        checksums: bytes,
+    ) -> list[Sequence[bytes]]:
+        del memory, keys
         return [
-            checksums_of(answer.checksums, block=block, shards=len(answer.shards))
+            checksums_of(checksums, block=block, shards=len(self.sources))
             for block in range(len(slots))
         ]
 
-    patch.setattr(Fetcher, "_verify", broken)
+    patch.setattr(Assembly, "verify", broken)
     serving_checked_before_the_read_only(patch)
 
 
