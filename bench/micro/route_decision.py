@@ -17,13 +17,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 import numpy as np
 
 from bench import record
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Ending, FirstToken, Joined, RequestEnded, Routed
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import (
     PrefixAnswer,
-    PrefixMatch,
-    PrefixTrust,
     RouteRequest,
     WorkerSpec,
 )
@@ -56,10 +56,10 @@ def measure(*, has_index: bool) -> dict[str, float]:
     answer = None
     if has_index:
         matches = [
-            PrefixMatch(f"n{n // 2}", f"e{n}", 0, int(n * 17 % 2048)) for n in range(0, WORKERS, 2)
+            Match(Holder(f"n{n // 2}", f"e{n}"), int(n * 17 % 2048)) for n in range(0, WORKERS, 2)
         ]
-        matches += [PrefixMatch(f"n{n}", "", 0, 0, n * 31 % 2048, 2048) for n in range(0, 32, 2)]
-        answer = PrefixAnswer(PrefixTrust.EXACT, tuple(matches), 7)
+        matches += [Match(Holder(f"n{n}"), 0, n * 31 % 2048, 2048) for n in range(0, 32, 2)]
+        answer = PrefixAnswer(Trust.EXACT, matches, 7)
     times, processor, now_ns = [], [], 1
     under_way: list[str] = []
     for number in range(DECISIONS):

@@ -17,6 +17,8 @@ import numpy as np
 
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
@@ -36,8 +38,6 @@ from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
-    PrefixMatch,
-    PrefixTrust,
     ProbeResult,
     RouteRequest,
     WorkerRole,
@@ -122,16 +122,16 @@ class CoreChooser:
         matches = []
         for number, engine in enumerate(engines):
             if hits := engine.hit_blocks(job.blocks):
-                matches.append(PrefixMatch(f"n{number}", "e", 0, hits))
+                matches.append(Match(Holder(f"n{number}", "e"), hits))
             if self._has_dram and (hits := engine.dram_hits(job.blocks)):
-                matches.append(PrefixMatch(f"n{number}", "", 0, 0, hits))
+                matches.append(Match(Holder(f"n{number}"), 0, hits))
         request = RouteRequest(
             request_id=str(job.number),
             model="m",
             prompt_tokens=job.prompt_tokens,
             keys=b"".join(block.to_bytes(8, "little") * 4 for block in job.blocks),
             block_tokens=BLOCK_TOKENS,
-            answer=PrefixAnswer(PrefixTrust.EXACT, tuple(matches)),
+            answer=PrefixAnswer(Trust.EXACT, matches),
             output_tokens_max=OUTPUT_TOKENS_MAX,
             session=job.session,
             tenant=job.tenant,

@@ -21,13 +21,15 @@ from bench.routing.drive import OUTPUT_TOKENS_MAX
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace
 from kvstore.config.router import WorkerAddress, load_router_config
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.router.front.intake import Peek
 from kvstore.router.keys.prefixes import Prefixes
 from kvstore.router.process import Router
 from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.routing.values import Prefix, PrefixAnswer
 from tests.kit.virtual_fleet import MODEL, ask
 from tests.kit.virtual_loop import MemoryServer, VirtualLoop
 
@@ -134,12 +136,12 @@ class _ExactPrefixes(Prefixes):
     ) -> Prefix:
         job = self._jobs[int(msgspec.json.decode(read.prompt))]
         matches = [
-            PrefixMatch(f"n{number}", "e", 0, hits)
+            Match(Holder(f"n{number}", "e"), hits)
             for number, each in enumerate(self._engines)
             if (hits := each.engine.hit_blocks(job.blocks))
         ]
         keys = b"".join(block.to_bytes(8, "little") * 4 for block in job.blocks)
-        answer = PrefixAnswer(PrefixTrust.EXACT, tuple(matches))
+        answer = PrefixAnswer(Trust.EXACT, matches)
         return Prefix(job.prompt_tokens, keys, BLOCK_TOKENS, answer)
 
 

@@ -34,10 +34,15 @@ class Match(msgspec.Struct, frozen=True):
     """Leading blocks of the question that a holder has in this tier or a faster one."""
 
     holder: Holder
-    hbm_blocks: int
-    dram_blocks: int
-    file_blocks: int
-    trust: Trust
+    hbm_blocks: int = 0
+    dram_blocks: int = 0
+    file_blocks: int = 0
+    trust: Trust = Trust.EXACT
+
+    @property
+    def longest(self) -> int:
+        """Leading blocks in any of them."""
+        return max(self.hbm_blocks, self.dram_blocks, self.file_blocks)
 
 
 class Answer(msgspec.Struct, frozen=True):

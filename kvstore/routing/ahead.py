@@ -363,7 +363,7 @@ class Ahead:
             crew = self._fleet.crew(pool, prefill=False)
         columns = load_columns(self._fleet, crew, now_ns)
         queue_s, memory = columns[FeatureColumn.QUEUE_S], columns[FeatureColumn.MEMORY]
-        nodes = {m.node for m in prefix.matches if m.longest >= blocks}
+        nodes = {m.holder.node for m in prefix.matches if m.longest >= blocks}
         holds = np.array([state.spec.node in nodes for state in crew.states])
         if not holds.any() or queue_s[holds].min() < SATURATED_S:
             return None
@@ -402,11 +402,11 @@ def _reach(prefix: PrefixAnswer, spec: WorkerSpec) -> tuple[int, int, int]:
     run that its node has on disk or another node has)."""
     hbm = dram = longest = 0
     for match in prefix.matches:
-        if match.node != spec.node:
+        if match.holder.node != spec.node:
             longest = max(longest, match.dram_blocks, match.file_blocks)
-        elif not match.engine:
+        elif not match.holder.engine:
             dram, longest = match.dram_blocks, max(longest, match.file_blocks)
-        elif (match.engine, match.rank) == (spec.engine, spec.rank):
+        elif (match.holder.engine, match.holder.rank) == (spec.engine, spec.rank):
             hbm = match.hbm_blocks
     return max(hbm, dram), hbm, longest
 

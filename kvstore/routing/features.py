@@ -25,7 +25,6 @@ TRUSTS: Final = tuple(PrefixTrust)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
 _APPROXIMATE: Final = TRUSTS.index(PrefixTrust.APPROXIMATE)
 _CATCHING_UP: Final = TRUSTS.index(PrefixTrust.CATCHING_UP)
-_CODE: Final = {trust: code for code, trust in enumerate(TRUSTS)}
 _IDLE_S_MAX: Final = 1e6
 
 
@@ -235,20 +234,20 @@ def _from_index(
     best = second = 0
     best_node, peers = "", prefix.peers
     for match in prefix.matches:
-        code = _CODE[match.trust]
-        if match.engine:
-            place = crew.place_of_engine.get((match.node, match.engine, match.rank))
+        code, holder = int(match.trust), match.holder  # as in TRUSTS
+        if holder.engine:
+            place = crew.place_of_engine.get((holder.node, holder.engine, holder.rank))
             if place is not None:
                 hbm[place] = match.hbm_blocks
                 trust[place] = code if trust[place] == _NONE else max(code, trust[place])
             continue
-        for place in crew.places_of_node.get(match.node, ()):
+        for place in crew.places_of_node.get(holder.node, ()):
             dram[place], file[place] = match.dram_blocks, match.file_blocks
             trust[place] = code if trust[place] == _NONE else max(code, trust[place])
-        if peers is not None and match.node not in peers:
+        if peers is not None and holder.node not in peers:
             continue
         if match.dram_blocks > best:
-            best, second, best_node = match.dram_blocks, best, match.node
+            best, second, best_node = match.dram_blocks, best, holder.node
         elif match.dram_blocks > second:
             second = match.dram_blocks
     if best:
@@ -259,4 +258,4 @@ def _from_index(
             for place in places:
                 remote[place] = length
                 if trust[place] == _NONE:
-                    trust[place] = _CODE[prefix.trust]
+                    trust[place] = int(prefix.trust)

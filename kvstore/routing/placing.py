@@ -289,7 +289,7 @@ class Placer:
             model=opened.side.body_model,
             policy=self.fleet.policy.policy,
             policy_hash=self.policy_hash,
-            index_trust=(PrefixTrust.NONE if prefix is None else prefix.trust).value,
+            index_trust=(PrefixTrust.NONE if prefix is None else TRUSTS[prefix.trust]).value,
             index_epoch=0 if prefix is None else prefix.epoch,
             prompt_is_estimated=bool(request.text_bytes),
             chosen=placed.worker if placed else "",
@@ -332,7 +332,7 @@ class Placer:
             return PrefixTrust.EXACT
         if prefix is None or not state.spec.is_followed:
             return PrefixTrust.APPROXIMATE if request.keys else trust
-        return prefix.trust
+        return TRUSTS[prefix.trust]
 
     def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
         """Note a request that is sent: only those make less urgent ones yield."""

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from kvstore.index.index import Answer
 from kvstore.types import KEY_BYTES
 
 
@@ -27,7 +28,9 @@ class WorkerRole(enum.StrEnum):
 
 
 class PrefixTrust(enum.StrEnum):
-    """Trust in prefix lengths, by their source. `costs.TRUSTED` has the weight of each."""
+    """Trust in prefix lengths, by their source. `costs.TRUSTED` has the weight of each. The first
+    three are those of the index (`index.feed.Trust`), in its order.
+    """
 
     EXACT = "exact"
     CATCHING_UP = "catching-up"
@@ -77,32 +80,13 @@ those before it.
 """
 
 
-class PrefixMatch(msgspec.Struct, frozen=True):
-    """Leading blocks of the keys in a holder's tier or a faster one, as an index match says it.
+class PrefixAnswer(Answer, frozen=True):
+    """Answer of the index about the keys of a request. None in place of it: no answer in time.
 
-    With an engine: the memory of that engine (hbm). Without one: the tiers of a node, which its own
-    engines load and other nodes fetch.
+    A match with an engine: the memory of that engine (hbm). Without one: the tiers of a node, which
+    its own engines load and other nodes fetch.
     """
 
-    node: str
-    engine: str = ""
-    rank: int = 0
-    hbm_blocks: int = 0
-    dram_blocks: int = 0
-    file_blocks: int = 0
-    trust: PrefixTrust = PrefixTrust.EXACT
-
-    @property
-    def longest(self) -> int:
-        """Leading blocks in any of them."""
-        return max(self.hbm_blocks, self.dram_blocks, self.file_blocks)
-
-
-class PrefixAnswer(msgspec.Struct, frozen=True):
-    """Answer of the index about the keys of a request. None in place of it: no answer in time."""
-
-    trust: PrefixTrust
-    matches: tuple[PrefixMatch, ...] = ()
     epoch: int = 0
     """Version of the index, for the receipt."""
     peers: frozenset[str] | None = None

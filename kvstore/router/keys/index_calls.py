@@ -29,7 +29,7 @@ from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.keys.child import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.routing.values import PrefixAnswer
 from kvstore.wire.load import EngineEntry
 
 TIMEOUT_S_PER_KEY: Final = 2e-6
@@ -91,16 +91,9 @@ class IndexCalls:
         if self._breaker.succeeded():
             _log.info("the index answers again")
             self.trouble = ""
-        matches = (
-            PrefixMatch(
-                *(each.node, each.engine, each.rank),
-                *(each.hbm_blocks, each.dram_blocks, each.file_blocks),
-                _trust(each.trust),
-            )
-            for each in reply.holders
-        )
+        found = forms.answer_of(reply)
         peers = frozenset(self.addresses)  # others neither serve blocks nor fetch them
-        return PrefixAnswer(_trust(reply.trust), tuple(matches), self.epoch, peers)
+        return PrefixAnswer(found.trust, found.matches, self.epoch, peers)
 
     def _failed(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         self.late_count += 1
@@ -147,10 +140,6 @@ class IndexCalls:
     async def close(self) -> None:
         for each in self._channels:
             await each.close()
-
-
-def _trust(number: int) -> PrefixTrust:
-    return PrefixTrust(forms.trust_of(number).word)
 
 
 # ── spaces ────────────────────────────────────────────────────────────────────────────────────────

@@ -196,7 +196,7 @@ class Parity:
             for tenant, space in places:
                 answer = await self._index.match(tenant, space, keys)
                 for match in answer.matches if answer is not None else ():
-                    if match.node == worker.address.node:
+                    if match.holder.node == worker.address.node:
                         most = max(most, match.longest)
             if most >= min(BLOCKS, wanted):
                 return ""

@@ -26,11 +26,13 @@ import xxhash
 
 from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import adapter_keys
+from kvstore.index.feed import Holder
+from kvstore.index.index import Match
 from kvstore.router.front.intake import CONTENT, Peek, edited, peek
 from kvstore.router.keys.index_calls import PrefixScope, Spaces
 from kvstore.router.keys.rendering import Rendering
 from kvstore.routing.learning import BYTES_PER_TOKEN, TokenEstimates
-from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.routing.values import Prefix, PrefixAnswer
 from kvstore.types import KEY_BYTES
 
 PIECE_BYTES: Final = 512
@@ -39,8 +41,6 @@ TOKENS_PER_PIECE: Final = round(PIECE_BYTES / BYTES_PER_TOKEN)
 PIECES_MAX: Final = 4096
 PROMPTS_MAX: Final = 16
 """Most prompts of a list that get keys; further ones are computed wherever the request goes."""
-_ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
-"""Trust from best to worst: an answer made of several scopes has the worst of theirs."""
 
 
 class Prefixes:
@@ -144,7 +144,7 @@ def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
     blocks = (
         each.longest
         for each in prefix.answer.matches
-        if each.node == worker.node and each.engine in ("", worker.engine)
+        if each.holder.node == worker.node and each.holder.engine in ("", worker.engine)
     )
     return max(blocks, default=0) * prefix.block_tokens
 
@@ -164,11 +164,10 @@ def _joined(found: list[Prefix]) -> Prefix:
     added up.
     """
     answers = [each.answer for each in found if each.answer is not None]
-    sums: dict[tuple[str, str, int], PrefixMatch] = {}
+    sums: dict[Holder, Match] = {}
     for match in (match for answer in answers for match in answer.matches):
-        name = (match.node, match.engine, match.rank)
-        other = sums.get(name)
-        sums[name] = (
+        other = sums.get(match.holder)
+        sums[match.holder] = (
             match
             if other is None
             else msgspec.structs.replace(
@@ -176,7 +175,7 @@ def _joined(found: list[Prefix]) -> Prefix:
                 hbm_blocks=other.hbm_blocks + match.hbm_blocks,
                 dram_blocks=other.dram_blocks + match.dram_blocks,
                 file_blocks=other.file_blocks + match.file_blocks,
-                trust=max(other.trust, match.trust, key=_ORDER.index),
+                trust=max(other.trust, match.trust),
             )
         )
     return msgspec.structs.replace(
@@ -188,10 +187,10 @@ def _joined(found: list[Prefix]) -> Prefix:
     )
 
 
-def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[PrefixMatch]) -> PrefixAnswer:
+def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[Match]) -> PrefixAnswer:
     """One answer with these matches, and the worst trust of several."""
-    trust = max((each.trust for each in answers), key=_ORDER.index)
-    return msgspec.structs.replace(answers[0], trust=trust, matches=tuple(matches))
+    trust = max(each.trust for each in answers)
+    return msgspec.structs.replace(answers[0], trust=trust, matches=[*matches])
 
 
 # ── prompts as bytes ──────────────────────────────────────────────────────────────────────────────

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from kvstore.index.chain import adapter_keys, block_keys
+from kvstore.index.feed import Trust
 from kvstore.router import pages
 from kvstore.router.engines.workers import UNASKED
 from kvstore.router.keys import parity
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Joined
 from kvstore.routing.policy import parse
-from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS
 from kvstore.types import BlockKey
@@ -123,8 +123,8 @@ def test_equal_keys_make_a_worker_exact(node: NodeProcess, worker: ScriptedWorke
             prefix = arrived(router)[-1].request.answer
             if prefix is None:  # a busy machine
                 return False
-            found = {match.node: match.dram_blocks for match in prefix.matches}
-            return prefix.trust is PrefixTrust.EXACT and found == {"n1": len(TEXT) // BLOCK_TOKENS}
+            found = {match.holder.node: match.dram_blocks for match in prefix.matches}
+            return prefix.trust is Trust.EXACT and found == {"n1": len(TEXT) // BLOCK_TOKENS}
 
         until(is_found)
 
@@ -198,7 +198,7 @@ def test_requests_with_an_adapter_are_routed_by_its_own_keys(
                 return False
             expected = adapter_keys(keys_of(list(TEXT.encode()), adapter=ADAPTER), DIGEST)
             assert last.request.keys == b"".join(expected)
-            found = {match.node: match.dram_blocks for match in last.request.answer.matches}
+            found = {match.holder.node: match.dram_blocks for match in last.request.answer.matches}
             return found == {"n1": len(TEXT) // BLOCK_TOKENS}
 
         until(is_found)

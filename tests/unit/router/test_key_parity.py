@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 from typing import Any, cast
 
 import msgspec
@@ -17,6 +18,8 @@ from yarl import URL
 
 from kvstore.config.router import WorkerAddress
 from kvstore.index.chain import adapter_keys, block_keys
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.calls import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAdapter
@@ -31,7 +34,7 @@ from kvstore.router.keys.rendering import COMPLETIONS, Rendering
 from kvstore.routing.core import RouterCore
 from kvstore.routing.learning import TokenEstimates
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import Prefix, PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
+from kvstore.routing.values import Prefix, PrefixAnswer, WorkerWord
 from tests.kit.coroutines import on_loop
 
 BLOCK, SEED, SPACE = 4, "s", bytes(range(32))
@@ -56,6 +59,8 @@ class Site:
         self.stored: set[bytes] = set()
         self.asked: set[tuple[str, bytes]] = set()
         """Places that the index was asked about."""
+        self.trusts = itertools.cycle([Trust.EXACT])
+        """Trust in its answers, one after the other."""
         self.status = 200
         # As an index looks from outside.
         self.lost = self.trouble = ""
@@ -119,9 +124,10 @@ class Site:
         self.asked.add((tenant, space))
         here = [keys[at : at + 32] in self.stored for at in range(0, len(keys), 32)]
         count = [*here, False].index(False)
-        of_n1 = PrefixMatch("n1", "", 0, 0, count, count)
-        other = PrefixMatch("n2", "", 0, 0, len(here), len(here))
-        return PrefixAnswer(PrefixTrust.EXACT, (of_n1, other), 1, frozenset())
+        trust = next(self.trusts)
+        of_n1 = Match(Holder("n1"), 0, count, count, trust)
+        other = Match(Holder("n2"), 0, len(here), len(here), trust)
+        return PrefixAnswer(trust, [of_n1, other], 1, frozenset())
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────
 
@@ -346,6 +352,17 @@ async def test_an_adapter_with_other_weights_gets_other_keys() -> None:
         assert scope.plan.digest == digest
 
 
+@on_loop
+async def test_the_worst_trust_in_several_prompts_counts() -> None:
+    site = Site()
+    await site.parity.once()
+    site.trusts = itertools.cycle([Trust.EXACT, Trust.STALE])
+    answer = (await site.job("team-a", prompt=PROMPTS[2])).request.answer
+    assert answer is not None
+    assert answer.trust is Trust.STALE
+    assert {each.trust for each in answer.matches} == {Trust.STALE}
+
+
 ENGINES = ("", "e1", "e2")
 
 
@@ -354,13 +371,11 @@ def test_only_blocks_of_its_node_and_of_itself_are_expected_of_an_engine(
     engine: str, expected: int
 ) -> None:
     matches = [
-        PrefixMatch("n1", each, 0, blocks, 0, 0, PrefixTrust.EXACT)
+        Match(Holder("n1", each), blocks, 0, 0, Trust.EXACT)
         for each, blocks in zip(ENGINES, (2, 3, 5), strict=True)
     ]
-    matches.append(PrefixMatch("n2", "", 0, 9, 9, 9, PrefixTrust.EXACT))
-    answer = PrefixAnswer(
-        trust=PrefixTrust.EXACT, matches=tuple(matches), peers=frozenset(), epoch=1
-    )
+    matches.append(Match(Holder("n2"), 9, 9, 9, Trust.EXACT))
+    answer = PrefixAnswer(trust=Trust.EXACT, matches=matches, peers=frozenset(), epoch=1)
     worker = WorkerAddress(name="a", url="http://a", node="n1", engine=engine)
     found = Prefix(100, b"", BLOCK, answer)
     assert predicted_tokens(found, worker) == BLOCK * expected

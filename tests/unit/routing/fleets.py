@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     AbandonWorker,
@@ -30,8 +32,6 @@ from kvstore.routing.receipts import Receipt
 from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     PrefixAnswer,
-    PrefixMatch,
-    PrefixTrust,
     ProbeResult,
     RouteRequest,
     WorkerRole,
@@ -85,12 +85,12 @@ def request(name: str, tokens: int = 4096, **more: Any) -> RouteRequest:
     return RouteRequest(**{**fields, **more})
 
 
-def answer(*matches: PrefixMatch, trust: PrefixTrust = PrefixTrust.EXACT) -> PrefixAnswer:
-    return PrefixAnswer(trust, matches, 3)
+def answer(*matches: Match, trust: Trust = Trust.EXACT) -> PrefixAnswer:
+    return PrefixAnswer(trust, [*matches], 3)
 
 
-def hbm(number: int, blocks: int, trust: PrefixTrust = PrefixTrust.EXACT) -> PrefixMatch:
-    return PrefixMatch(f"n{number}", "e", 0, blocks, trust=trust)
+def hbm(number: int, blocks: int, trust: Trust = Trust.EXACT) -> Match:
+    return Match(Holder(f"n{number}", "e"), blocks, trust=trust)
 
 
 def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.index.feed import Holder
+from kvstore.index.index import Match
 from kvstore.routing.ahead import HEAT_MAX, REST_NS
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
@@ -28,7 +30,6 @@ from kvstore.routing.receipts import Preparation
 from kvstore.routing.rows import FleetColumn
 from kvstore.routing.values import (
     PrefixAnswer,
-    PrefixMatch,
     ProbeResult,
     RouteRequest,
     SharedLoad,
@@ -54,8 +55,8 @@ HELD: dict[str, Any] = {"classes": {"interactive": {"rank": 0, "backlog_s": 0.05
 """A request waits for the one before."""
 
 
-def dram(number: int, blocks: int, file: int = 0) -> PrefixMatch:
-    return PrefixMatch(f"n{number}", "", 0, 0, blocks, max(blocks, file))
+def dram(number: int, blocks: int, file: int = 0) -> Match:
+    return Match(Holder(f"n{number}"), 0, blocks, max(blocks, file))
 
 
 def held_core(*specs: WorkerSpec, **ahead: Any) -> RouterCore:

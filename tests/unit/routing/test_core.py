@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.index.feed import Holder
+from kvstore.index.index import Match
 from kvstore.routing import core as core_module
 from kvstore.routing.core import SLOW_NS
 from kvstore.routing.events import (
@@ -21,7 +23,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import parse
-from kvstore.routing.values import PrefixMatch, SharedLoad, WorkerRole
+from kvstore.routing.values import SharedLoad, WorkerRole
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
@@ -155,7 +157,7 @@ def test_observed_hits_lower_a_worker_that_is_believed_too_much() -> None:
 
 def test_hits_are_learned_apart_for_what_only_another_node_has() -> None:
     core = core_of(spec(0), spec(1))
-    near, far = PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 200)
+    near, far = Match(Holder("n0"), 0, 100), Match(Holder("n1"), 0, 200)
 
     def served(name: str, cached_tokens: int) -> list[float]:
         for n in range(150):

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bench.routing.baselines import other_router
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.routing.costs import terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Joined, RequestEnded, Scraped
@@ -21,7 +23,6 @@ from kvstore.routing.rows import Term
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
-    PrefixMatch,
     PrefixTrust,
     RouteRequest,
 )
@@ -217,7 +218,7 @@ def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
     receipt = explain(
         core,
         request("x"),
-        answer(PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)),
+        answer(Match(Holder("n0"), 0, 100), Match(Holder("n1"), 0, 40)),
         S,
     )
     assert receipt.features["dram"] == [1600, 640, 0]
@@ -226,10 +227,10 @@ def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
 
 def test_a_node_without_peers_neither_serves_nor_fetches() -> None:
     core = core_of(spec(0), spec(1), spec(2))
-    matches = PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)
+    matches = [Match(Holder("n0"), 0, 100), Match(Holder("n1"), 0, 40)]
 
     def remote(*peers: str) -> list[float]:
-        found = PrefixAnswer(PrefixTrust.EXACT, matches, peers=frozenset(peers))
+        found = PrefixAnswer(Trust.EXACT, matches, peers=frozenset(peers))
         receipt = explain(core, request("x"), found, S)
         assert receipt.features["dram"] == [1600, 640, 0]
         return receipt.features["remote"]
@@ -258,7 +259,8 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
     assert degraded(request("a", 16), None) == [], "its last token is computed in any case"
     assert degraded(request("a", 17), None) == ["prefix-approximate"]
     assert degraded(request("a"), answer()) == []
-    assert degraded(request("a"), answer(trust=PrefixTrust.STALE)) == ["prefix-stale"]
+    assert degraded(request("a"), answer(trust=Trust.STALE)) == ["prefix-stale"]
+    assert explain(core, request("a"), answer(trust=Trust.STALE), S).index_trust == "stale"
     assert degraded(request("a", keys=b""), None) == ["load-only"], "not rendered"
     assert degraded(request("a", load_only={"w0": "other keys"}), answer()) == ["load-only"]
     core.step(Joined(spec(0, is_red=True)), S)
@@ -276,7 +278,7 @@ def test_a_receipt_says_whether_its_tokens_are_estimated(is_of_bytes: bool) -> N
 
 def test_a_receipt_has_the_tokens_that_were_expected_to_be_cached() -> None:
     core = core_of(*(spec(n) for n in range(3)))
-    found = answer(hbm(0, 100), hbm(1, 100, PrefixTrust.STALE))
+    found = answer(hbm(0, 100), hbm(1, 100, Trust.STALE))
     receipt = explain(core, request("a"), found, S)
     assert receipt.cached == [1600.0, 800.0, 0.0]
     least = replay(receipt, parse({"policy": "least-load"}))
@@ -359,7 +361,7 @@ def test_a_column_that_an_older_receipt_does_not_have_changes_nothing() -> None:
     costs = {"prefill_tokens_per_s": 1000, "kv_bytes_per_token": 1000}
     policy = parse({"costs": costs, "choice": {"top_k": 1}})
     core = core_of(spec(0), spec(1), policy=policy)
-    prefix = answer(PrefixMatch(node="n9", engine="", rank=0, dram_blocks=200))
+    prefix = answer(Match(Holder("n9"), dram_blocks=200))
     now = routed(arrive(core, request("r"), prefix)).draft.receipt()
     assert max(now.features["remote"]) > 0
     older = {k: v for k, v in now.features.items() if k not in ("fetch_ratio", "stays")}

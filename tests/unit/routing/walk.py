@@ -9,6 +9,8 @@ from typing import get_args
 
 import msgspec
 
+from kvstore.index.feed import Holder, Trust
+from kvstore.index.index import Match
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
@@ -36,8 +38,6 @@ from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
-    PrefixMatch,
-    PrefixTrust,
     ProbeResult,
     RouteRequest,
     SharedLoad,
@@ -204,19 +204,17 @@ class Walk(Oracle):
         if self.random.random() < 0.3:
             return None
         blocks = len(its.keys) // 32
-        matches = tuple(
-            PrefixMatch(
-                f"n{self.random.randrange(6)}",
-                self.random.choice(["e", ""]),
-                0,
+        matches = [
+            Match(
+                Holder(f"n{self.random.randrange(6)}", self.random.choice(["e", ""])),
                 self.random.randint(0, blocks),
                 self.random.randint(0, blocks),
                 self.random.randint(0, blocks),
-                self.random.choice(list(PrefixTrust)),
+                self.random.choice(list(Trust)),
             )
             for _ in range(self.random.randrange(5))
-        )
-        return PrefixAnswer(PrefixTrust.CATCHING_UP, matches, 1)
+        ]
+        return PrefixAnswer(Trust.CATCHING_UP, matches, 1)
 
     def _any_sent(self) -> str | None:
         return self.random.choice(sorted(self.sent)) if self.sent else None
