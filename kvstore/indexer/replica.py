@@ -16,8 +16,7 @@ import signal
 import threading
 from typing import Any, Final
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import __version__
@@ -34,11 +33,12 @@ from kvstore.installation import is_installed, lacking
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, PageMaker, metrics_page, text_page
 from kvstore.net.server import (
+    DRAIN_S,
     INSECURE,
     INSECURE_NOTE,
+    HealthyServer,
     certificate_ends,
-    connection_limits,
-    listen,
+    make_server,
     refuse_taken,
     warn_of_its_end,
 )
@@ -56,7 +56,6 @@ CALL_COUNT_MAX: Final = 8192
 """Most calls of a replica at a time, feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
 UNREAD_BYTES_MAX: Final = (64 << 10) - 1
-DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
 PAGE_TIMEOUT_S: Final = 1.0
 PING_MS: Final = 10_000
@@ -72,11 +71,7 @@ SERVICES: Final = (
     reflection.SERVICE_NAME,
 )
 _OPTIONS: Final = (
-    # Or a second replica could take the same port, and half of the calls.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", forms.REPLY_BYTES_MAX),
-    ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
     # Limit of unread bytes per call.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
@@ -101,14 +96,14 @@ class Replica:
         refuse_taken(config.option, *config.listen)  # before the loops are compiled
         self._store = _store_of(config, loop)
         self._service = IndexService(self._store, demands_names=config.tls is not None)
-        self._health = health.aio.HealthServicer()
         self.insecure = config.tls is None
         self.host = config.listen.host
         try:
-            self.port = loop.call(self._listen(config), timeout_s=START_TIMEOUT_S)
+            self._server = loop.call(self._listen(config), timeout_s=START_TIMEOUT_S)
         except ConfigError:
             self._service.close()
             raise
+        self.port = self._server.port
         self.address = joined(self.host, self.port)
         """HOST:PORT of the listening socket."""
         if self.insecure:
@@ -120,23 +115,22 @@ class Replica:
         notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
-    async def _listen(self, config: IndexConfig) -> int:
-        self._server = grpc.aio.server(
+    async def _listen(self, config: IndexConfig) -> HealthyServer:
+        server = make_server(
+            *_OPTIONS,
+            message_bytes_max=MESSAGE_BYTES_MAX,
+            calls_max=CALLS_PER_CONNECTION_MAX,
             interceptors=[Shares(self._service.counters)],
-            options=[*_OPTIONS, *connection_limits()],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
-        add_IndexServicer_to_server(self._service, self._server)
-        self._server.add_generic_rpc_handlers(self._service.feed_handlers())
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(SERVICES, self._server)
-        for service in ("", SERVICES[0]):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        port = listen(self._server, joined(*config.listen), config.tls, config.option)
-        await self._server.start()
+        add_IndexServicer_to_server(self._service, server)
+        server.add_generic_rpc_handlers(self._service.feed_handlers())
+        reflection.enable_server_reflection(SERVICES, server)
+        its = HealthyServer(server, "", SERVICES[0])
+        await its.begun(config.option, config.listen, config.tls, is_ready=True)
         ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
         self._tick = asyncio.get_running_loop().create_task(ticking)
-        return port
+        return its
 
     def close(self) -> None:
         """Report as not serving, let calls end for a moment, and stop."""
@@ -145,9 +139,8 @@ class Replica:
         self._service.close()
 
     async def _stop(self) -> None:
-        await self._health.enter_graceful_shutdown()
         self._tick.cancel()
-        await self._server.stop(DRAIN_S)
+        await self._server.close()
         await self._store.close()
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────

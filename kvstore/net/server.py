@@ -10,7 +10,7 @@ threads, and no call is answered any more. Here a silent call costs no thread.
 Both ends show certificates of one CA (mTLS), or, with --insecure, neither does and nothing is
 authenticated. gRPC speaks TLS 1.2 or later.
 
-Covers: credentials, names of callers, end of the certificate; limits of connections; the
+Covers: credentials, names of callers, end of the certificate; limits of connections; health; the
 interceptor of calls. Does not cover: certificate files, and the meaning of names
 (`kvstore.client.tls`); limits of one caller (the servers; an index has `shares`).
 """
@@ -23,14 +23,16 @@ import datetime
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.net.aio import end_now
 from kvstore.net.http import listening
@@ -144,12 +146,24 @@ requests need one or two at engines.
 """
 
 
-def connection_limits() -> list[tuple[str, int]]:
-    """Limits of connections, their number and their silence, as options of a server."""
-    return [
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.max_allowed_incoming_connections", connections_max(CONNECTIONS_MAX)),
-    ]
+def make_server(
+    *options: tuple[str, Any], message_bytes_max: int, calls_max: int, **more: Any
+) -> grpc.aio.Server:
+    """A server with the limits that all need, and further `options`. `message_bytes_max`: of a
+    message that it reads; `calls_max`: calls of one connection; `more`: of `grpc.aio.server`.
+    """
+    return grpc.aio.server(
+        options=[
+            # Or a second process could take the same port, and half of the calls.
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+            ("grpc.max_allowed_incoming_connections", connections_max(CONNECTIONS_MAX)),
+            ("grpc.max_receive_message_length", message_bytes_max),
+            ("grpc.max_concurrent_streams", calls_max),
+            *options,
+        ],
+        **more,
+    )
 
 
 def connections_max(wanted: int) -> int:
@@ -158,6 +172,48 @@ def connections_max(wanted: int) -> int:
     if descriptors == resource.RLIM_INFINITY:
         return wanted
     return max(1, min(wanted, descriptors // DESCRIPTORS_SHARE))
+
+
+# ── health ───────────────────────────────────────────────────────────────────────────────────────
+
+DRAIN_S: Final = 1.0
+"""Time for calls under way when a server ends."""
+_HEALTH: Final = health_pb2.HealthCheckResponse
+
+
+class HealthyServer:
+    """A server, and its health by some names. On its loop."""
+
+    def __init__(self, server: grpc.aio.Server, *names: str, alive: Sequence[str] = ()) -> None:
+        """`names`: serve as `show` says; `alive`: serve as long as the server does."""
+        self.server, self.port = server, 0
+        self._health, self._names, self._alive = health.aio.HealthServicer(), names, alive
+        self._is_ready: bool | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    async def begun(
+        self, option: str, place: tuple[str, int], tls: Tls | None, *, is_ready: bool = False
+    ) -> Self:
+        """Listen, and report as serving if it `is_ready`. Raises ConfigError if it cannot."""
+        for name in self._alive:
+            await self._health.set(name, _HEALTH.SERVING)
+        await self.show(is_ready=is_ready)
+        self.port = listen(self.server, joined(*place), tls, option)
+        await self.server.start()
+        return self
+
+    async def show(self, *, is_ready: bool) -> None:
+        """Report as serving or not."""
+        if is_ready != self._is_ready:
+            self._is_ready = is_ready
+            status = _HEALTH.SERVING if is_ready else _HEALTH.NOT_SERVING
+            for name in self._names:
+                await self._health.set(name, status)
+
+    async def close(self) -> None:
+        """Report as not serving, let calls end for a moment, and stop."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(DRAIN_S)
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ from kvstore.engine.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
-from kvstore.net.server import Calls, RefusedCall, connection_limits
+from kvstore.net.server import Calls, RefusedCall, make_server
 from kvstore.node.driver import Driver, NotDurable
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
@@ -191,17 +191,14 @@ class InspectServer:
     async def _listen(self, service: InspectService) -> None:
         # Never undone: gRPC's poller would end with its last server, while the loop still reads it.
         grpc.aio.init_grpc_aio()
-        self._server = grpc.aio.server(
+        self._server = make_server(
+            ("grpc.max_send_message_length", defaults.REPLY_BYTES_MAX),
+            ("grpc.max_metadata_size", 8 << 10),
+            # Or connections that ask nothing would be all that there may be.
+            ("grpc.max_connection_idle_ms", IDLE_MS),
+            message_bytes_max=REQUEST_BYTES_MAX,
+            calls_max=CALL_COUNT_MAX,
             interceptors=[Calls(self._pool, count_max=CALL_COUNT_MAX)],
-            options=[
-                ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
-                ("grpc.max_send_message_length", defaults.REPLY_BYTES_MAX),
-                ("grpc.max_concurrent_streams", CALL_COUNT_MAX),
-                ("grpc.max_metadata_size", 8 << 10),
-                # Or connections that ask nothing would be all that there may be.
-                ("grpc.max_connection_idle_ms", IDLE_MS),
-                *connection_limits(),
-            ],
         )
         add_InspectServicer_to_server(service, self._server)
         # gRPC makes the file itself: the mask keeps others out from the first moment.

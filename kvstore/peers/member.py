@@ -39,8 +39,8 @@ from kvstore.net.aio import LoopThread
 from kvstore.net.server import (
     INSECURE_NOTE,
     certificate_ends,
-    connection_limits,
     listen,
+    make_server,
     warn_of_its_end,
 )
 from kvstore.obs.metrics import TRANSFERS, Values
@@ -247,17 +247,13 @@ class Peering:
 
 
 def _server() -> grpc.aio.Server:
-    return grpc.aio.server(
-        options=[
-            *connection_limits(),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
-            # Sessions are quiet for long, and peers look after them: by default a server hangs up
-            # on who asks more often than every five minutes.
-            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-            *PINGS,
-        ]
+    return make_server(
+        # Sessions are quiet for long, and peers look after them: by default a server hangs up
+        # on who asks more often than every five minutes.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        *PINGS,
+        message_bytes_max=MESSAGE_BYTES_MAX,
+        calls_max=STREAMS_PER_CONNECTION_MAX,
     )
 
 

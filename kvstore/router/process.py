@@ -34,7 +34,7 @@ from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.net.aio import Tasks, persist
 from kvstore.net.http import HttpServer
-from kvstore.net.server import connections_max, warn_of_its_end
+from kvstore.net.server import HealthyServer, connections_max, warn_of_its_end
 from kvstore.net.site import REQUESTS_SHOWN
 from kvstore.obs import logs
 from kvstore.obs.metrics import Timings
@@ -56,7 +56,7 @@ from kvstore.router.keys.rendering import Rendering
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
 from kvstore.router.receipt_log import ReceiptFile
-from kvstore.router.rpc import RouteService, RpcServer, serve_picker, serve_route
+from kvstore.router.rpc import RouteService, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Prepare
 from kvstore.routing.learning import TokenEstimates
@@ -112,7 +112,7 @@ class Router:
         prefixes = Prefixes(TokenEstimates(), self.rendering, spaces)
         bodies = Bodies(bytes_max=config.body_max)
         self.intake = RequestIntake(prefixes, tenants, self.dispatcher, bodies)
-        self.servers: dict[str, RpcServer] = {}
+        self.servers: dict[str, HealthyServer] = {}
         """gRPC servers by name, `route` and `picker`, if configured."""
         self._tasks = Tasks("a bug: work of the router has ended")
         self._open_door: OpenDoor | None = None

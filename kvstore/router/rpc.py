@@ -11,15 +11,13 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import msgspec
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
-from kvstore.config.values import joined
-from kvstore.net.server import caller_identities, connection_limits, listen
+from kvstore.net.server import HealthyServer, caller_identities, make_server
 from kvstore.proto import picker_pb2, router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvstore.router.dispatch import Dispatcher, RoutedLife
@@ -192,70 +190,40 @@ def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
 STREAMS_MAX: Final = 8192
 STREAMS_PER_CONNECTION_MAX: Final = 1024
 MESSAGE_BYTES_MAX: Final = 4 << 20
-DRAIN_S: Final = 1.0
 ALIVE: Final = "liveness"
-_HEALTH: Final = health_pb2.HealthCheckResponse
-_OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
-    ("grpc.max_metadata_size", 16 << 10),
-    # Other routers ping twice as rarely; more often than this gRPC hangs up on them.
-    ("grpc.http2.min_ping_interval_without_data_ms", 900),
-)
 
 
-class RpcServer:
-    """A server for some services, and its health by their names."""
-
-    def __init__(self, *names: str) -> None:
-        options: list[tuple[str, Any]] = [*_OPTIONS, *connection_limits()]
-        self.server = grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS_MAX)
-        self.port = 0
-        self._health, self._names = health.aio.HealthServicer(), ("", "readiness", *names)
-        self._is_ready: bool | None = None
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-
-    async def begun(self, option: str, place: tuple[str, int], tls: Tls | None) -> RpcServer:
-        """Listen, and report as alive but not serving. Raises ConfigError if it cannot listen."""
-        await self._health.set(ALIVE, _HEALTH.SERVING)
-        await self.show(is_ready=False)
-        self.port = listen(self.server, joined(*place), tls, option)
-        await self.server.start()
-        return self
-
-    async def show(self, *, is_ready: bool) -> None:
-        """Report as serving or not, by every name but `liveness`."""
-        if is_ready != self._is_ready:
-            self._is_ready = is_ready
-            status = _HEALTH.SERVING if is_ready else _HEALTH.NOT_SERVING
-            for name in self._names:
-                await self._health.set(name, status)
-
-    async def close(self) -> None:
-        """Report as not serving, let streams end for a moment, and stop."""
-        await self._health.enter_graceful_shutdown()
-        await self.server.stop(DRAIN_S)
+def _server(name: str) -> HealthyServer:
+    """A server for the service of this name."""
+    server = make_server(
+        ("grpc.max_metadata_size", 16 << 10),
+        # Other routers ping twice as rarely; more often than this gRPC hangs up on them.
+        ("grpc.http2.min_ping_interval_without_data_ms", 900),
+        message_bytes_max=MESSAGE_BYTES_MAX,
+        calls_max=STREAMS_PER_CONNECTION_MAX,
+        maximum_concurrent_rpcs=STREAMS_MAX,
+    )
+    return HealthyServer(server, "", "readiness", name, alive=[ALIVE])
 
 
 async def serve_route(
     place: tuple[str, int], tls: Tls | None, service: RouteService, exchange: LoadExchange
-) -> RpcServer:
+) -> HealthyServer:
     """Start the server for Route and loads. Raises ConfigError if it cannot listen."""
-    its = RpcServer(pb.DESCRIPTOR.services_by_name["Router"].full_name)
+    its = _server(pb.DESCRIPTOR.services_by_name["Router"].full_name)
     add_RouterServicer_to_server(service, its.server)
     its.server.add_generic_rpc_handlers((exchange.handler(),))
     return await its.begun("--route-listen", place, tls)
 
 
-async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) -> RpcServer:
+async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) -> HealthyServer:
     """Start the server for the endpoint picker. Raises ConfigError if it cannot listen."""
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=picker_pb2.ProcessingRequest.FromString,
         response_serializer=picker_pb2.ProcessingResponse.SerializeToString,
     )
-    its = RpcServer(SERVICE)
+    its = _server(SERVICE)
     its.server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
     )

@@ -86,4 +86,4 @@ def test_most_descriptors_are_left_to_the_node(
     descriptors: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (descriptors, descriptors))
-    assert dict(server.connection_limits())["grpc.max_allowed_incoming_connections"] == count
+    assert server.connections_max(server.CONNECTIONS_MAX) == count
