@@ -431,7 +431,7 @@ class RedisStore:
         store answers, but accepts no writes. Raises FAILURES, ProtocolError."""
         try:
             for _ in range(SWEEPS_AT_ONCE if self._void_count else 0):
-                if await self._write(scripts.SWEEP) <= 0:
+                if await self._write(scripts.SWEEP, self._run) <= 0:
                     break
             for node in self._view.lost(now_ms):
                 await self._forget(node)

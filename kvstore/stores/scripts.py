@@ -7,7 +7,8 @@
     PREFIX void         set of slots to be swept out of the rows
     PREFIX counts       hash: entries, rows, evicted
     PREFIX ids          the last slot number given
-    PREFIX pass         hash: void slots that the pass over the rows sweeps out, and its cursor
+    PREFIX pass         hash: void slots that the pass over the rows sweeps out, its cursor, and
+                        the run id of the server that gave it
     PREFIX b:SCOPE KEY  a row: locations of the block, five bytes each: slot, mask of tiers
 
 A slot is four bytes, a scope sixteen, a key thirty-two. Every script begins with the epoch, so that
@@ -275,11 +276,8 @@ return answer
 """Argument: an epoch, which is set if there is none. Answer: epoch, void slots, last slot number,
 entries, rows, evicted, then nodes."""
 
-RENEW: Final = _script(
-    f"{_SAME_EPOCH}redis.call('SET', P .. 'epoch', ARGV[3]) return redis.call('DEL', P .. 'pass')"
-)
-"""Argument: the epoch that replaces the present one. The cursor of a pass is one of the server that
-was restarted."""
+RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
+"""Argument: the epoch that replaces the present one."""
 
 GONE: Final = _script(
     _SAME_EPOCH + _SAME_RECORD + "return redis.call('HSET', record, 'gone', ARGV[4])"
@@ -302,15 +300,13 @@ SWEEP: Final = _script(
 -- A script that has written goes on though the store is full: what is swept makes room.
 redis.call('SREM', P .. 'void', '')
 local pass = P .. 'pass'
-local slots = redis.call('HGET', pass, 'slots')
-if not slots then
-  slots = table.concat(redis.call('SRANDMEMBER', P .. 'void', {SLOTS_AT_ONCE}))
-  if slots == '' then return 0 end
-  redis.call('HSET', pass, 'slots', slots, 'cursor', 0)
-end
-local cursor = redis.call('HGET', pass, 'cursor')
+local known = redis.call('HMGET', pass, 'slots', 'cursor', 'run')
+local slots, cursor = known[1], known[2]
+if not slots then slots = table.concat(redis.call('SRANDMEMBER', P .. 'void', {SLOTS_AT_ONCE})) end
+if slots == '' then return 0 end
+if known[3] ~= ARGV[3] then cursor = 0 end
 local found = redis.call('SCAN', cursor, 'MATCH', P .. 'b:*', 'COUNT', {ROWS_AT_ONCE})
-redis.call('HSET', pass, 'cursor', found[1])
+redis.call('HSET', pass, 'slots', slots, 'cursor', found[1], 'run', ARGV[3])
 """
     + _COUNTS
     + """
@@ -333,9 +329,10 @@ end
 return found[1]
 """
 )
-"""No arguments. Removes void slots from the next rows. All replicas share a pass over the rows; at
-its end the void slots that were chosen at its begin are gone. Answer: the next cursor; 0: the pass
-is over, or no slot is void."""
+"""Argument: run id of the server; with a cursor of another one the pass begins again. Removes void
+slots from the next rows. All replicas share a pass over the rows; at its end the void slots that
+were chosen at its begin are gone. Answer: the next cursor; 0: the pass is over, or no slot is
+void."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 

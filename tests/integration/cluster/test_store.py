@@ -366,18 +366,21 @@ def test_replicas_share_a_pass_over_the_rows(lab: Lab, redis: RedisProcess) -> N
     assert two.store.statistics().entry_count == len(SWEPT), "the next pass has other slots"
 
 
-def test_a_pass_begins_again_in_a_store_that_was_restarted(lab: Lab) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_pass_begins_again_in_a_store_that_was_restarted(lab: Lab, *, is_alone: bool) -> None:
+    """Alone, or with all replicas: none is left to give the store another epoch."""
     with RedisProcess.start(lab.directory) as redis:
         port = redis.port
         one = begun_to_sweep(lab, redis)
         redis.cli("save")
         redis.kill()
         one.tick()
-    with RedisProcess.start(lab.directory, port=port):
-        assert eventually(lambda: one.believes_again(NOW), timeout_s=PATIENCE_S)
+    with RedisProcess.start(lab.directory, port=port) as redis:
+        left = one if is_alone else lab.replica(redis)
+        assert eventually(lambda: left.believes_again(NOW), timeout_s=PATIENCE_S)
         for _ in range(4):
-            one.tick()
-        assert one.store.statistics().entry_count == len(SWEPT)
+            left.tick()
+        assert left.store.statistics().entry_count == len(SWEPT)
 
 
 def test_a_store_that_is_back_but_takes_nothing_answers(
