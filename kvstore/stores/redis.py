@@ -339,6 +339,7 @@ class RedisStore:
         FAILURES, ProtocolError."""
         node = link.hello.node
         version, body, kept = await self._record(node)
+        link.batch = StoreBatch(self._ids)  # without the orders of a claim that came to nothing
         places = Places(node, link.batch)
         link.version, link.kept = version or b"", b""
         if kept is not None:

@@ -248,6 +248,23 @@ def test_places_that_another_replica_wrote_are_written_again(lab: Lab, redis: Re
     assert places() == empty
 
 
+def test_a_refused_hello_leaves_the_snapshot_that_another_replica_receives(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    two.hear(hello())
+    two.hear(hello(incarnation=2))
+    two.hear(delta(1, stored(1), incarnation=2))
+    two.hear(part(1, 0, stored(1, 2), incarnation=2))
+    one.tick()
+    assert one.hear(hello(stream=2)) is Verdict.CLOSE, "late, of an incarnation that was replaced"
+    two.hear(part(1, 1, is_last=True, incarnation=2))
+    two.hear(FeedClosed(NODE, Incarnation(2), 1))
+    one.tick()
+    assert one.hear(hello(incarnation=2, stream=2, sequence=1)) is Verdict.ASK
+    assert one.found(1, 2) == (2, Trust.CATCHING_UP), "not void by what the refused one began"
+
+
 def test_a_replica_that_starts_is_not_empty(lab: Lab, redis: RedisProcess) -> None:
     one = told(lab.replica(redis), stored(1, 2))
     two = lab.replica(redis)
