@@ -203,6 +203,7 @@ class LogThread:
         # The end of the job comes after the word that these are gone, and would outlive it.
         lost = set(np.frombuffer(b"".join(g.locations for g in outcome.lost), np.uint64).tolist())
         if outcome.is_full:
+            self._is_stalled = True  # until a segment is deleted, here or later
             self._make_room()
         with self._lock:
             job.results += [0 if place in lost else place for place in outcome.places]
@@ -210,10 +211,11 @@ class LogThread:
             self._report(outcome)
             if outcome.places and outcome.error is None and not job.late:
                 self._outbox.put(*self._health.wrote())
-            if outcome.is_full and not job.late and self._waits(job):
-                self._is_stalled = True
+            room_may_come = not self._is_stalled or self._waits(job)
+            if outcome.is_full and not job.late and room_may_come:
                 self._queue.appendleft(job)
             else:
+                self._is_stalled = False
                 self._end(job)
 
     def _carry(self, voids: Sequence[Void]) -> None:

@@ -17,6 +17,8 @@ from kvstore.tier_events import (
     RecoveryDone,
     WriteFile,
 )
+from kvstore.tiers.file.catalog import FIXED_BYTES
+from kvstore.tiers.file.log_thread import FREE_SEGMENTS_MIN
 from kvstore.types import Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
@@ -144,6 +146,31 @@ def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Start) 
     assert any(u64(e.locations) == [0] for e in written)
     assert event.segment == 1
     assert driver.tier.taken_bytes <= 4 * MIB
+
+
+@pytest.mark.parametrize("cleared", [1, 2])
+def test_a_write_goes_on_in_the_room_of_segments_that_were_cleared(
+    start: Start, cleared: int
+) -> None:
+    """The engine is asked about the next one, if about any, and does not answer."""
+    segment_count, blocks = 10, SEGMENT_BYTES // BLOCK_BYTES - 1
+    driver = start(capacity_bytes=segment_count * SEGMENT_BYTES + FIXED_BYTES)
+    for number in range(segment_count - FREE_SEGMENTS_MIN):
+        driver.write(range(blocks), OTHER if number < cleared else SCOPE)
+    driver.void(OTHER.tenant, None)
+    assert 0 not in driver.write(range(FREE_SEGMENTS_MIN * blocks))
+    assert any(isinstance(event, FileReclaim) for event in driver.seen) == (cleared == 1)
+
+
+def test_a_write_that_found_no_room_does_not_hold_up_those_after_it(start: Start) -> None:
+    driver = start(capacity_bytes=10 * SEGMENT_BYTES + FIXED_BYTES)
+    driver.tier._catalog.aside_bytes = 10 * SEGMENT_BYTES  # and nothing that may be reclaimed
+    assert driver.write([0]) == [0]
+    driver.tier._catalog.aside_bytes = 0
+    for _ in range(8):
+        assert 0 not in driver.write(range(7))
+    driver.wait(FileReclaim)
+    assert 0 not in driver.write([0]), "there is room, though the engine has not answered"
 
 
 @pytest.mark.parametrize(
