@@ -244,11 +244,11 @@ def _lock(directory: Path, disk: Disk) -> Directory:
 
 def _is_in_use(disk: Disk, dir_fd: int) -> bool:
     """Whether a node holds the lock of a directory."""
-    try:
-        with opened(disk, "lock", os.O_RDONLY, dir_fd) as (fd, _):
+    with contextlib.suppress(OSError), opened(disk, "lock", os.O_RDONLY, dir_fd) as (fd, _):
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+        except OSError:  # held; or, as on NFS, not to be tried by a reader
+            return True
     return False
 
 

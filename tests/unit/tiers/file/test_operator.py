@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -292,6 +293,19 @@ def test_fsck_explains_a_segment_that_is_not_closed(tmp_path: Path) -> None:
     said = fsck(tmp_path / "store").text()
     assert "is not closed is no damage: a node was killed" in said
     assert "cut off the end of such a segment would leave no trace" in said
+
+
+def test_fsck_takes_a_lock_that_cannot_be_tried_for_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Driver(tmp_path / "store").recovered().close()
+    assert not fsck(tmp_path / "store").node_runs
+
+    def refuse(_fd: int, _how: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # NFS: it is not open for writing
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert fsck(tmp_path / "store").node_runs
 
 
 def test_fsck_of_a_shared_directory_is_that_of_its_parts(tmp_path: Path) -> None:
