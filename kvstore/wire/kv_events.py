@@ -122,13 +122,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def low_hashes(keys: bytes) -> list[int]:
-    """The low 64 bits of each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
+    """Low 64 bits of each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1."""
     low: list[int] = np.frombuffer(keys, ">u8").reshape(-1, KEY_BYTES // 8)[:, -1].tolist()
     return low
 
 
 def whole_hashes(keys: bytes) -> list[bytes]:
-    """Each key: what vLLM publishes without it."""
+    """Each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
