@@ -1,8 +1,7 @@
-"""Helpers for tests of others: real processes, and an engine without vLLM.
+"""Helpers for demos, benchmarks and tests: real processes.
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
 | `process`                                   | a node, a router, certificates; any tied child    |
 | `tied`                                      | the program that ties a child to its parent       |
-| `raw_engine`                                | an engine driven by hand, over the real sockets   |
 """

@@ -58,7 +58,7 @@ IMPORTED: Final = (
     "kvstore.peers.member",
     "kvstore.router.process",
     "kvstore.supervisor.supervisor",
-    "kvstore.testing.raw_engine",
+    "tests.kit.raw_engine",
 )
 
 
