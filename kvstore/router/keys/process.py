@@ -98,7 +98,6 @@ class _Lane:
         self._asked_s: float | None = None
         """When the child got the order that it has not answered; None: it has answered all."""
         self._has_answered = False  # this child
-        self.restart_count = 0
 
     async def made(self, waiting: Waiting) -> KeyAnswer | None:
         self._queue.put(waiting)
@@ -126,7 +125,6 @@ class _Lane:
             answer = _answers.decode(await child.stdout.readexactly(size))
         except (asyncio.IncompleteReadError, OSError, RuntimeError, msgspec.DecodeError):
             # RuntimeError: uvloop's for a write to a child that has ended.
-            self.restart_count += 1
             await self.end()
             return None
         finally:
@@ -193,7 +191,6 @@ class KeyProcess:
         """Models with a local tokenizer."""
         self._owed = Counter[str]()
         """Bytes of orders without an answer, by tenant."""
-        self.refused_count = 0
 
     async def make(
         self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
@@ -205,7 +202,6 @@ class KeyProcess:
         lane, owed = self.lanes[size >= LONG_BYTES], self._owed
         is_over = owed[tenant] > 0 and owed[tenant] + size > BYTES_MAX // 2
         if is_over or owed.total() + size > BYTES_MAX:
-            self.refused_count += 1
             lane.replace_hanging()
             return None
         owed[tenant] += size
