@@ -29,12 +29,12 @@ from bench.cluster.figures import NotMeasured, at_least, ratio, spread
 from bench.raw_nixl import RawNixl, is_installed
 from kvstore.engine.moves.fetches import FETCH_BYTES
 from kvstore.ports import Pieces
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.pieces import joined, make_pieces
 from kvstore.types import PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB
 from kvstore.wire.messages import LeaseReply, slots_array
 from tests.kit.peers import PeerPair, metric
-from tests.kit.raw_engine import RawEngine, make_keys
 
 UCX: Final = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}
 BLOCKS: Final = (("2MiB", 2 * MIB), ("64KiB", 64 * KIB))

@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from kvstore.client.link import Link
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import Hint, HintReply, LeaseAsk, LeaseRelease, LeaseReply
-from tests.kit.raw_engine import RawEngine, make_keys
 
 RESULT = Path(__file__).parents[1] / "results" / "attach_roundtrip.json"
 GOAL_P50_US = 60.0

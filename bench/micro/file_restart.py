@@ -38,6 +38,7 @@ from kvstore.cli.ask import node_client
 from kvstore.engine.why.report import TierReport
 from kvstore.node.node import MonotonicClock
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.tier_events import FileKnown, RecoveryDone
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import segment_name
@@ -46,7 +47,6 @@ from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB, TIB
 from kvstore.wire.record import Scope, record_pages
 from kvstore.wire.segment import SegmentHead, Table, footer, segment_page, store_page
-from tests.kit.raw_engine import RawEngine, make_keys
 
 SCOPE = Scope("bench", b"s" * 32, Shard(0, 16, 0, 4), 64 * KIB)
 STORE_ID = b"d" * 16

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.micro.attach_roundtrip import measure_lookups, summary
 from kvstore.node.turns import ThreadPriority
 from kvstore.testing.process import NodeProcess, popen_tied
-from tests.kit.raw_engine import RawEngine, make_keys
+from kvstore.testing.raw_engine import RawEngine, make_keys
 
 RESULT = Path(__file__).parents[1] / "results" / "loop_place.json"
 WITHOUT = ("setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice", sys.executable)
@@ -40,7 +40,7 @@ print(count)
 FLOOD = """
 import sys
 from pathlib import Path
-from tests.kit.raw_engine import RawEngine, make_keys
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import Hint
 keys = b"".join(make_keys(2048))
 with RawEngine(Path(sys.argv[1])) as engine:

@@ -29,9 +29,9 @@ from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorker
 from kvstore.engine.events import Land
 from kvstore.peers.peer_session import PeerContext
 from kvstore.peers.pushes import KINDS, SLOW_S, PushCarrier, Stages
+from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.wire.record import Scope, scopes_of
-from tests.kit.raw_engine import HEAD_COUNT, LAYER_COUNT
 
 SIZES: Final = ((1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2))
 WRITE_BYTES: Final = 4 << 20

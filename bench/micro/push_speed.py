@@ -30,11 +30,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import Pieces
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire.messages import PushClose, PushOpen
 from kvstore.wire.transfer_worker import Done
 from tests.kit.peers import PeerPair
-from tests.kit.raw_engine import RawEngine, make_keys
 from tests.kit.transport_parties import TransferWorkerParty
 
 SIZE_BYTES = 64 << 20

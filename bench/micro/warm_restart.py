@@ -37,9 +37,9 @@ from bench.peers.memory import memory_of
 from kvstore.client.link import Link
 from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess, children_of
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import KEY_BYTES
 from kvstore.units import MIB
-from tests.kit.raw_engine import RawEngine, make_keys
 
 SEED = 1
 ROUNDS = 5

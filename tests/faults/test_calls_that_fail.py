@@ -29,12 +29,12 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import make_keys
 from tests.amounts import amount
 from tests.integration.node.conftest import eventually
 from tests.kit.actor import Failed, Look, State
 from tests.kit.gauges import Gauges, descriptor_kinds, look, processes
 from tests.kit.programs import need
-from tests.kit.raw_engine import make_keys
 from tests.kit.troupe import SplitEngine, Troupe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.amounts import amount, covered
 from tests.kit import kills
 from tests.kit.actor import Leased
 from tests.kit.host import Host
 from tests.kit.kills import MEMBERS, POINTS, KillCycles
-from tests.kit.raw_engine import RawEngine, make_keys
 from tests.kit.troupe import Wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -24,6 +24,7 @@ import pytest
 
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import LIES, NOISE, Liar
 from tests.integration.engine.nursery import EngineNursery
@@ -31,7 +32,6 @@ from tests.integration.engine.support import BLOCK_TOKENS, cache_off_lines, wait
 from tests.integration.node.conftest import eventually
 from tests.kit.engines import EngineConfig, EngineServer
 from tests.kit.programs import need
-from tests.kit.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -1,6 +1,5 @@
 """What several kinds of tests share: actors that can be killed, what processes hold, networks.
 
-raw_engine      an engine without vLLM, driven by hand over the real sockets
 actor, troupe   a scheduler or rank as a process of its own; who tells them what
 kills, host, trips, garbage   cycles of kills, of round trips, of broken input
 gauges          descriptors, memory, children of a node

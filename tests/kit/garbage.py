@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvstore.testing.raw_engine import BLOCK_BYTES, HEAD_COUNT, LAYER_COUNT, make_keys, make_space
 from kvstore.types import Shard
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -36,7 +37,6 @@ from kvstore.wire.messages import (
     encode,
 )
 from kvstore.wire.space import Group
-from tests.kit.raw_engine import BLOCK_BYTES, HEAD_COUNT, LAYER_COUNT, make_keys, make_space
 
 SAID_MAX: Final = 8
 _CONNECT_TIMEOUT: Final = struct.pack("ll", 30, 0)

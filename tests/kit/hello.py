@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from kvstore.testing.raw_engine import make_space
 from kvstore.types import Shard
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
 from kvstore.wire.space import Group, Space, shard_bytes
-from tests.kit.raw_engine import make_space
 
 
 def space_of(model: str = "m", **changes: Any) -> Space:

@@ -32,10 +32,10 @@ from typing import Final, Self
 
 import msgspec
 
+from kvstore.testing.raw_engine import make_keys
 from tests.kit.actor import Halt, Leased, Look, State
 from tests.kit.gauges import descriptor_kinds, look, processes
 from tests.kit.host import Host
-from tests.kit.raw_engine import make_keys
 from tests.kit.troupe import SplitEngine, Troupe
 
 P3_S: Final = 10.0

@@ -58,7 +58,7 @@ IMPORTED: Final = (
     "kvstore.peers.member",
     "kvstore.router.process",
     "kvstore.supervisor.supervisor",
-    "tests.kit.raw_engine",
+    "kvstore.testing.raw_engine",
 )
 
 

@@ -23,11 +23,11 @@ import grpc
 import psutil
 
 from kvstore.testing.process import Lab, NodeProcess, children_of
+from kvstore.testing.raw_engine import EngineGone, RawEngine
 from kvstore.wire.messages import LeaseReply
 from kvstore.wire.peers import PEERS, Answer, Ask, decode_answer, encode
 from tests.kit.gauges import look, open_now, samples
 from tests.kit.lan import Lan
-from tests.kit.raw_engine import EngineGone, RawEngine
 
 WAIT_S: Final = 180.0
 P3_S: Final = 60.0

@@ -16,8 +16,8 @@ import msgspec
 
 from kvstore.cli.ask import node_client
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import make_keys
 from kvstore.units import KIB
-from tests.kit.raw_engine import make_keys
 from tests.kit.troupe import SplitEngine, Troupe
 
 SIZES: Final = (4 * KIB, 16 * KIB, 64 * KIB)

@@ -30,6 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 import xxhash
 
+from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
 from kvstore.types import CHECKSUM_BYTES, Shard
 from kvstore.wire.messages import HelloRank, HelloScheduler
 from tests.kit import actor
@@ -55,7 +56,6 @@ from tests.kit.actor import (
     contents,
 )
 from tests.kit.hello import group_of, rank_hello, scheduler_hello
-from tests.kit.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """An actor waits for the node no longer than a third of this."""

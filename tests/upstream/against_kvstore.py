@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 from unittest.mock import Mock
 
 import pytest
@@ -32,21 +32,17 @@ from kvstore.client.link import Link, Lost
 from kvstore.connector import scheduler_side
 from kvstore.connector.vllm import KVStoreConnector, KVStoreWorkerMetadata
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    HEAD_COUNT,
+    LAYER_COUNT,
+    RawEngine,
+    make_space,
+)
 from kvstore.types import Shard
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Quiesce, Quiet
 from kvstore.wire.space import Group
-
-if TYPE_CHECKING:
-    from tests.kit.raw_engine import (
-        BLOCK_BYTES,
-        BLOCK_TOKENS,
-        HEAD_COUNT,
-        LAYER_COUNT,
-        RawEngine,
-        make_space,
-    )
-else:  # `tests` is upstream's here: `run.py` puts this module beside it
-    from raw_engine import BLOCK_BYTES, BLOCK_TOKENS, HEAD_COUNT, LAYER_COUNT, RawEngine, make_space
 
 ATTACH_S: Final = 10.0
 PATIENT: Final[dict[str, object]] = {

@@ -79,7 +79,6 @@ def fetch(target: Path = SOURCES) -> Path:
 def run(sources: Path, arguments: list[str], *, folder: Path) -> subprocess.CompletedProcess[str]:
     """Upstream's pytest in `folder`, with our plugin."""
     (folder / "tests").symlink_to(sources / "tests")
-    (folder / "raw_engine.py").symlink_to(HERE.parent / "kit" / "raw_engine.py")
     model = folder / "facebook" / "opt-125m"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")

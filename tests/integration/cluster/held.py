@@ -34,6 +34,7 @@ import psutil
 
 from kvstore.client.index import IndexClient
 from kvstore.testing.process import Lab, NodeProcess, stop_process
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply
 from tests.integration.cluster.kit import CONVERGES_S, matches
@@ -42,7 +43,6 @@ from tests.integration.node.conftest import eventually
 from tests.kit.gauges import open_now
 from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, transfer_worker_of
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import RawEngine, make_keys
 
 BLOCKS: Final = 256
 """16 MiB: one fetch."""

@@ -12,12 +12,12 @@ from kvstore.client.tls import TlsFiles
 from kvstore.index.feed import Trust
 from kvstore.index.index import Match, Member
 from kvstore.testing.process import Lab, NodeProcess
+from kvstore.testing.raw_engine import make_space
 from kvstore.types import SpaceId
 from kvstore.wire.feed import FEEDS, OfStream, encode
 from kvstore.wire.space import fingerprint
 from tests.integration.node.conftest import eventually
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import make_space
 
 TENANT = "default"
 SPACE: SpaceId = fingerprint(make_space(), weights_epoch="")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvstore.testing import process
+from kvstore.testing.raw_engine import RawEngine
 from tests.kit.nursery import ROOT
-from tests.kit.raw_engine import RawEngine
 
 LIMIT_S: Final = 60.0
 

@@ -21,6 +21,7 @@ from typing import Final, Self
 
 import psutil
 
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import (
     LeaseRelease,
     LeaseReply,
@@ -32,7 +33,6 @@ from tests.integration.cluster.other_engine import OtherEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import descriptors
 from tests.kit.peers import PeerPair, attached, metrics, transfer_worker_of
-from tests.kit.raw_engine import RawEngine, make_keys
 
 STAGES: Final = ("before the grant", "mid push", "after the last chunk", "after the seal")
 BLOCKS: Final = 64

@@ -23,6 +23,7 @@ from kvstore.router.ahead import DEADLINE_S, FAILURES_MAX, Preparations
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.identity import Identity, Role
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
@@ -40,7 +41,6 @@ from tests.integration.cluster.kit import (
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import page
 from tests.kit.peers import attached, metric, session
-from tests.kit.raw_engine import make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import make_keys
 from tests.integration.cluster.kit import CONVERGES_S, Site, becomes, matches, member
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.peers import attached
-from tests.kit.raw_engine import make_keys
 
 pytestmark = pytest.mark.slow
 

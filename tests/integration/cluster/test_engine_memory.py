@@ -12,6 +12,7 @@ from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Holder, Trust
 from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 from tests.integration.cluster.kit import CONVERGES_S, SPACE, TENANT, Site
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
@@ -24,7 +25,6 @@ from tests.kit.engine_publisher import (
     stored,
 )
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ import pytest
 from kvstore.client.certificates import load
 from kvstore.client.index import channel
 from kvstore.index.feed import Trust
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Hello
 from tests.integration.cluster.kit import (
@@ -24,7 +25,6 @@ from tests.integration.cluster.kit import (
 )
 from tests.integration.node.conftest import eventually
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

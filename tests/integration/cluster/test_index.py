@@ -21,6 +21,7 @@ from kvstore.obs.metrics import INDEX_METRICS
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.feed import KEYS_MAX, MESSAGE_BYTES_MAX
 from tests.integration.cluster.kit import (
     ASK_S,
@@ -36,7 +37,6 @@ from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.gauges import page
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from tests.leaks import Baseline
 
 pytestmark = pytest.mark.slow

@@ -27,13 +27,13 @@ from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.testing.process import Lab
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.peers import PeerPair, metric
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

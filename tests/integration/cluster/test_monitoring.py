@@ -19,6 +19,7 @@ import pytest
 
 from kvstore.index.chain import block_keys
 from kvstore.testing.process import Lab, NodeProcess, RouterProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Story
 from scripts import alerts, dashboard
 from scripts.alerts import ALERTS, Alert
@@ -27,7 +28,6 @@ from tests.kit.peers import attached
 from tests.kit.processes import IndexProcess
 from tests.kit.programs import need
 from tests.kit.prometheus_process import PrometheusProcess
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker
 

@@ -19,6 +19,7 @@ from typing import Final
 import psutil
 import pytest
 
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import LeaseReply, PushEnd
 from tests.integration.cluster import pushing
 from tests.integration.cluster.held import ANSWER_S, BLOCKS, ENDS_S
@@ -26,7 +27,6 @@ from tests.integration.cluster.pushing import FLAGS, Push, at_baseline, heals
 from tests.integration.node.conftest import eventually
 from tests.kit.lan import Lan, LanError
 from tests.kit.peers import PeerPair, at_rest, attached, machinery, metrics, transfer_worker_of
-from tests.kit.raw_engine import RawEngine, make_keys
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -24,6 +24,7 @@ from kvstore.client.index import channel_options
 from kvstore.client.tls import TlsFiles
 from kvstore.index.index import Member
 from kvstore.testing.process import Lab, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp import ANSWER, HEADER, REQUEST, Address
 from kvstore.types import PAGE_BYTES, Incarnation
 from kvstore.wire.identity import Identity
@@ -32,7 +33,6 @@ from kvstore.wire.transfer_worker import decode_descriptor
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
 from tests.integration.node.conftest import eventually
 from tests.kit.peers import metric, session
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -25,6 +25,7 @@ from kvstore.engine.why.reasons import Reason
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import TransferReport
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, EngineGone, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushClose, PushOpen, Story
 from tests.amounts import IS_NIGHTLY
@@ -42,7 +43,6 @@ from tests.integration.cluster.pushing import (
 )
 from tests.integration.node.conftest import eventually
 from tests.kit.peers import PeerPair, attached, metric, transfer_worker_of
-from tests.kit.raw_engine import BLOCK_TOKENS, EngineGone, RawEngine, make_keys
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

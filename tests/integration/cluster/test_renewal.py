@@ -8,10 +8,10 @@ import pytest
 
 from kvstore.client.certificates import load
 from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.cluster.kit import CONVERGES_S, Site, becomes
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

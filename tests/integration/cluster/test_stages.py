@@ -18,12 +18,12 @@ from itertools import product
 
 import pytest
 
+from kvstore.testing.raw_engine import EngineGone
 from tests.amounts import IS_NIGHTLY
 from tests.integration.cluster.held import VICTIMS, Scene
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import look
 from tests.kit.peers import P3_S
-from tests.kit.raw_engine import EngineGone
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

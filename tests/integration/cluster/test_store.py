@@ -28,6 +28,7 @@ from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore
 from kvstore.stores.scripts import ROWS_AT_ONCE
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Change, Left
 from kvstore.wire.identity import Identity
@@ -35,7 +36,6 @@ from kvstore.wire.load import Load
 from tests.integration.cluster import kit
 from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust
 from tests.integration.node.conftest import eventually
-from tests.kit.raw_engine import RawEngine, make_keys
 from tests.kit.redis_process import RedisProcess
 from tests.unit.index.words import NODE, SPACE, beat, delta, hello, keys, part, stored
 

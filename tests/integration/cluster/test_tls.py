@@ -23,6 +23,7 @@ from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.process import Lab, NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.bounds import U64
 from kvstore.wire.feed import (
@@ -43,7 +44,6 @@ from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, fee
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import page
 from tests.kit.processes import IndexProcess
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

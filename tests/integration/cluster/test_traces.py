@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseReply, PushClose, PushOpen, Story
 from tests.integration.node.conftest import eventually
 from tests.kit.collector import Collector, Received, check_tree, collecting
 from tests.kit.command import kvstore
 from tests.kit.peers import PeerPair
-from tests.kit.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.leaks import Baseline

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import pytest
 
+from kvstore.testing.raw_engine import RawEngine
 from tests.amounts import IS_NIGHTLY
 from tests.kit.images import BASE, RECIPE, SOURCE, Container, Storage
 from tests.kit.programs import need
-from tests.kit.raw_engine import RawEngine
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.unit.deploy.test_images import LABELS, ROLES

@@ -15,10 +15,10 @@ from kvstore.cli.main import cli
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.kernels.host import BOUNDS
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.engines import EngineServer
 from tests.kit.gauges import look
-from tests.kit.raw_engine import RawEngine
 
 __all__ = [
     "BLOCK_TOKENS",

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import LeaseReply
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
@@ -22,7 +23,6 @@ from tests.integration.engine.support import (
 )
 from tests.kit.engines import EngineConfig, EngineServer, complete_many
 from tests.kit.models import build_model
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

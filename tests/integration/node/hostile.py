@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from kvstore.testing.raw_engine import BLOCK_BYTES, make_space
 from kvstore.types import Shard
 from kvstore.wire.messages import encode
 from kvstore.wire.space import Group
 from tests.kit.hello import rank_hello
-from tests.kit.raw_engine import BLOCK_BYTES, make_space
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 

@@ -19,6 +19,7 @@ import pytest
 
 from kvstore.errors import AttachError
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
 from kvstore.types import Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
@@ -32,7 +33,6 @@ from kvstore.wire.messages import (
 from kvstore.wire.space import Group
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
 from tests.kit.hello import rank_hello, scheduler_hello
-from tests.kit.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
 
 pytestmark = pytest.mark.slow
 

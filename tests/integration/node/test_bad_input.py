@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.units import MIB
 from kvstore.wire.messages import encode
 from tests.amounts import amount, covered
@@ -24,7 +25,6 @@ from tests.faults.mutate import Mutator
 from tests.faults.words import answers, hellos, words
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
 from tests.kit.processes import event_endpoints
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

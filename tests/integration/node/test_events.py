@@ -16,12 +16,12 @@ import zmq
 
 from kvstore.installation import lacking
 from kvstore.testing.process import NodeFailed, NodeProcess, stop_process
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.event_indexer import Indexer
 from tests.kit.processes import event_endpoints
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

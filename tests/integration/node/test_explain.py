@@ -13,11 +13,11 @@ import pytest
 
 from kvstore.index.chain import block_keys
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,11 @@ import pytest
 
 from bench.scenarios import slow_disk
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.load import decode_learned
 from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.kit.command import kvstore
 from tests.kit.gauges import page, samples
-from tests.kit.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ import pytest
 from kvstore.client.link import Link
 from kvstore.kernels.port import DeviceError
 from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
 from kvstore.wire.space import begin_of
 from tests.integration.node.conftest import eventually, rows, tiers
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import RawEngine, make_keys
 from tests.kit.simulated_device import UUID, SimulatedDevice
 from tests.style.tree import ROOT
 

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
 from tests.integration.node.hostile import Hostile, lock, punch
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

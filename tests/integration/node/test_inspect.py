@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvstore.testing.process import NodeProcess, RouterProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.kit.processes import IndexProcess
 from tests.kit.programs import need
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

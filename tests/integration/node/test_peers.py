@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.raw_engine import make_keys
 from tests.kit.gauges import look
 from tests.kit.peers import PeerPair, at_rest, attached
 from tests.kit.processes import event_endpoints
-from tests.kit.raw_engine import make_keys
 
 TRANSPORTS = ("tcp", "nixl")
 

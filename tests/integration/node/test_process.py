@@ -24,11 +24,11 @@ from kvstore.client.link import Lost
 from kvstore.node.turns import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import page, samples
-from tests.kit.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

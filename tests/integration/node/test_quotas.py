@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.test_inspect import inspected
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

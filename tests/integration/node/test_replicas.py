@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import look
-from tests.kit.raw_engine import EngineGone, RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

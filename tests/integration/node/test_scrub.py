@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.fsck import fsck
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array
 from tests.integration.node.conftest import eventually, tiers
 from tests.integration.node.test_files import start, whole, written
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,12 @@ from kvstore.index.chain import block_keys
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Distrust, LeaseAsk, Seal, Story, encode
 from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.integration.node.test_attach import introduce, raw_socket, send
 from tests.kit.command import kvstore
 from tests.kit.gauges import page
-from tests.kit.raw_engine import BLOCK_TOKENS, RawEngine
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvstore.testing.process import NodeProcess, RouterProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 from tests.kit.collector import Collector, check_tree, collecting
 from tests.kit.command import kvstore
 from tests.kit.gauges import samples
-from tests.kit.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 
 pytestmark = pytest.mark.slow
 

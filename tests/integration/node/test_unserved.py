@@ -7,12 +7,12 @@ import pytest
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_inspect import inspected
 from tests.kit.cores import core_config
 from tests.kit.gauges import page, samples
 from tests.kit.one_group import OneGroup
-from tests.kit.raw_engine import RawEngine
 
 pytestmark = pytest.mark.slow
 

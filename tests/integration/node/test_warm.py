@@ -21,6 +21,7 @@ import pytest
 from kvstore.errors import AttachError
 from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import NodeProcess, children_of, stop_process
+from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.messages import generations_array, slots_array
 from tests.amounts import amount
@@ -28,7 +29,6 @@ from tests.integration.node.conftest import eventually, rows, tiers
 from tests.integration.node.test_attach import attach_and_hold
 from tests.kit.command import kvstore
 from tests.kit.gauges import page, samples
-from tests.kit.raw_engine import EngineGone, RawEngine, make_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

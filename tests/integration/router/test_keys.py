@@ -22,9 +22,9 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Joined
 from kvstore.routing.policy import parse
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS
 from kvstore.types import BlockKey
 from tests.kit.peers import attached
-from tests.kit.raw_engine import BLOCK_TOKENS
 from tests.kit.router_thread import ASK, STEADY, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 

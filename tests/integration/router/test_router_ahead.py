@@ -20,11 +20,11 @@ from kvstore.routing.policy import parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import SharedLoad
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, make_keys
 from tests.integration.cluster.kit import CONVERGES_S, becomes, matches
 from tests.integration.node.conftest import eventually
 from tests.integration.router.test_keys import SEED, storing
 from tests.kit.peers import attached
-from tests.kit.raw_engine import BLOCK_TOKENS, make_keys
 from tests.kit.router_thread import ASK, RouterThread, until
 from tests.kit.scripted_worker import ScriptedWorker
 

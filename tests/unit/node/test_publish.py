@@ -17,10 +17,10 @@ from kvstore.node.node import MonotonicClock
 from kvstore.node.publish import Held, Publisher
 from kvstore.peers import changes
 from kvstore.ports import Clock
+from kvstore.testing.raw_engine import make_keys
 from kvstore.types import KEY_BYTES, Incarnation, Shard, SpaceId, Tier
 from kvstore.wire.kv_events import END, SEQUENCE_BYTES, BlockRemoved, BlockStored
 from tests.kit.event_indexer import Indexer
-from tests.kit.raw_engine import make_keys
 from tests.kit.set_clock import SetClock
 
 WAIT_MS = 10_000

@@ -22,6 +22,7 @@ from kvstore.net.aio import LoopThread
 from kvstore.peers import changes, feed
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.proto import forms
+from kvstore.testing.raw_engine import make_keys
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.feed import (
     MESSAGE_BYTES_MAX,
@@ -38,7 +39,6 @@ from kvstore.wire.feed import (
 )
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.node.conftest import eventually
-from tests.kit.raw_engine import make_keys
 
 SPACE = SpaceId(bytes(32))
 KEYS = make_keys(400)
