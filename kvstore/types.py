@@ -7,7 +7,7 @@ name ends in another unit.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Annotated, NewType, TypeVar
 
 import msgspec
@@ -94,6 +94,18 @@ class EngineSource(msgspec.Struct, frozen=True, kw_only=True):
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
+
+
+class Counts(Counter[_K]):
+    """Counts of what there is: what comes down to 0 is not kept."""
+
+    def drop(self, key: _K, count: int = 1) -> bool:
+        """Count so many less. Returns whether none is left."""
+        self[key] -= count
+        if self[key]:
+            return False
+        del self[key]
+        return True
 
 
 class Latest(OrderedDict[_K, _V]):

@@ -27,7 +27,7 @@ engine's names of blocks stand for. Does not cover: forms (`wire.kv_events`), so
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
@@ -35,7 +35,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import chained_keys, root_key
-from kvstore.types import BlockKey, EngineSource, Tier
+from kvstore.types import BlockKey, Counts, EngineSource, Tier
 from kvstore.wire import kv_events as wire
 from kvstore.wire.feed import Change, Left, Removed, Stored
 
@@ -81,7 +81,7 @@ class EngineBlocks:
         self._source = source
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
-        self._held: Counter[BlockKey] = Counter()
+        self._held = Counts[BlockKey]()
         """Held keys, with the number of names of each: a name may cover more than the block."""
         self.left_out = 0
         """Number of blocks since the start whose key could not be made."""
@@ -124,14 +124,11 @@ class EngineBlocks:
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
         """Remove blocks by name. Returns the keys that no name is left for."""
-        gone = []
-        for name in names:
-            if (key := self._keys.pop(name, None)) is not None:
-                self._held[key] -= 1
-                if not self._held[key]:
-                    del self._held[key]
-                    gone.append(key)
-        return gone
+        return [
+            key
+            for name in names
+            if (key := self._keys.pop(name, None)) is not None and self._held.drop(key)
+        ]
 
     def cleared(self) -> None:
         """Remove all blocks."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any, Final
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from kvstore.index import loops
 from kvstore.index.feed import Holder, Scope
 from kvstore.installation import is_installed
-from kvstore.types import KEY_BYTES, SpaceId, Tier
+from kvstore.types import KEY_BYTES, Counts, SpaceId, Tier
 
 ENTRY_COUNT_MAX: Final = 1 << 29
 """Most entries of an index: places in its flat memory are 32-bit numbers."""
@@ -117,7 +116,7 @@ class Holdings:
         """Number of each (tenant, space)."""
         self.scope_of: dict[int, Scope] = {}
         """(tenant, space) of each slot, void ones included."""
-        self._slots_in = Counter[Scope]()
+        self._slots_in = Counts[Scope]()
         """How many slots each scope has: without one it is free again."""
         self._void: list[int] = []
         """Slots that became void since the present sweep began."""
@@ -202,9 +201,7 @@ class Holdings:
             name = self.scope_of.pop(slot)
             self._slots[slot * loops.SLOT + loops.STATE] = loops.FREE
             self.free_slots.append(slot)
-            self._slots_in[name] -= 1
-            if not self._slots_in[name]:
-                del self._slots_in[name]
+            if self._slots_in.drop(name):
                 self._free_scopes.append(self.scopes.pop(name))
         self._sweeping = []
 

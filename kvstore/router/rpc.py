@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
@@ -28,7 +27,7 @@ from kvstore.router.keys.prefixes import TOKENS_PER_PIECE, Prefixes, predicted_t
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.routing.events import Ending, Failure, Fault, Leg, Rejected, Routed
 from kvstore.routing.values import Prefix, RouteRequest
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Counts
 
 # ── Route ─────────────────────────────────────────────────────────────────────────────────────────
 # `kvstore.v1.Router/Route`: decisions for callers that send requests themselves.
@@ -65,7 +64,7 @@ class RouteService(RouterServicer):
         there.
         """
         self._suspected = suspected
-        self._streams = Counter[str]()
+        self._streams = Counts[str]()
         """Number of open streams by caller."""
         self._dispatcher, self._prefixes = dispatcher, prefixes
 
@@ -116,9 +115,7 @@ class RouteService(RouterServicer):
                 yield self._decision(decision, life.worker, request)
         finally:
             life.end(Ending.ABORTED)
-            self._streams[caller] -= 1
-            if not self._streams[caller]:
-                del self._streams[caller]
+            self._streams.drop(caller)
 
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":

@@ -37,7 +37,7 @@ from kvstore.engine.memory.policies import (
 )
 from kvstore.engine.memory.shares import OTHERS, Pins, QuotaGroup, Quotas
 from kvstore.engine.memory.table import tallied
-from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Counts
 
 # ── writers ───────────────────────────────────────────────────────────────────────────────────────
 # Writer of each slot, and slots of each writer: both answers cost their own length.
@@ -55,7 +55,7 @@ class Writers:
 
     def __init__(self, word_count: int) -> None:
         self.column = np.zeros(word_count, dtype=np.int64)
-        self.counts: Counter[int] = Counter()
+        self.counts = Counts[int]()
         """Number of slots of each writer that has any."""
         self._given: dict[int, list[Words]] = {}
         """Batches granted to each of these. Some slots may be returned since, or occur twice."""
@@ -69,9 +69,8 @@ class Writers:
         before = self.column[words]
         self.column[words] = writer
         for old, count in tallied(before[before != 0]):
-            self.counts[old] -= count
-            if not self.counts[old]:
-                del self.counts[old], self._given_count[old]
+            if self.counts.drop(old, count):
+                del self._given_count[old]
                 self._given.pop(old, None)
         if writer:
             self._give(words, writer)

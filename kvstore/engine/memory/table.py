@@ -13,14 +13,13 @@ Cost per row: key 32, scope 4, cell number 4, cells 16 bytes. Callers insert abs
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Counts
 
 Rows = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -75,7 +74,7 @@ class BlockTable:
         self._fresh = 0
         """Rows from here on are unused."""
         self.row_count_max = row_count_max
-        self.count_of: Counter[int] = Counter()
+        self.count_of = Counts[int]()
         """Number of rows of each scope that has any."""
         # Single cells are read through views: a tenth of the cost of indexing an array.
         self._cell_view = self._cells.data
@@ -214,9 +213,7 @@ class BlockTable:
             return
         for scope, count in tallied(self.scopes[rows]):
             assert scope, "a row is deleted twice"
-            self.count_of[scope] -= count
-            if not self.count_of[scope]:
-                del self.count_of[scope]
+            self.count_of.drop(scope, count)
         cells = self._cell_of[rows].astype(np.int64)
         self._cells[cells] = _EMPTY
         self.scopes[rows] = 0

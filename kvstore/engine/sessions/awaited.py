@@ -29,7 +29,7 @@ from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import PushReport, PushTimes
 from kvstore.errors import ProtocolError
-from kvstore.types import PAGE_BYTES
+from kvstore.types import PAGE_BYTES, Counts
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import PushEnd, PushExpect, keys_array
 
@@ -157,22 +157,20 @@ class Expectation(PushSide, eq=False, gc=False):
         return self.process, self.message.node, self.pages
 
 
-class ExpectedKeys(dict[tuple[int, ...], Counter[bytes]]):
+class ExpectedKeys(dict[tuple[int, ...], Counts[bytes]]):
     """Expected keys, counted by expectation, grouped by the scopes (all shards) in which they are
     wanted."""
 
     def add(self, scopes: tuple[int, ...], keys: Keys) -> None:
         """Count one more expectation that wants these keys in these scopes."""
         if len(keys):
-            self.setdefault(scopes, Counter()).update(each(keys))
+            self.setdefault(scopes, Counts()).update(each(keys))
 
     def remove(self, scopes: tuple[int, ...], keys: Keys) -> None:
         """Count one expectation less that wants these keys in these scopes."""
-        its = self.get(scopes, Counter())
+        its = self.get(scopes, Counts[bytes]())
         for key in each(keys):
-            its[key] -= 1
-            if not its[key]:
-                del its[key]
+            its.drop(key)
         if not its:
             self.pop(scopes, None)
 

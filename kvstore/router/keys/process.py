@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
+from kvstore.types import Counts
 
 BYTES_MAX: Final = 64 << 20
 """Most bytes of orders that wait or are under way; their requests hold them, too."""
@@ -189,7 +190,7 @@ class KeyProcess:
         self.lanes = _Lane(arguments), _Lane(arguments)
         self.models = tuple(tokenizers)
         """Models with a local tokenizer."""
-        self._owed = Counter[str]()
+        self._owed = Counts[str]()
         """Bytes of orders without an answer, by tenant."""
 
     async def make(
@@ -215,9 +216,7 @@ class KeyProcess:
             lane.replace_hanging()
             return None
         finally:
-            owed[tenant] -= size
-            if not owed[tenant]:
-                del owed[tenant]
+            owed.drop(tenant, size)
 
     async def close(self) -> None:
         """End the children."""
