@@ -30,7 +30,6 @@ SMALL_FILES = {
     "kvstore/routing/split.py": "rules of remote prefills, for requests, their queues and placing",
     "kvstore/transport/backends.py": "the only module that knows all back ends",
     "kvstore/transport/guests.py": "pure, beside sockets",
-    "kvstore/types.py": "vocabulary of all packages",
     "kvstore/units.py": "vocabulary of all packages",
     "kvstore/wire/bounds.py": "kinds of fields of all forms",
     "kvstore/wire/identity.py": "certificates and servers share it, and neither loads the other",
