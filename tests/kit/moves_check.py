@@ -81,7 +81,7 @@ def check_hbm(hbm: HbmCopies) -> None:
         MOVING_BYTES_MAX, *(job.size_bytes for job in jobs.values()), 0
     ), "more is in motion than may be"
     copied = {word for job in jobs.values() for word in job.sources.tolist()}
-    assert set(np.flatnonzero(hbm._job_of).tolist()) <= copied, "a copy that nobody makes"
+    assert set(np.flatnonzero(jobs.at).tolist()) <= copied, "a copy that nobody makes"
 
 
 # ── pushes ────────────────────────────────────────────────────────────────────────────────────────

@@ -124,7 +124,7 @@ class Fetches:
         self._intake = intake
         self._arrivals = arrivals
         self._locating: dict[int, _Locating] = {}
-        self._fetching: Jobs[_Fetching] = Jobs(state.numbers, arena_bytes=state.config.arena_bytes)
+        self._fetching: Jobs[_Fetching] = Jobs(state.numbers, state.config.arena_bytes)
         self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
         """Number of the query or fetch for each key, by all the scopes together in which the key is
         wanted."""

@@ -196,8 +196,6 @@ class Files:
         self._arrivals = arrivals
         self.writes = writes
         rows = state.residency.table.row_count_max
-        self._reading = np.zeros(rows + 1, dtype=np.int64)
-        """Number of the job that reads each row, 0 for none; row -1 reads as none."""
         self._queue = ReadQueue(rows)
         arrivals.over = self._queue.leave
         self.is_behind = False
@@ -205,7 +203,7 @@ class Files:
         all was looked at."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Flag of each row: whether a request named the block since its record was written."""
-        self._reads: Jobs[_Read] = Jobs(state.numbers, arena_bytes=state.config.arena_bytes)
+        self._reads: Jobs[_Read] = Jobs(state.numbers, state.config.arena_bytes, places=rows)
         self.next_location = 1
         """A location greater than those of all own records so far: the log is written in ascending
         order."""
@@ -258,14 +256,14 @@ class Files:
         """Flags of the rows that are in dram, on their way, or on disk."""
         residency = self._state.residency
         there: Flags = (residency.words(rows) >= 0) | (residency.file[rows] != 0)
-        there |= self._reading[rows] != 0
+        there |= self._reads.at[rows] != 0
         return there
 
     def _is_away(self, rows: Rows) -> Flags:
         """Flags of the rows that are on disk, not in dram and not being read."""
         residency = self._state.residency
         away: Flags = (residency.file[rows] != 0) & (residency.words(rows) < 0)
-        away &= self._reading[rows] == 0
+        away &= self._reads.at[rows] == 0
         return away
 
     def advance(self) -> None:
@@ -327,16 +325,15 @@ class Files:
         read = _Read(rows, checksums, asker=asker, keys=keys, columns=columns)
         scope = Scope(*asker.address, shard, block_bytes)
         locations = state.residency.file[rows].tobytes()
-        job = self._reads.begin(read)
+        job = self._reads.begin(read, rows)
         self.pace.begun(job, read.size_bytes, state.now_ns)
-        self._reading[rows] = job
         state.say(tier_events.ReadFile(job, scope, *state.named(rows, read.words), locations))
 
     def read(self, event: tier_events.FileRead) -> None:
         """A read has truly ended: seal its good blocks that are still wanted. The tier reports
         damaged ones itself (FileGone)."""
         state, job = self._state, self._reads.end(event.job)
-        self._no_more_reading(event.job, job)
+        self._reads.leave(event.job, job.rows)
         good = np.frombuffer(event.good, dtype=np.bool_)
         was_awaited = self._arrivals.awaits(job.keys)
         (scope,) = job.asker.scopes
@@ -354,7 +351,7 @@ class Files:
         if job is not None and not job.late:
             job.late = True
             self._state.counters.file_reads_late += 1
-            self._no_more_reading(event.job, job)
+            self._reads.leave(event.job, job.rows)
             self.pace.late(event.job)
             self._arrivals.settle_keys(job.keys)
             self.is_behind = True
@@ -363,18 +360,14 @@ class Files:
         """Estimated time in ms until those of these keys that are being read, or that the watch of
         this name has queued, have come."""
         rows = self._state.residency.table.find_all(asker.scopes, keys)
-        job, queued_bytes = int(self._reading[rows].max()), self._queue.bytes_until(name)
+        job, queued_bytes = int(self._reads.at[rows].max()), self._queue.bytes_until(name)
         return self.pace.estimate_ms(job, self._state.now_ns, queued_bytes=queued_bytes)
-
-    def _no_more_reading(self, number: int, job: _Read) -> None:
-        mine = job.rows[self._reading[job.rows] == number]
-        self._reading[mine] = 0
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows, name: Name = NOBODY) -> Flags:
         """Flags of the rows that are being read, or queued for the watch of this name
         (`arrivals.Source`)."""
         coming: Flags = self._queue.has(name, rows) & (self._state.residency.file[rows] != 0)
-        coming |= self._reading[rows] != 0
+        coming |= self._reads.at[rows] != 0
         return coming
 
     # ── what the tier tells ──────────────────────────────────────────────────────────────────────

@@ -183,7 +183,7 @@ class Grants:
         """Revoked grants, at the time when each counts as unanswered."""
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
-        self._landings: Jobs[_Landing] = Jobs(state.numbers, arena_bytes=config.arena_bytes)
+        self._landings: Jobs[_Landing] = Jobs(state.numbers, config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
         """Time since which some extents are in limbo; 0: none are."""

@@ -59,13 +59,11 @@ class HbmCopies:
         self._state = state
         self._slots = slots
         self._admission = Admission(slots, 0, state.config.low_watermark, self._demote)
-        self._jobs: Jobs[_Rise] = Jobs(state.numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
-        count = len(state.slots.state)
+        count, arena_bytes = len(state.slots.state), len(slots.state) * SLOT_BYTES_MIN
+        self._jobs: Jobs[_Rise] = Jobs(state.numbers, arena_bytes, places=count)
         self._leased_ns = np.zeros(count, dtype=np.int64)
         """Time of the last lease of each slot of dram, for the generation in `_generation`."""
         self._generation = np.zeros(count, dtype=np.uint64)
-        self._job_of = np.zeros(count, dtype=np.int64)
-        """Job that copies a slot of dram, else 0."""
         self._has_failed = False
 
     def leased(self, group: OwnerGroup, run: Run) -> None:
@@ -83,8 +81,8 @@ class HbmCopies:
             self._slots.touch(held)
             state.counters.hbm_blocks_leased += len(held)
         generations, now_ns = state.slots.generation[words], state.now_ns
-        again = (self._generation[words] == generations) & (copies < 0) & (self._job_of[words] == 0)
-        again &= now_ns - self._leased_ns[words] <= WINDOW_NS
+        again = (self._generation[words] == generations) & (copies < 0)
+        again &= (now_ns - self._leased_ns[words] <= WINDOW_NS) & (self._jobs.at[words] == 0)
         self._leased_ns[words], self._generation[words] = now_ns, generations
         if again.any():
             self._promote(asker, column, words[again])
@@ -104,7 +102,7 @@ class HbmCopies:
             piece = words[place]
             targets = self._slots.grant(pool, len(piece), writer=HBM_WRITER, session=0)
             rise = _Rise(piece, state.slots.generation[piece], targets, len(piece) * size)
-            job = self._job_of[piece] = self._jobs.begin(rise)
+            job = self._jobs.begin(rise, piece)
             named = state.named(state.residency.row_of_word[piece].astype(np.int64), piece)
             state.say(Promote(job, scope, *named, self._slots.slots_of(targets)))
 
@@ -112,7 +110,7 @@ class HbmCopies:
         """A job has ended: show readers the copies of blocks that stayed in dram meanwhile, and
         free the other slots. After a first failure of the device hbm is given up."""
         state, job = self._state, self._jobs.end(event.job)
-        self._job_of[job.sources[self._job_of[job.sources] == event.job]] = 0
+        self._jobs.leave(event.job, job.sources)
         if event.trouble and not self._has_failed:
             self._has_failed = True
             self._demote(np.flatnonzero(self._slots.state == SlotState.SEALED))

@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from kvstore.engine.memory.policies import NONE, Words
 from kvstore.types import MOVING_SHARE, Latest, SpaceId
 from kvstore.units import KIB, MIB, NS_PER_MS
 from kvstore.wire.load import DISK_NS_PER_MIB_MIN, SPACES_MAX, Learned, SpacePace, within_bounds
@@ -39,11 +42,15 @@ J = TypeVar("J", bound=Moving)
 
 
 class Jobs(dict[int, J]):
-    """Running jobs of one kind, by number. `numbers` is `State.numbers`."""
+    """Running jobs of one kind, by number."""
 
-    def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
+    def __init__(self, numbers: Iterator[int], arena_bytes: int, *, places: int = 0) -> None:
+        """`numbers` is `State.numbers`; `places`: number of the rows or slots that are to have one
+        job of this kind at most; 0: it may be any number."""
         super().__init__()
         self._numbers = numbers
+        self.at = np.zeros(places + 1, dtype=np.int64)
+        """Number of the job of each place; 0: there is none, as for place -1."""
         self.bytes_max = arena_bytes // MOVING_SHARE
         self.moving_bytes = 0
 
@@ -53,12 +60,16 @@ class Jobs(dict[int, J]):
         limit = self.bytes_max if bytes_max is None else min(bytes_max, self.bytes_max)
         return max(0 if self else 1, (limit - self.moving_bytes) // block_bytes)
 
-    def begin(self, job: J) -> int:
-        """Add a job; returns its number."""
+    def begin(self, job: J, places: Words = NONE) -> int:
+        """Add a job, which has these places from now on; returns its number."""
         number = next(self._numbers)
-        self[number] = job
+        self[number], self.at[places] = job, number
         self.moving_bytes += job.size_bytes
         return number
+
+    def leave(self, number: int, places: Words) -> None:
+        """Free those of the job's places that have no later job."""
+        self.at[places[self.at[places] == number]] = 0
 
     def end(self, number: int) -> J:
         """Remove a job whose transfer has truly ended."""

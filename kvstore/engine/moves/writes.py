@@ -142,16 +142,15 @@ class Writes:
             seed=config.incarnation,
             spent_bytes=config.file_spent_bytes,
         )
-        self._jobs: Jobs[_Write] = Jobs(state.numbers, arena_bytes=config.arena_bytes)
-        self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
-        """Number of the job that writes each slot; 0: none does."""
+        slots = len(state.slots.state)
+        self._jobs: Jobs[_Write] = Jobs(state.numbers, config.arena_bytes, places=slots)
 
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """Offer blocks that a new request names to the disk; absent rows are -1."""
         if not self._state.config.file_bytes:
             return
         words = self._state.residency.words(rows)
-        rows = rows[(words >= 0) & (self._job_of_word[words] == 0)]
+        rows = rows[(words >= 0) & (self._jobs.at[words] == 0)]
         if not has_repeats(rows):
             self.offer(scope, rows, block_bytes=block_bytes)
 
@@ -192,8 +191,7 @@ class Writes:
         state = self._state
         generations = state.slots.generation[words]
         write = _Write(words, generations, len(words) * size, _record_bytes(scope))
-        job = self._jobs.begin(write)
-        self._job_of_word[words] = job
+        job = self._jobs.begin(write, words)
         state.say(WriteFile(job, scope, *state.named(rows, words)))
 
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
@@ -203,7 +201,7 @@ class Writes:
         locations = np.frombuffer(event.locations, dtype="<u8")
         stayed = state.slots.generation[job.words] == job.generations
         state.slots.pins.unpin(job.words[stayed], state.slots.pins.node)
-        self._job_of_word[job.words[self._job_of_word[job.words] == event.job]] = 0
+        self._jobs.leave(event.job, job.words)
         state.slots.retry_starved()
         state.credits_due = True
         unwritten = int((locations == 0).sum())

@@ -222,8 +222,8 @@ class DiskMachine(CountedMachine):
         files = self.node.engine.files
         assert not self.node.engine._arrivals._watches
         assert files._reads.moving_bytes == files.writes._jobs.moving_bytes == 0
-        assert not files.writes._job_of_word.any()
-        assert not files._reading.any()
+        assert not files.writes._jobs.at.any()
+        assert not files._reads.at.any()
         assert not self.node.state.slots.leases.any()
 
 
