@@ -15,7 +15,6 @@ whose turn it is (`awaited`), seals (`intake`), the other node (`pushes` there).
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Final
 
 import msgspec
@@ -129,8 +128,8 @@ class LandingSlab:
 
 GRANT_BYTES: Final = 64 * MIB
 MISSES_MAX: Final = 32
-"""Most turns in a row without room, each two microseconds; the next event that may have freed some
-begins anew."""
+"""Most turns in a row without room, each two microseconds or, of a peer with many grants, ten; the
+next event that may have freed some begins anew."""
 REVOKED_NS: Final = 5 * NS_PER_S
 """A peer that does not answer a revocation for this long may write for ever: its extents go to
 limbo."""
@@ -181,8 +180,6 @@ class Grants:
         """Grants by peer, and by expectation."""
         self._revoked = Agenda[int]()
         """Revoked grants, at the time when each counts as unanswered."""
-        self._pages_of: Counter[str] = Counter()
-        """Pages granted, by peer."""
         self._landings: Jobs[_Landing] = Jobs(state.numbers, config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
@@ -205,7 +202,7 @@ class Grants:
         node = expect.message.node
         if self._grants_of.count(node) >= ASKS_MAX:
             return 0  # it refuses more of them
-        held = self._pages_of[node]
+        held = sum(its.held * its.pages for its in self._grants_of.of(node))
         share = max(self._slab.page_count // PEER_SHARE, 0 if held else expect.pages)
         return max(0, share - held) // expect.pages
 
@@ -225,7 +222,6 @@ class Grants:
         its = (number, expect, expect.granted, rest[:count], extents, pages)
         granted = self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool), count)
         self._grants_of.add(granted, message.node, expect)
-        self._pages_of[message.node] += count * pages
         self._awaited.get_room(expect, count)
         grant = PushGrant(
             grant=number,
@@ -327,13 +323,11 @@ class Grants:
     def _owe(self, granted: GrantedRoom, count: int) -> None:
         """Subtract `count` extents from those that the peer holds; the grant ends with its last
         one."""
-        node = granted.node
-        self._pages_of -= Counter({node: count * granted.pages})
         granted.held -= count
         if not granted.held:
             del self._grants[granted.number]
             self._revoked.drop(granted.number)
-            self._grants_of.remove(granted, node, granted.expect)
+            self._grants_of.remove(granted, granted.node, granted.expect)
 
     def grant_ended(self, event: PushOver) -> None:
         """The peer's last word about a grant, or its session is lost."""

@@ -223,6 +223,14 @@ class PushSides(ABC, Generic[_Side]):
     def _look_at(self, its: _Side) -> None:
         """Go on with it or end it, or set the time of its next look."""
 
+    def _report(
+        self, tenant: str, transfer: str, times: PushTimes, *, reason: str, **its: Any
+    ) -> None:
+        """Count and record a push that has ended. `its`: other fields of its PushReport."""
+        self._state.counters.pushes_cut_short += bool(reason)
+        report = PushReport(reason=reason, **its | times.as_us(self._state.now_ns))
+        self._state.trail.pushed(tenant, transfer, report)
+
 
 # ── pushes ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -481,19 +489,17 @@ class Pushes(PushSides[_Ask]):
         if ask.reason is None or ask.jobs or self._asks.get(name) is not ask:
             return
         self._forget(ask)
-        self._state.counters.pushes_cut_short += bool(ask.reason)
         reason = ask.reason[:REASON_CHARS_MAX]
         over = PushOver(ask.its.grant, ask.its.epoch, reason, ask.is_quiet)
         self._state.say(events.AnswerPeer(ask.peer, over))
-        report = PushReport(
+        self._report(
+            *(ask.address[0], ask.its.transfer, ask.times),
             side="prefill",
             node=ask.node,
             blocks=len(ask.keys),
             pushed=ask.pushed,
             reason=ask.reason,
-            **ask.times.as_us(self._state.now_ns),
         )
-        self._state.trail.pushed(ask.address[0], ask.its.transfer, report)
 
     def __len__(self) -> int:
         return len(self._asks)

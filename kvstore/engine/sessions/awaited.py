@@ -27,7 +27,7 @@ from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.pushes import EVER, LOOK_NS, PushSide, PushSides, SideName, Transfers
 from kvstore.engine.sessions.owners import Asker, Connection
 from kvstore.engine.state import State
-from kvstore.engine.why.reasons import PushReport, PushTimes
+from kvstore.engine.why.reasons import PushTimes
 from kvstore.errors import ProtocolError
 from kvstore.types import PAGE_BYTES, Counts
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -339,9 +339,9 @@ class Awaited(PushSides[Expectation]):
         and that were pushed."""
         state, transfer, first = self._state, message.transfer, message.first_block
         blocks, held, pushed = counts
-        state.counters.pushes_cut_short += bool(reason)
         state.send(connection, PushEnd(transfer, message.group, first, blocks, reason))
-        report = PushReport(
+        self._report(
+            *(connection.owner.key[0], transfer, times),
             side="decode",
             node=message.node,
             group=message.group,
@@ -350,9 +350,7 @@ class Awaited(PushSides[Expectation]):
             held=held,
             pushed=pushed,
             reason=reason,
-            **times.as_us(state.now_ns),
         )
-        state.trail.pushed(connection.owner.key[0], transfer, report)
 
     def settle_blocks(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
         """Mark the blocks at these places of `missing` as arrived, or as not expected any more."""

@@ -85,6 +85,16 @@ def test_the_prefill_node_says_where_blocks_went(pair: PushPair) -> None:
     assert "2 of 3 blocks to node d" in of_pushes(told(pair.p, pair.prefill, blocks=4))
 
 
+def test_both_nodes_count_what_was_cut_short(pair: PushPair) -> None:
+    pair.open()
+    pair.expect(5, 6)
+    pair.store(5, 6)
+    pair.pump()
+    assert [node.engine.counters.pushes_cut_short for node in (pair.p, pair.d)] == [0, 0]
+    cut_short(pair)
+    assert [node.engine.counters.pushes_cut_short for node in (pair.p, pair.d)] == [1, 1]
+
+
 def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
     pair.open()
     pair.expect(1, 2, ms=1000)
