@@ -68,7 +68,7 @@ from kvstore.errors import AttachError, ConfigError, KVStoreError
 from kvstore.index.feed import Trust
 from kvstore.net.site import PERIOD_S
 from kvstore.proto.rows import INDEX_IS_STALE, member_rows
-from kvstore.units import short
+from kvstore.units import MS_PER_S, short
 from kvstore.wording import printable
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ COLUMNS: Final = {
 field b, or of a sum `b+c`.
 """
 _GOOD: Final = {"state": "up", "trust": "exact"}
-MS_PER_S: Final = 1000
 ANSWER_S: Final = 2.0
 _SUMMED: Final = (
     *("stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes"),

@@ -29,13 +29,12 @@ from kvstore.obs.metrics import STEPS, Buckets, Values, copied, with_absent
 from kvstore.peers.changes import EventCounters
 from kvstore.supervisor.handover import LoadedCode
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
-from kvstore.units import NS_PER_S
+from kvstore.units import MS_PER_S, NS_PER_S
 
 REQUESTS_AT_ONCE: Final = 10
 """Rows of the page's list in one question to the loop: 20 ms where each has 256 ranges."""
 HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
-MS_PER_S: Final = 1000
 OFF_LABELS: Final = {"file": TierName.FILE, "all": None}
 SLOT_STATES: Final = ("sealed", "granted", "quarantined", "leased")
 NOT_WRITTEN: Final = {

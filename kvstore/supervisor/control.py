@@ -190,7 +190,6 @@ class DescriptorLost(OSError):
         self.message = message
 
 
-_encoder = msgspec.msgpack.Encoder()
 from_node: Final = msgspec.msgpack.Decoder(FromNode)
 from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
 
@@ -198,7 +197,7 @@ from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
 def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags: int = 0) -> None:
     """Send a message, with a descriptor or none. Raises OSError; BlockingIOError when `flags` say
     not to wait and there is no room."""
-    send_datagram(sock, _encoder.encode(message), [] if fd is None else [fd], flags=flags)
+    send_datagram(sock, msgspec.msgpack.encode(message), [] if fd is None else [fd], flags=flags)
 
 
 def receive(

@@ -44,7 +44,6 @@ class _UcxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: Words
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_UcxRequest)
 
 
@@ -126,7 +125,7 @@ class Ucx(BackEnd[_Owner]):
             for at, size in places
             if size
         ]
-        ask = _encoder.encode(
+        ask = msgspec.msgpack.encode(
             _UcxRequest(self._address, tag, wire.words(pieces.remote), wire.words(pieces.length))
         )
         requests.append(to.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))

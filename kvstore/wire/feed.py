@@ -146,7 +146,6 @@ class _Tagged(msgspec.Struct):
     type: Label
 
 
-_encoder = msgspec.msgpack.Encoder()
 _words: msgspec.msgpack.Decoder[Hello | Word] = msgspec.msgpack.Decoder(Hello | Word)
 _orders = msgspec.msgpack.Decoder(FeedOrder)
 _tags = msgspec.msgpack.Decoder(_Tagged)
@@ -154,7 +153,7 @@ _tags = msgspec.msgpack.Decoder(_Tagged)
 
 def encode(message: OfStream | FeedOrder) -> bytes:
     """The bytes of a message."""
-    return _encoder.encode(message)
+    return msgspec.msgpack.encode(message)
 
 
 def decode_order(data: bytes) -> FeedOrder:
@@ -185,7 +184,7 @@ def decode_word(data: bytes, hello: Hello) -> Word:
                 if not isinstance(each, Left):
                     elements(each.keys, KEY_BYTES, "keys")
         case Registry(engines=engines):
-            count, size = len(engines), len(_encoder.encode(engines))
+            count, size = len(engines), len(msgspec.msgpack.encode(engines))
             if count > ENGINES_MAX or size > REGISTRY_BYTES_MAX:
                 raise RegistryRefused(
                     f"{count} engines in {size} bytes are more than the {ENGINES_MAX} engines and"

@@ -118,8 +118,6 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def low_hashes(keys: bytes) -> list[int]:
     """Low 64 bits of each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=1."""
@@ -134,7 +132,7 @@ def whole_hashes(keys: bytes) -> list[bytes]:
 
 def encode_batch(time_s: float, events: Sequence[KVEvent]) -> bytes:
     """The payload of one message; `time_s` is wall time."""
-    return _encoder.encode((time_s, events, None))
+    return msgspec.msgpack.encode((time_s, events, None))
 
 
 # ── events of an engine ───────────────────────────────────────────────────────────────────────────

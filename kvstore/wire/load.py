@@ -140,13 +140,12 @@ class RouterLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loads: Annotated[tuple[EngineLoad, ...], Meta(max_length=1 << 16)]
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RouterLoads)
 
 
 def encode_loads(loads: RouterLoads) -> bytes:
     """The bytes of a message."""
-    return _encoder.encode(loads)
+    return msgspec.msgpack.encode(loads)
 
 
 def decode_loads(data: bytes) -> RouterLoads:

@@ -481,14 +481,13 @@ Answer = HintReply | LeaseReply | LeaseMore | PushEnd
 NodeMessage = Welcome | Refused | Quiesce | SessionOpen | SessionClosed | Grant | Answer
 
 _M = TypeVar("_M")
-_encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 _node_decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
 
 
 def encode(message: Message) -> bytes:
     """The datagram of a message. Callers keep batches within KEYS_PER_DATAGRAM_MAX."""
-    datagram = _encoder.encode(message)
+    datagram = msgspec.msgpack.encode(message)
     assert len(datagram) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__}: {len(datagram)} bytes"
     return datagram
 

@@ -227,7 +227,6 @@ Ask = PeerHello | OpenAsk
 PushWord = Pushed | PushOver
 Answer = PeerWelcome | ServeAnswer | GivenBack | PushWord
 
-_encoder = msgspec.msgpack.Encoder()
 _asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _requests = msgspec.msgpack.Decoder(PrepareRequest)
@@ -236,7 +235,7 @@ _replies = msgspec.msgpack.Decoder(PrepareReply)
 
 def encode(message: PeerMessage) -> bytes:
     """The bytes of a message."""
-    return _encoder.encode(message)
+    return msgspec.msgpack.encode(message)
 
 
 def decode_ask(data: bytes) -> Ask:

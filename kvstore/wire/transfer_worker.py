@@ -182,7 +182,6 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _T = TypeVar("_T")
-_encoder = msgspec.msgpack.Encoder()
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _from_transfer_worker: msgspec.msgpack.Decoder[FromTransferWorker] = msgspec.msgpack.Decoder(
     FromTransferWorker
@@ -192,7 +191,7 @@ _descriptor = msgspec.msgpack.Decoder(Descriptor)
 
 def encode(message: TransferWorkerMessage | Descriptor) -> bytes:
     """The bytes of a datagram, or of the descriptor that a peer is given."""
-    return _encoder.encode(message)
+    return msgspec.msgpack.encode(message)
 
 
 def decode_from_node(data: bytes) -> FromNode:

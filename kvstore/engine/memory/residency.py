@@ -21,15 +21,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.journal import Address, Journal, ScopeAddress
 from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.memory.table import FEW_SCOPES, NO_ROWS, BlockTable, Keys, Rows, tallied
 from kvstore.engine.why.reasons import FROM_DRAM, Origins, Reason, Tombstones, restamp
 from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
-
-Scope = tuple[str, SpaceId, Shard]
 
 SCOPE_COUNT_MAX = 4096
 SCAN_ROWS = 262_144
@@ -41,7 +39,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
     tier: Tier
     stored: bool
-    scope: Scope
+    scope: ScopeAddress
     keys: bytes
 
 
@@ -103,7 +101,7 @@ class Residency:
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
         self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
         self._tombstones = tombstones
-        self._scope_of: dict[int, Scope] = {}
+        self._scope_of: dict[int, ScopeAddress] = {}
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
         self._forget_from = SCOPE_COUNT_MAX
@@ -121,7 +119,7 @@ class Residency:
             self._shards.setdefault((tenant, space), {})[shard] = number
         return number
 
-    def scopes(self) -> dict[Scope, int]:
+    def scopes(self) -> dict[ScopeAddress, int]:
         """Number of each known scope."""
         return {address: number for number, address in self._scope_of.items()}
 
@@ -137,7 +135,7 @@ class Residency:
         """Scope numbers of a space, by shard; not to be changed."""
         return self._shards.get((tenant, space), {})
 
-    def address(self, scope: int) -> Scope:
+    def address(self, scope: int) -> ScopeAddress:
         return self._scope_of[scope]
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
@@ -495,8 +493,6 @@ def covers(shards: frozenset[Shard], geometry: Geometry) -> tuple[tuple[Shard, .
 #    earlier one (`journal`), none of its blocks are offered.
 #
 # Does not cover: publishing them (`kvstore.peers.feed`).
-
-Address = tuple[str, SpaceId]
 
 
 class Offers:
