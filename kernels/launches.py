@@ -146,13 +146,6 @@ CUBIN_BYTES_MAX: Final = 16 << 20
 _DIGEST_BYTES: Final = 32
 
 
-class Cubin(NamedTuple):
-    """Machine code, and the compiler's log."""
-
-    code: bytes
-    log: str
-
-
 def cache_folder() -> Path | None:
     """The default folder of machine code; None: this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -179,7 +172,7 @@ def cubin(source: str, arch: str, *, folder: Path | None = None) -> bytes:
         kept = _read(place, name, key) if place is not None else None
         if kept is not None:
             return kept
-        code = compiled(source, arch).code
+        code, _ = compiled(source, arch)
         if place is not None:
             _write(place, name, key, code)
         return code
@@ -206,8 +199,8 @@ def nvrtc() -> Any:
     return found
 
 
-def compiled(source: str, arch: str) -> Cubin:
-    """Compile; arguments and errors as of `cubin`."""
+def compiled(source: str, arch: str) -> tuple[bytes, str]:
+    """(machine code, the compiler's log); arguments and errors as of `cubin`."""
     compiler = nvrtc()
     files = _files(source)
     texts, names = list(files.values()), [name.encode() for name in files]
@@ -220,7 +213,7 @@ def compiled(source: str, arch: str) -> Cubin:
         log = _output(compiler, program, "ProgramLog").decode(errors="replace").strip("\0\n ")
         if status != compiler.nvrtcResult.NVRTC_SUCCESS:
             raise DeviceError(f"{source}.cu was not compiled for {arch}: {log or status.name}")
-        return Cubin(_output(compiler, program, "CUBIN"), log)
+        return _output(compiler, program, "CUBIN"), log
     finally:
         compiler.nvrtcDestroyProgram(program)
 

@@ -316,10 +316,9 @@ class Driver:
         cleared_blocks = 0
         while events:
             begin_ns = self._clock.now_ns()
-            outcome = self.executor.carry_out(self._engine.step(events, begin_ns))
+            events, blocks = self.executor.carry_out(self._engine.step(events, begin_ns))
             self.counters.steps.add(self._clock.now_ns() - begin_ns)
-            cleared_blocks += outcome.cleared_blocks
-            events = outcome.events
+            cleared_blocks += blocks
         return cleared_blocks
 
     def _beat_if_due(self) -> int:
@@ -363,7 +362,7 @@ class Driver:
                 # A step that failed keeps its commands. Without those that raised generations, a
                 # reader could take the bytes of a slot that was reused for the ones it asked for;
                 # of a read that is refused now, the engine keeps the slots until it hears of it.
-                events = self.executor.carry_out(self._engine.salvage()).events
+                events, _ = self.executor.carry_out(self._engine.salvage())
                 if owner is not None:
                     self._attach.hang_up(owner, "failure")
                     events.insert(0, core.Ended(owner))
@@ -393,14 +392,6 @@ class Poisoned(Exception):
     """Slots may be reused without their readers noticing: the node must stop at once."""
 
 
-class BatchOutcome(NamedTuple):
-    """Outcome of one batch of commands."""
-
-    events: list[Event]
-    """Events that follow, such as failures, for the engine's next step."""
-    cleared_blocks: int
-
-
 @dataclass(eq=False, kw_only=True)
 class Executor:
     """Commands to effects, by the parts of a node; None: it lacks this one. One thread."""
@@ -419,8 +410,10 @@ class Executor:
         """Exchange of blocks with other nodes."""
         return self.member.peering.exchange if self.member and self.member.peering else None
 
-    def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
-        """Carry out all commands. Never raises for a peer that is slow or gone.
+    def carry_out(self, commands: Sequence[Command]) -> tuple[list[Event], int]:
+        """Carry out all commands. Returns the events that follow, such as failures, for the
+        engine's next step, and how many blocks were cleared. Never raises for a peer that is slow
+        or gone.
 
         Raises:
             Poisoned: the tier refused to raise a generation.
@@ -469,7 +462,7 @@ class Executor:
                     _part(self.exchange, command).carry_out(command)
                 case _:
                     events += _part(self.files, command).carry_out(command)
-        return BatchOutcome(events, cleared_blocks)
+        return events, cleared_blocks
 
     def _publish_places(self, command: RaiseGenerations | Shown) -> None:
         if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:

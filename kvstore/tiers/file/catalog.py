@@ -112,7 +112,7 @@ class Catalog:
             self._own_bytes += size_bytes - segment.taken_bytes
             segment.taken_bytes = size_bytes
 
-    def remove(self, number: int) -> Segment | None:
+    def remove(self, number: int) -> None:
         """Forget a segment; its descriptor is closed when its last reader is done."""
         with self._lock:
             segment = self._segments.pop(number, None)
@@ -120,7 +120,6 @@ class Catalog:
                 self._own_bytes -= segment.taken_bytes
             opened = self._open.pop(number, None)
         self._release(opened)
-        return segment
 
     def first_number(self) -> int:
         """Least number of an own segment, 0 if there is none."""

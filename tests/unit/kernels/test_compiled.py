@@ -17,7 +17,7 @@ from cuda.bindings import driver, runtime
 
 from kvstore.kernels import launches
 from kvstore.kernels.cuda import CudaKernels
-from kvstore.kernels.launches import KERNELS, MOVE_PIECES, Cubin, cubin
+from kvstore.kernels.launches import KERNELS, MOVE_PIECES, cubin
 from kvstore.kernels.port import DeviceError
 
 SOURCES = sorted({kernel.source for kernel in KERNELS})
@@ -87,9 +87,9 @@ class Compiler:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, source: str, arch: str) -> Cubin:
+    def __call__(self, source: str, arch: str) -> tuple[bytes, str]:
         self.count += 1
-        return Cubin(f"{source} {arch} {self.count}".encode() * 100, "")
+        return f"{source} {arch} {self.count}".encode() * 100, ""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.engine.events import Command, Event, PeerAsked, Received, Send
 from kvstore.node.attach import Attach
-from kvstore.node.driver import BatchOutcome, Driver, Executor
+from kvstore.node.driver import Driver, Executor
 from kvstore.node.turns import NODE, Party, TurnKind, TurnSource
 from kvstore.ports import Memory
 from kvstore.types import ConnectionId, Shard
@@ -93,8 +93,8 @@ class Deaf:
     def __init__(self, tier: Memory, attach: Attach) -> None:
         self.tier, self.attach = tier, attach
 
-    def carry_out(self, commands: list[Command]) -> BatchOutcome:
-        return BatchOutcome([], 0)
+    def carry_out(self, commands: list[Command]) -> tuple[list[Event], int]:
+        return [], 0
 
 
 def some_keys(seed: int, count: int = FULL) -> bytes:
