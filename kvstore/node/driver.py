@@ -127,7 +127,6 @@ class Driver:
         self.executor = executor
         self._engine, self._clock = engine, clock
         self._tier, self._attach, self._files = executor.tier, attach, files
-        self._ready_bytes = 0
         self._beat_ns = 0
         self._tick_ns = 0
         self._spin_until_ns = 0
@@ -219,8 +218,7 @@ class Driver:
     def begin(self, adopt: core.Adopt | None) -> None:
         """Step the engine before `run`: memory is ready, and what an earlier process left goes on.
         The engine gets the time by this, which queries may need before any other event."""
-        self._ready_bytes = self._tier.ready_bytes
-        ready = core.Ready(self._ready_bytes)
+        ready = core.Ready(self._tier.ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
     def run(self, place: ThreadPriority | None = None) -> None:
@@ -298,14 +296,8 @@ class Driver:
         try:
             self._attach.expire(now_ns)
             files = self._files
-            events: list[Event] = [
-                core.Tick(files.tier.taken_bytes, files.tier.breakers) if files else core.Tick()
-            ]
-            ready_bytes = self._tier.ready_bytes
-            if ready_bytes != self._ready_bytes:
-                self._ready_bytes = ready_bytes
-                events.insert(0, core.Ready(ready_bytes))
-            self._step(events)
+            its = (files.tier.taken_bytes, files.tier.breakers) if files else ()
+            self._step([core.Ready(self._tier.ready_bytes), core.Tick(*its)])
             if files is not None:
                 files.look_after(self._engine, now_ns)
         except Exception as error:

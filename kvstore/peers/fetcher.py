@@ -75,8 +75,6 @@ class Fetcher:
         differs."""
         self.not_kept = 0
         """Blocks since the start that did not stay until they were read."""
-        self.fetched_bytes = 0
-        """Bytes since the start."""
         self.index: IndexClient | None = None
         """The index to query; set before `start`."""
         self._context, self._post, self._who = context, context.post, context.who
@@ -261,7 +259,6 @@ class Fetcher:
             sums = await verifying
         self._since("verify", moved_ns, size_bytes)
         self._since("fetch", begun_ns, size_bytes)
-        self.fetched_bytes += size_bytes
         return self._judge(command, stayed, sums, count=count)
 
     def _judge(

@@ -218,24 +218,24 @@ class Peering:
         fetches = self._context.stages.timings["fetch"]
         return msgspec.structs.replace(
             load,
-            fetched_bytes=self.fetcher.fetched_bytes,
+            fetched_bytes=fetches.size_bytes,
             fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
             fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
         )
 
     def metrics(self) -> Values:
         """Metrics of fetches, pushes and the transfer worker."""
-        fetcher = self.fetcher
+        fetcher, timings = self.fetcher, self._context.stages.timings
         return {
             "fetch_damaged_total": fetcher.damaged,
             "fetch_not_kept_total": fetcher.not_kept,
-            "fetched_bytes_total": fetcher.fetched_bytes,
+            "fetched_bytes_total": timings["fetch"].size_bytes,
             "prepares_refused_total": self.preparer.refused_count,
             "transfer_worker_restarts_total": self.transfer_worker.restarts,
             "transfer_worker_refused_total": self.transfer_worker.refused,
             "transfer_seconds": {
                 (kind, self.transport): its.buckets(TRANSFERS if kind in WHOLE else range(0))
-                for kind, its in self._context.stages.timings.items()
+                for kind, its in timings.items()
             },
         }
 

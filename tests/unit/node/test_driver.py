@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.events import Clear, Cleared, Command, Hangup, Received, Release, Send
+from kvstore.engine.events import Clear, Cleared, Command, Hangup, Ready, Received, Release, Send
 from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
 from kvstore.node.driver import QUERY_COUNT_MAX, DriverCounters, NotDurable
@@ -22,6 +22,7 @@ from kvstore.tier_events import RaiseGenerations
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
+from tests.integration.node.conftest import eventually
 from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach
 from tests.unit.node.driver_kit import LEFT_OUT_BLOCKS, SPENT_BYTES, Connect, Loop, attached
@@ -57,6 +58,13 @@ def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Conn
     peer.say(Quiet(session=1))
     assert decode_from_node(peer.hear()) == Quiesce(session=1)
     assert generation_when_told == [5]
+
+
+def test_pages_that_arrive_while_it_runs_are_ready_with_the_next_tick(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryTier, "ready_bytes", 3 * SLOT_BYTES_MIN)
+    assert eventually(lambda: Ready(3 * SLOT_BYTES_MIN) in loop.engine.seen)
 
 
 def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:

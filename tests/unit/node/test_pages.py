@@ -132,7 +132,7 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     attach = SimpleNamespace(counters=AttachCounters(), socket_count=3)
     timings = {kind: Timings() for kind in (*FETCH_KINDS, *PUSH_KINDS, "write")}
     peering = SimpleNamespace(
-        fetcher=SimpleNamespace(damaged=0, not_kept=0, fetched_bytes=0),
+        fetcher=SimpleNamespace(damaged=0, not_kept=0),
         preparer=SimpleNamespace(refused_count=0),
         transfer_worker=SimpleNamespace(restarts=0, refused=0),
         transport="nixl",
