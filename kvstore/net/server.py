@@ -194,7 +194,8 @@ class HealthyServer:
     async def begun(
         self, option: str, place: tuple[str, int], tls: Tls | None, *, is_ready: bool = False
     ) -> Self:
-        """Listen, and report as serving if it `is_ready`. Raises ConfigError if it cannot."""
+        """Listen, and report as serving if it `is_ready`. Raises ConfigError if it cannot
+        listen."""
         for name in self._alive:
             await self._health.set(name, _HEALTH.SERVING)
         await self.show(is_ready=is_ready)

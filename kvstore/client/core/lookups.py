@@ -379,8 +379,8 @@ class EngineLookups:
             self._attachment.outbox.append(wire.LeaseRenew(leases=batch))
 
     def _ask(self, request: Request, wanted_tokens: int, now_ns: int) -> str | None:
-        """Ask the node; nothing yet where it is about to be there. Returns why this request does
-        not ask."""
+        """Ask the node, or, while it is about to attach, not yet: a later call asks. Returns the
+        reason if this request does not ask at all."""
         attachment, first_block = self._attachment, request.local_blocks
         # Of an earlier question, before a preemption, nothing is told any more.
         request.first_block, request.asked_leases = first_block, []

@@ -423,8 +423,9 @@ class RankCore:
 
         Those stores overtake everything else meanwhile.
         """
-        reading = (block for job in self._stores for block in job.remaining)
-        self._fenced = fenced = frozenset(block_ids).intersection(reading)
+        blocks = frozenset(block_ids)
+        reading = (blocks.intersection(job.remaining) for job in self._stores)
+        self._fenced = fenced = frozenset[int]().union(*reading)
         if fenced:
             self._stores = deque(sorted(self._stores, key=lambda job: not self._reads(job, fenced)))
         return bool(fenced)

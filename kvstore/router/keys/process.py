@@ -197,7 +197,7 @@ class KeyProcess:
         self, order: KeyOrder, tenant: str = "", *, delays_request: bool = True
     ) -> KeyAnswer | None:
         """Carry out an order in a child; None: no answer in time, or the order is refused. An order
-        that delays no request has as long as the child may take.
+        that delays no request has a request's time more than the child may take.
         """
         size = len(order.body) + len(order.rendered)
         lane, owed = self.lanes[size >= LONG_BYTES], self._owed
