@@ -100,7 +100,7 @@ def _public(owner: x509.Certificate | PrivateKeyTypes) -> bytes:
 
 
 def _refuse_wrong_time(option: str, path: Path, certificate: x509.Certificate) -> None:
-    now = datetime.datetime.now(datetime.UTC)
+    now = _now()
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
         raise ConfigError(f"{option} {path} expired at {end:%Y-%m-%d %H:%M} UTC: make a new one")
@@ -109,6 +109,10 @@ def _refuse_wrong_time(option: str, path: Path, certificate: x509.Certificate) -
             f"{option} {path} is valid from {begin:%Y-%m-%d %H:%M} UTC only: look at the clock of"
             " this machine, or make a new one"
         )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:

@@ -411,7 +411,7 @@ class Tcp(BackEnd[TcpOwner]):
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
             raise TransportError(f"no certificate can name {peer}")
-        return TcpOwner(found, address, lambda number: self._outcomes.append(Done(number)))
+        return TcpOwner(found, address, self._done)
 
     def _begin(self, number: int, to: TcpOwner, pieces: Pieces, direction: Direction) -> None:
         if len(pieces.length) > PIECES_MAX:
@@ -533,6 +533,9 @@ class Tcp(BackEnd[TcpOwner]):
         if more:
             self._again.add(end)
             self._wake.set()
+
+    def _done(self, number: int) -> None:
+        self._outcomes.append(Done(number))
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Close the connection to an owner, and fail its transfers: nothing of it writes
