@@ -223,7 +223,7 @@ def test_slow(victim: Victim, tmp_path: Path) -> None:
     with victim.with_node(tmp_path) as node:
         pid = node.pid
         command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-p", str(pid)]
-        command += ["-e", "trace=sendto", "-e", "inject=sendto:delay_enter=60000"]
+        command += ["-e", "trace=sendmsg", "-e", "inject=sendmsg:delay_enter=60000"]
         with subprocess.Popen(command) as strace:
             try:
                 counts = victim.through()
