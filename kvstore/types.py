@@ -51,7 +51,7 @@ class AdmissionMode(enum.Enum):
 
 
 class Tier(enum.IntEnum):
-    """Where bytes live. The order is that of speed, fastest first."""
+    """Memory that holds a block, in the order of speed: the fastest first."""
 
     HBM = 0
     DRAM = 1

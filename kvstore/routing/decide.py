@@ -138,6 +138,7 @@ def is_of_the_moment(codes: npt.NDArray[np.intp]) -> bool:
 
 # ── scores ────────────────────────────────────────────────────────────────────────────────────────
 
+_TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
 ADAPTER_S: Final = 0.2
 """Seconds to load a LoRA adapter that a worker does not have."""
 NEAR_S: Final = 0.005
@@ -231,8 +232,7 @@ def decide(features: Features, case: Case, policy: RoutingPolicy) -> RouteVerdic
     seconds = raw * features.weights
     ttft_s = np.add.reduce(seconds, axis=0)
     if policy.policy == "cost" or not features.workers:
-        names = (term.name.lower() for term in Term)
-        named = dict(zip(names, [*seconds, others], strict=True))
+        named = dict(zip(_TERM_NAMES, [*seconds, others], strict=True))
         named["cold"] = (1 - columns[FeatureColumn.WARM]) * ADAPTER_S
         scores = ttft_s + others + named["cold"]
         if np.count_nonzero(columns[FeatureColumn.LATE_S]):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.fleet import Fleet
-from kvstore.routing.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floats
+from kvstore.routing.rows import AGES, STALE_S, WEIGHTS, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -104,7 +104,7 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     """Load of each worker of a crew, as columns of Features; those that depend on the request are
     at their defaults.
     """
-    part = fleet.columns.take(crew.rows, axis=1)
+    part = fleet.columns[: WEIGHTS.start].take(crew.rows, axis=1)
     costs = fleet.policy.costs
     columns = (crew.base if crew.base is not None else _base(crew, part)).copy()
     head_s, young_s, idle_s = (now_ns - part[AGES]) / NS_PER_S

@@ -361,7 +361,7 @@ class Reuse:
 
     def __init__(self, stamps: Stamps, *, members: Members, slot_count_max: int) -> None:
         self._stamps = stamps
-        # By word, too: pages with words of other pools only are never written: they take no memory.
+        # By word, too. Pages of other pools' words are never written, so they take no memory.
         self._prints: Prints = np.zeros(len(stamps), dtype=np.uint64)
         self._is_reused = np.zeros(len(stamps), dtype=bool)
         self._fresh = OldestFirst(self._stamps, among=lambda: members() & ~self._is_reused)

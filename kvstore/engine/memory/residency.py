@@ -437,8 +437,8 @@ def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int6
 COVERS_MAX: Final = 16
 """Most parallel sizes of one space on one node; blocks of further ones are not served."""
 WORK_MAX: Final = 1 << 20
-"""Edges and shards looked at in one search, some milliseconds. Engines choose the shards, and could
-make the search long."""
+"""Edges and shards looked at in one search, less than a tenth of a second. Engines choose the
+shards, and could make the search long."""
 Geometry = tuple[int, int]
 """Number of layers and of KV heads."""
 
