@@ -164,12 +164,19 @@ class Kept(control.HeldDescriptors):
             os.close(self.writers.pop(number)[1])
 
     def take_page(self, fd: int) -> None:
-        """Map a generation page writable. The one before is void: no slot has generation 0."""
+        """Map a generation page writable. The one before is void: no slot has generation 0.
+
+        Raises:
+            OSError: no room for its mapping; the one before stays.
+        """
+        try:
+            page = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
         if self._page is not None:
             self._page[PAGE_BYTES:] = bytes(len(self._page) - PAGE_BYTES)
             self._page.close()
-        self._page = mmap.mmap(fd, os.fstat(fd).st_size)
-        os.close(fd)
+        self._page = page
 
     def heartbeat(self) -> bytes:
         return self._page[_HEARTBEAT] if self._page is not None else b""

@@ -297,8 +297,15 @@ class Supervisor:
             case control.Released(number=number):
                 store.released(number)
             case control.GenerationPage():
-                store.take_page(fd)
-                self._say(process, control.PageTaken())
+                try:
+                    store.take_page(fd)
+                except OSError as error:
+                    _log.error(
+                        "no room for the node's generation page, process killed: %s", error.strerror
+                    )
+                    process.signal(signal.SIGKILL)
+                else:
+                    self._say(process, control.PageTaken())
             case control.Keep(name=name):
                 store.hold(name, fd)
                 assert process.prepared is not None

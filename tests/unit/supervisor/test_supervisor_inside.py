@@ -28,6 +28,7 @@ from kvstore.supervisor.supervisor import (
     Start,
     Supervisor,
 )
+from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_S
 
 
@@ -126,11 +127,13 @@ def inside(tmp_path: Path) -> Iterator[Inside]:
 
 
 @contextlib.contextmanager
-def no_room_for_descriptors() -> Iterator[None]:
+def no_room_for_descriptors(*, but: int = 0) -> Iterator[None]:
+    """This process may open `but` descriptors more, and no other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    lowest = [os.dup(0) for _ in range(but + 1)]
+    for fd in lowest:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest[-1], hard))
     try:
         yield
     finally:
@@ -168,6 +171,25 @@ def test_a_process_whose_memory_cannot_be_held_is_ended(inside: Inside) -> None:
         inside.say(control.Keep("arena"), fd=file.fileno())
     assert inside.children[0].wait(20) == -signal.SIGKILL
     assert -1 not in inside.store.memory.values()
+
+
+def test_a_process_whose_page_cannot_be_mapped_is_ended_and_the_page_before_stays(
+    inside: Inside, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside.serve()
+    page = os.memfd_create("page")
+    os.pwrite(page, bytes(range(1, 33)).ljust(2 * PAGE_BYTES), 0)
+    inside.say(control.GenerationPage(), fd=page)
+    beats = inside.store.heartbeat()
+    assert beats == bytes(range(25, 33))
+    before = open_descriptors()
+    with no_room_for_descriptors(but=1):  # for the one that comes, not for its mapping
+        inside.say(control.GenerationPage(), fd=page)
+    assert open_descriptors() == before
+    os.close(page)
+    assert "no room for the node's generation page" in caplog.text
+    assert inside.children[0].wait(20) == -signal.SIGKILL
+    assert inside.store.heartbeat() == beats
 
 
 def test_the_heart_of_one_that_was_asked_to_end_may_stand_still(inside: Inside) -> None:
