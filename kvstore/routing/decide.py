@@ -71,6 +71,7 @@ LAST_RESORTS: Final = (
     *(Dropped.RESTS, Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
     *(Dropped.MEDIA, Dropped.CONTEXT),
 )
+"""The mildest first."""
 
 
 def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
@@ -88,18 +89,18 @@ def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
         return Dropped.ADAPTER  # neither runs, nor is listed
     if spec.worker in opened.failed:
         return Dropped.FAILED_BEFORE
+    # From here on the worst of several first: a last resort is the worker whose worst is mildest.
+    if request.prompt_tokens + (request.output_tokens_max or 0) > spec.context_of(model):
+        return Dropped.CONTEXT
+    if request.media and model in state.without_media:
+        return Dropped.MEDIA
     if health.is_down:
         return Dropped.DOWN
     if health.is_terminating:
         return Dropped.TERMINATING
     if not health.breaker.may_allow(now_ns):
         return Dropped.BREAKER
-    if now_ns < health.rests_until_ns:
-        return Dropped.RESTS
-    if request.media and model in state.without_media:
-        return Dropped.MEDIA
-    is_long = request.prompt_tokens + (request.output_tokens_max or 0) > spec.context_of(model)
-    return Dropped.CONTEXT if is_long else Dropped.NONE
+    return Dropped.RESTS if now_ns < health.rests_until_ns else Dropped.NONE
 
 
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:

@@ -204,13 +204,13 @@ class Oracle:
         return not is_out and (subset is None or worker in subset)
 
     def flaw(self, name: str, worker: str) -> int:
-        """0: none that is known here; breakers are known to the core alone."""
+        """The worst, 0: none that is known here; breakers are known to the core alone."""
         its, spec, known = self.requests[name], self.specs[worker], self.known[worker]
-        if known.is_down:
-            return 1
+        if its.prompt_tokens + (its.output_tokens_max or 0) > spec.context_of("m"):
+            return 3
         if its.media and known.without_media:
             return 2
-        return 3 * (its.prompt_tokens + (its.output_tokens_max or 0) > spec.context_of("m"))
+        return int(known.is_down)
 
     def _role(self, worker: str) -> WorkerRole:
         return self.core.fleet.workers[self.core.fleet.row_of[worker]].role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -42,23 +42,25 @@ from tests.unit.routing.fleets import (
 CONTEXT = {"m": 8000}
 FLAWS = ["rests", "breaker", "down", "media", "context"]
 """In the order in which they are tried."""
+ORDER_OF_COMING = ["media", "breaker", "rests", "down", "context"]
+"""In which a worker can get several: what is down gets no request that could fail."""
 
 
 def flawed(*flaws: str, policy: Any = None) -> RouterCore:
-    """Workers w0, w1, … each with its flaw for `special`; empty: none."""
-    contexts = [CONTEXT if flaw == "context" else {} for flaw in flaws]
+    """Workers w0, w1, … each with its flaws, separated by spaces, for `special`; empty: none."""
+    contexts = [CONTEXT if "context" in flaw else {} for flaw in flaws]
     specs = [spec(n, context_tokens=contexts[n]) for n in range(len(flaws))]
     core = core_of(*specs, policy=policy)
-    for number, flaw in enumerate(flaws):
-        worker = f"w{number}"
-        if flaw == "down":
-            goes_down(core, worker)
-        for n in range({"breaker": 3, "media": 1, "rests": 1}.get(flaw, 0)):
-            name = f"{worker} {n}"
-            routed(arrive(core, request(name, 16, subset=(worker,), media={"image": 1})))
-            failure = {"breaker": Failure.STATUS, "media": Failure.REFUSED}
-            lack = Lack.MEDIA if flaw == "media" else None
-            turn(core, fail(name, failure.get(flaw, Failure.BUSY), lack=lack))
+    for worker, its in ((f"w{number}", flaw.split()) for number, flaw in enumerate(flaws)):
+        for flaw in sorted(its, key=ORDER_OF_COMING.index):
+            if flaw == "down":
+                goes_down(core, worker)
+            for n in range({"breaker": 3, "media": 1, "rests": 1}.get(flaw, 0)):
+                name = f"{worker} {flaw} {n}"
+                routed(arrive(core, request(name, 16, subset=(worker,), media={"image": 1})))
+                failure = {"breaker": Failure.STATUS, "media": Failure.REFUSED}
+                lack = Lack.MEDIA if flaw == "media" else None
+                turn(core, fail(name, failure.get(flaw, Failure.BUSY), lack=lack))
     assert not core.open
     return core
 
@@ -97,6 +99,15 @@ def test_the_mildest_flaw_is_tried_first_and_the_next_one_after_it(mild: str, ba
     again = routed(turn(core, fail("r", Failure.CONNECT))[0])
     assert (again.worker, again.draft.plain.filtered) == ("w0", {"w1": "failed-before"})
     assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 503
+
+
+@pytest.mark.parametrize(("mild", "bad"), list(combinations(FLAWS, 2)))
+def test_of_several_flaws_of_a_worker_the_worst_counts(mild: str, bad: str) -> None:
+    """Whoever has both comes after whoever has what lies between, or is no worse in the worst."""
+    between = FLAWS[FLAWS.index(mild) : FLAWS.index(bad)][-1]
+    core = flawed(f"{mild} {bad}", between)
+    sent = routed(arrive(core, special("r"), answer(hbm(0, 512))))
+    assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": bad})
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
