@@ -28,8 +28,7 @@ from kvstore.errors import ProtocolError
 from kvstore.net.aio import resolved
 from kvstore.router.dispatch import Dispatcher
 from kvstore.routing.events import Shared
-from kvstore.routing.values import SharedLoad
-from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
+from kvstore.wire.load import LOADS, RouterLoads, decode_loads, encode_loads
 
 PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
@@ -60,7 +59,7 @@ class LoadExchange:
             name: of this router, drawn at its start.
         """
         self._places, self._name = [address_parts(place) for place in places], name
-        self._workers, self._dispatcher = dispatcher.workers, dispatcher
+        self._dispatcher = dispatcher
         self._credentials = tls.channel_credentials() if tls is not None and places else None
         self._options = channel_options(f"{tls.name_as('client')}.client.kvstore" if tls else "")
         self._known: dict[tuple[str, int], frozenset[str]] = {}
@@ -127,14 +126,7 @@ class LoadExchange:
         now_s = time.monotonic()
         if now_s - self._made_s >= REPORT_S:
             self._made_s = now_s
-            loads = (
-                EngineLoad(
-                    worker.address.url, worker.address.rank, load.prefill_tokens, load.streams
-                )
-                for load in self._dispatcher.core.loads()
-                if (worker := self._workers.get(load.worker)) is not None
-            )
-            self._report = RouterLoads(self._name, tuple(loads))
+            self._report = RouterLoads(self._name, self._dispatcher.core.loads())
         return self._report
 
     # ── from the others ──────────────────────────────────────────────────────────────────────────
@@ -202,13 +194,7 @@ class LoadExchange:
             self._routers[address] = report.router
             _log.info("loads of the router at %s are counted", address)
         self._troubles.pop(address, None)
-        names = {(w.address.url, w.address.rank): w.name for w in self._workers}
-        loads = (
-            SharedLoad(names[load.address, load.rank], load.prefill_tokens, load.streams)
-            for load in report.loads
-            if (load.address, load.rank) in names
-        )
-        self._dispatcher.note(Shared(report.router, tuple(loads)))
+        self._dispatcher.note(Shared(report.router, report.loads))
         return True
 
     def _troubled(self, troubles: dict[str, str], address: str, why: str) -> None:

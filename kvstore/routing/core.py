@@ -33,9 +33,10 @@ from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.role_planner import Planner
 from kvstore.routing.rows import WEIGHTS
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import ProbeResult, RouteRequest, SharedLoad, WorkerRole
+from kvstore.routing.values import ProbeResult, RouteRequest, WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from kvstore.units import NS_PER_S
+from kvstore.wire.load import EngineLoad
 
 
 class NewRequests:
@@ -493,7 +494,7 @@ class RouterCore:
         self._receipts.clear()
         return drafts
 
-    def loads(self) -> tuple[SharedLoad, ...]:
+    def loads(self) -> tuple[EngineLoad, ...]:
         """Requests in flight, for other routers."""
         return self.fleet.loads()
 

@@ -22,9 +22,9 @@ from kvstore.routing.values import (
     LoadSample,
     ProbeResult,
     RouteRequest,
-    SharedLoad,
     WorkerSpec,
 )
+from kvstore.wire.load import EngineLoad
 from kvstore.wire.peers import PrepareReply
 
 
@@ -140,7 +140,7 @@ class Shared(RouteEvent, frozen=True, tag=True):
     """All that another router has in flight; replaces what that router said before."""
 
     router: str
-    loads: tuple[SharedLoad, ...]
+    loads: tuple[EngineLoad, ...]
 
 
 class PrepareAnswered(RouteEvent, frozen=True, tag=True):

@@ -36,8 +36,9 @@ from kvstore.routing.rows import (
     begin_as,
     may_replace,
 )
-from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec
+from kvstore.routing.values import ProbeResult, WorkerRole, WorkerSpec
 from kvstore.units import NS_PER_S
+from kvstore.wire.load import EngineLoad
 
 if TYPE_CHECKING:
     from kvstore.routing.events import Probed, Scraped, Shared
@@ -56,7 +57,7 @@ class Fleet:
         self.columns: Floats = np.zeros((WEIGHTS.stop, _ROWS_MIN))
         self.flights: dict[Flight, None] = {}
         """Flights under way, in the order in which they were sent."""
-        self._shared: dict[str, tuple[SharedLoad, ...]] = {}
+        self._shared: dict[str, tuple[EngineLoad, ...]] = {}
         self._crews: dict[tuple[str, bool], Crew] = {}
         """(pool, whether for remote prefills) → workers; made anew when workers change."""
         self.doubtful: set[str] = set()
@@ -381,13 +382,14 @@ class Fleet:
         columns = (FleetColumn.QUEUED, FleetColumn.STREAMS)
         return 0 if row is None else int(self.columns[columns, row].sum())
 
-    def loads(self) -> tuple[SharedLoad, ...]:
-        """Load of own flights, by worker."""
-        rows = zip(self.workers, self.columns[FleetColumn.STREAMS].tolist(), strict=False)
+    def loads(self) -> tuple[EngineLoad, ...]:
+        """Load of own flights at each engine, for other routers."""
+        streaming = self.columns[FleetColumn.STREAMS].tolist()
+        rows = ((its.spec, its.queue, streaming[row]) for row, its in enumerate(self.workers))
         return tuple(
-            SharedLoad(its.spec.worker, round(sum(f.uncached for f in its.queue)), int(streams))
-            for its, streams in rows
-            if its.queue or streams
+            EngineLoad(spec.url, spec.rank, round(sum(f.uncached for f in queue)), int(streams))
+            for spec, queue, streams in rows
+            if queue or streams
         )
 
     def shared(self, event: Shared, _now_ns: int) -> None:
@@ -402,9 +404,11 @@ class Fleet:
     def _share(self) -> None:
         both = self.columns[FleetColumn.SHARED_TOKENS : FleetColumn.SHARED_STREAMS + 1]
         both[:] = 0
+        workers = self.workers if self._shared else ()  # a thousand may join one by one
+        rows = {(its.spec.url, its.spec.rank): row for row, its in enumerate(workers)}
         for loads in self._shared.values():
             for load in loads:
-                if (row := self.row_of.get(load.worker)) is not None:
+                if (row := rows.get((load.address, load.rank))) is not None:
                     both[:, row] += (load.prefill_tokens, load.streams)
 
     def decayed(self, part: Floats, now_ns: int) -> Floats:

@@ -172,6 +172,8 @@ class RouteRequest(Prefix, frozen=True, kw_only=True):
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a worker that the core takes from its source unchanged."""
 
+    url: str = ""
+    """Base URL of the engine, by which routers tell each other of its load."""
     pool: str = "default"
     models: tuple[str, ...] = ()
     """Base models that it serves; empty: any."""
@@ -223,13 +225,3 @@ class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_used: float | None = None
     """Share of the KV cache in use, 0 to 1."""
     adapters: tuple[str, ...] | None = None
-
-
-class SharedLoad(msgspec.Struct, frozen=True):
-    """Requests that another router has at a worker, as routers exchange them."""
-
-    worker: str
-    prefill_tokens: int = 0
-    """Uncached tokens of requests before their first token."""
-    streams: int = 0
-    """Requests after their first token."""

@@ -27,7 +27,7 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.requests import OpenRequest, Placement
-from kvstore.routing.values import SharedLoad
+from kvstore.wire.load import EngineLoad
 
 RECEIPT = Receipt(
     number=0,
@@ -58,7 +58,7 @@ class TurnsCore(RouterCore):
         self.ended: dict[str, RequestEnded] = {}
         self.attempts = Counter[str]()
         self.holds = False
-        self.flying: tuple[SharedLoad, ...] = ()
+        self.flying: tuple[EngineLoad, ...] = ()
         """What it says to other routers."""
         self.only = ""
         """The only worker that gets requests; empty: all."""
@@ -97,5 +97,5 @@ class TurnsCore(RouterCore):
     def _pump(self, now_ns: int) -> list[RouteCommand]:
         return [] if self.holds else super()._pump(now_ns)
 
-    def loads(self) -> tuple[SharedLoad, ...]:
+    def loads(self) -> tuple[EngineLoad, ...]:
         return self.flying or super().loads()

@@ -20,7 +20,7 @@ from kvstore.errors import ConfigError
 from kvstore.router.exchange import PEERS_MAX
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
-from kvstore.routing.values import SharedLoad
+from kvstore.routing.rows import FleetColumn
 from kvstore.testing.process import Lab, RouterProcess
 from kvstore.wire.load import LOADS, EngineLoad, RouterLoads, decode_loads, encode_loads
 from tests.kit.processes import IndexProcess, route_address
@@ -54,20 +54,33 @@ def health(router: RouterThread) -> str:
     return router.on_loop(lambda: health_of(router.router).body.decode())
 
 
+def counted(router: RouterThread) -> dict[str, list[float]]:
+    """Worker → what others have there: uncached tokens, streams."""
+    columns = slice(FleetColumn.SHARED_TOKENS, FleetColumn.SHARED_STREAMS + 1)
+    fleet = router.core.fleet
+    return router.on_loop(
+        lambda: {name: fleet.columns[columns, row].tolist() for name, row in fleet.row_of.items()}
+    )
+
+
 def test_loads_go_by_the_address_of_an_engine_and_leave_with_their_router() -> None:
     with ExitStack() as ends:
         other = ends.enter_context(reporting())
         name = other.router.proxy.name
-        other.core.flying = (SharedLoad("a", 700, 2), SharedLoad("left", 1, 1))
+        other.core.flying = (
+            EngineLoad(ENGINE, 0, 700, 2),
+            EngineLoad("http://left", 0, 1, 1),
+        )
         with listener(loads_at(other)) as router:
-            until(lambda: Shared(name, (SharedLoad("z", 700, 2),)) in heard(router))
+            until(lambda: counted(router) == {"z": [700, 2]})
             assert router.on_loop(lambda: router.router.exchange.peer_count) == 1
-            other.core.flying = (SharedLoad("a", 0, 1),)
-            until(lambda: heard(router)[-1] == Shared(name, (SharedLoad("z", 0, 1),)))
+            other.core.flying = (EngineLoad(ENGINE, 0, 0, 1),)
+            until(lambda: counted(router) == {"z": [0, 1]})
             assert "loads of the router" not in health(router)
             place = loads_at(other)
             ends.close()
             until(lambda: heard(router)[-1] == Shared(name, ()))
+            assert counted(router) == {"z": [0, 0]}
             until(lambda: f"loads of the router at {place} are not counted: " in health(router))
             assert router.on_loop(lambda: router.router.exchange.peer_count) == 0
 
@@ -75,11 +88,10 @@ def test_loads_go_by_the_address_of_an_engine_and_leave_with_their_router() -> N
 def test_data_parallel_ranks_at_one_address_are_apart() -> None:
     index: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
     with reporting(f"a0={ENGINE},rank=0", f"a1={ENGINE},rank=1", **index) as other:
-        other.core.flying = (SharedLoad("a1", 5, 0),)
+        other.core.flying = (EngineLoad(ENGINE, 1, 5, 0),)
         names = (f"x={ENGINE},rank=1", f"y={ENGINE}")
         with listener(loads_at(other), *names, **index) as router:
-            until(lambda: heard(router) != [])
-            assert heard(router)[0].loads == (SharedLoad("x", 5, 0),)
+            until(lambda: counted(router) == {"x": [5, 0], "y": [0, 0]})
 
 
 def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
@@ -121,7 +133,7 @@ def test_loads_of_a_router_that_is_stuck_or_talks_nonsense_leave_after_a_while(
     try:
         with listener(f"127.0.0.1:{port}") as router:
             until(lambda: Shared("stuck", ()) in heard(router))
-            assert heard(router)[0] == Shared("stuck", (SharedLoad("z", 0, 9),))
+            assert heard(router)[0] == Shared("stuck", (EngineLoad(ENGINE, 0, 0, 9),))
             until(lambda: "are not counted: it is silent" in health(router))
             says.append(b"\x0a\x05stuck")
             until(lambda: "are not counted: malformed loads: " in health(router))

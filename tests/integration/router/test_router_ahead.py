@@ -18,9 +18,9 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Prepare, PrepareReason, Shared
 from kvstore.routing.policy import parse
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.values import SharedLoad
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, make_keys
+from kvstore.wire.load import EngineLoad
 from tests.integration.cluster.kit import CONVERGES_S, becomes, matches
 from tests.integration.node.conftest import eventually
 from tests.integration.router.test_keys import SEED, storing
@@ -88,13 +88,14 @@ class Waiting:
 
         until(is_answered)
 
-    def note(self, *loads: SharedLoad) -> None:
+    def note(self, *loads: EngineLoad) -> None:
         self.router.on_loop(lambda: self.router.router.dispatcher.note(Shared("other", loads)))
 
     @contextlib.contextmanager
     def held(self, ids: list[int], **headers: str) -> Iterator[None]:
         """A request that is held until the context ends."""
-        self.note(SharedLoad("a", 100_000, 0))
+        url = self.router.on_loop(lambda: self.router.router.workers["a"].address.url)
+        self.note(EngineLoad(url, 0, 100_000, 0))
         body = ASK | {"prompt": ids}
 
         def ask() -> None:

@@ -49,6 +49,7 @@ def spec(number: int, **more: Any) -> WorkerSpec:
     fields: dict[str, Any] = {
         "worker": f"w{number}",
         "address": f"10.0.0.{number}:80",
+        "url": f"w{number}",
         "pool": "p",
         "node": f"n{number}",
         "engine": "e",

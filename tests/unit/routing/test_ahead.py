@@ -32,9 +32,9 @@ from kvstore.routing.values import (
     PrefixAnswer,
     ProbeResult,
     RouteRequest,
-    SharedLoad,
     WorkerSpec,
 )
+from kvstore.wire.load import EngineLoad
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.peers import PrepareReply
 from tests.kit.routing_check import check
@@ -62,7 +62,7 @@ def dram(number: int, blocks: int, file: int = 0) -> Match:
 def held_core(*specs: WorkerSpec, **ahead: Any) -> RouterCore:
     """Both its workers are busy."""
     core = core_of(*(specs or (spec(0),)), policy=parse({**HELD, "ahead": ahead}))
-    busy = tuple(SharedLoad(each.spec.worker, 4000, 0) for each in core.fleet.workers)
+    busy = tuple(EngineLoad(each.spec.url, 0, 4000, 0) for each in core.fleet.workers)
     core.step(Shared("other", busy), S)
     return core
 
@@ -129,7 +129,7 @@ def test_a_request_that_is_held_again_was_prepared_before() -> None:
     core = held_core(spec(0), spec(1))
     assert len(prepares(core, request("r"), answer(dram(2, 100)))) == 1
     core.step(Shared("other", ()), S)
-    busy = tuple(SharedLoad(f"w{n}", 4000, 0) for n in range(2))
+    busy = tuple(EngineLoad(f"w{n}", 0, 4000, 0) for n in range(2))
     core.step(Shared("other", busy), S)
     assert turn(core, fail("r", Failure.CONNECT)) == []
     assert "r" in core.room.entries
@@ -154,7 +154,7 @@ def hot_core(**ahead: Any) -> RouterCore:
     """w0 holds the prefix and is saturated; w1 and w2 are idle, w1 less so."""
     policy = parse({"ahead": {"hot_requests": 3, "copy_bytes_per_s": 1e9, **ahead}})
     core = core_of(spec(0), spec(1), spec(2), policy=policy)
-    loads = SharedLoad("w0", 40_000, 0), SharedLoad("w1", 4000, 0)
+    loads = EngineLoad("w0", 0, 40_000, 0), EngineLoad("w1", 0, 4000, 0)
     core.step(Shared("other", loads), S)
     return core
 

@@ -10,7 +10,7 @@ from kvstore.routing.events import Ending, FirstToken, RequestEnded, RouteTick, 
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import PolicyLimits, RoutingPolicy, parse
 from kvstore.routing.pressure import saturation
-from kvstore.routing.values import SharedLoad
+from kvstore.wire.load import EngineLoad
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -150,7 +150,7 @@ def test_an_idle_worker_that_may_not_take_a_request_is_not_taken() -> None:
 
 def test_requests_of_other_routers_keep_a_worker_from_being_idle() -> None:
     core = core_of(spec(0), spec(1), policy=POLICY)
-    core.step(Shared("other", (SharedLoad("w0", 16_000, 0), SharedLoad("w1", 0, 1))), S)
+    core.step(Shared("other", (EngineLoad("w0", 0, 16_000, 0), EngineLoad("w1", 0, 0, 1))), S)
     for n in range(4):
         routed(arrive(core, request(f"r{n}", 8000, subset=("w1",))))
     assert arrive(core, request("b", service="batch")) is None
@@ -201,7 +201,7 @@ def test_a_worker_counts_as_one_however_long_its_queue() -> None:
     assert found.value == pytest.approx(0.375)
     assert found.cause == "queue"
     core = core_of(*(spec(n) for n in range(4)), policy=POLICY)
-    core.step(Shared("other", (SharedLoad("w0", 4_000_000, 50),)), S)
+    core.step(Shared("other", (EngineLoad("w0", 0, 4_000_000, 50),)), S)
     assert core.gauges.saturation("p", S).value == pytest.approx(0.25)
     routed(arrive(core, request("b", service="batch")))
 

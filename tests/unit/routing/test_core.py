@@ -23,7 +23,8 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import parse
-from kvstore.routing.values import SharedLoad, WorkerRole
+from kvstore.routing.values import WorkerRole
+from kvstore.wire.load import EngineLoad
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
@@ -96,7 +97,7 @@ def test_the_budget_of_attempts_grows_with_requests() -> None:
 
 def test_other_routers_count() -> None:
     core = core_of(spec(0), spec(1))
-    core.step(Shared("other", (SharedLoad("w0", 200_000, 30), SharedLoad("gone", 1, 1))), S)
+    core.step(Shared("other", (EngineLoad("w0", 0, 200_000, 30), EngineLoad("gone", 0, 1, 1))), S)
     for n in range(5):
         assert routed(arrive(core, request(f"r{n}", 160))).worker == "w1"
     assert explain(core, request("x"), None, S).features["streams"][0] == 30
@@ -108,11 +109,11 @@ def test_what_is_in_flight_is_told_to_other_routers() -> None:
     core, other = core_of(spec(0), spec(1)), core_of(spec(0), spec(1))
     assert core.loads() == ()
     worker = routed(arrive(core, request("r", 1600))).worker
-    assert core.loads() == (SharedLoad(worker, 1600, 0),)
+    assert core.loads() == (EngineLoad(worker, 0, 1600, 0),)
     other.step(Shared("core", core.loads()), S)
     assert routed(arrive(other, request("x", 160))).worker != worker
     core.step(FirstToken("r"), S)
-    assert core.loads() == (SharedLoad(worker, 0, 1),)
+    assert core.loads() == (EngineLoad(worker, 0, 0, 1),)
     core.step(RequestEnded("r", Ending.DONE), S)
     assert core.loads() == ()
 

@@ -17,7 +17,8 @@ from kvstore.routing.events import (
     Scraped,
     Shared,
 )
-from kvstore.routing.values import LoadSample, SharedLoad
+from kvstore.routing.values import LoadSample
+from kvstore.wire.load import EngineLoad
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -76,7 +77,7 @@ def test_its_queue_is_no_backlog_for_those_after_it() -> None:
 
 def test_a_second_worker_is_predicted_by_its_own_time() -> None:
     core = core_of(spec(0), spec(1))
-    loads = SharedLoad("w0", 80_000, 0), SharedLoad("w1", 200_000, 0)
+    loads = EngineLoad("w0", 0, 80_000, 0), EngineLoad("w1", 0, 200_000, 0)
     core.step(Shared("other", loads), S)
     first = quiet(core, "r", 16_000, has_side_effects=False)
     assert first.worker == "w0"

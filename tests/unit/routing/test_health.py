@@ -21,7 +21,8 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.routing.rows import StateChange
-from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.values import ProbeResult, WorkerRole, WorkerSpec, WorkerWord
+from kvstore.wire.load import EngineLoad
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
@@ -57,7 +58,7 @@ def opened() -> RouterCore:
     """The breaker of w0 is open, and w1 has so much to do that w0 would get all requests."""
     core = core_of(spec(0), spec(1))
     open_breaker(core)
-    core.step(Shared("other", (SharedLoad("w1", 80_000, 0),)), S)
+    core.step(Shared("other", (EngineLoad("w1", 0, 80_000, 0),)), S)
     return core
 
 
@@ -105,7 +106,7 @@ def test_the_words_of_a_breaker() -> None:
         found = changes(core, fail(f"r{n}", why="status 502"))
         assert found == [("w0", "open", "status 502")] * (n == 2)
     assert core.step(fail("nobody"), S) == []
-    core.step(Shared("other", (SharedLoad("w1", 80_000, 0),)), S)
+    core.step(Shared("other", (EngineLoad("w1", 0, 80_000, 0),)), S)
     assert goes_to(core, "probe", 2 * S) == "w0"
     assert core.fleet.workers[0].health.word is WorkerWord.HALF_OPEN
     assert changes(core, fail("probe", why="status 503"), 2 * S) == [("w0", "open", "status 503")]
@@ -214,7 +215,7 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
         receipt = routed(arrive(core, request(f"r{n}"))).draft.receipt()
         assert receipt.chosen == "w1"
         assert (receipt.terms["late"], receipt.filtered) == ([2.0, 0.0], {})
-    waits = (SharedLoad("w1", 60_000, 0),)
+    waits = (EngineLoad("w1", 0, 60_000, 0),)
     core.step(Shared("other", waits), S)
     assert goes_to(core, "late", S) == "w0", "two seconds are better than seven"
     core.step(Shared("other", ()), S)

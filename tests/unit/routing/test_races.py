@@ -23,7 +23,8 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.rows import WEIGHTS
-from kvstore.routing.values import SharedLoad, WorkerRole
+from kvstore.routing.values import WorkerRole
+from kvstore.wire.load import EngineLoad
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
@@ -99,7 +100,7 @@ def test_the_end_of_a_race_says_nothing_about_a_worker_that_was_only_tried(
     for n in range(3):
         routed(arrive(core, request(f"bad{n}", 160, subset=("w1",))))
         turn(core, fail(f"bad{n}"))
-    core.step(Shared("other", (SharedLoad("w1", 800, 0),)), 3 * S)
+    core.step(Shared("other", (EngineLoad("w1", 0, 800, 0),)), 3 * S)
     assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
     [second] = turn(core, Late("r"), 5 * S)
     assert isinstance(second, Raced)
@@ -131,7 +132,7 @@ def test_by_default_a_request_is_late_after_the_longest_of_three_times() -> None
     core = racing(is_on=False)
     short = routed(arrive(core, pure("a")))
     assert (short.may_race, short.late_after_s) == (True, 10.0)
-    core.step(Shared("other", (SharedLoad("w0", 80_000, 0), SharedLoad("w1", 80_000, 0))), S)
+    core.step(Shared("other", (EngineLoad("w0", 0, 80_000, 0), EngineLoad("w1", 0, 80_000, 0))), S)
     long = routed(arrive(core, pure("b")))
     predicted_s = long.draft.plain.predicted_s
     assert predicted_s > 9

@@ -17,7 +17,8 @@ from kvstore.routing.events import (
     RouteTick,
 )
 from kvstore.routing.policy import parse
-from kvstore.routing.values import SharedLoad, WorkerRole
+from kvstore.routing.values import WorkerRole
+from kvstore.wire.load import EngineLoad
 from tests.kit.routing_check import check
 from tests.unit.routing.fleets import (
     MS,
@@ -48,11 +49,11 @@ def test_a_remote_prefill_is_told_where_it_is_computed() -> None:
     core = pd()
     sent = routed(arrive(core, request("r", 1600)))
     assert sent.prefill_worker is not None
-    told = {load.worker: load for load in core.loads()}
+    told = {load.address: load for load in core.loads()}
     assert told[sent.prefill_worker].prefill_tokens == 1600
-    assert told[sent.worker] == SharedLoad(sent.worker, 0, 0)
+    assert told[sent.worker] == EngineLoad(sent.worker, 0, 0, 0)
     core.step(FirstToken("r"), S)
-    assert core.loads() == (SharedLoad(sent.worker, 0, 1),)
+    assert core.loads() == (EngineLoad(sent.worker, 0, 0, 1),)
 
 
 def test_a_long_prompt_is_prefilled_elsewhere_and_a_short_one_is_not() -> None:

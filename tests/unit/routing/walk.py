@@ -40,9 +40,9 @@ from kvstore.routing.values import (
     PrefixAnswer,
     ProbeResult,
     RouteRequest,
-    SharedLoad,
     WorkerRole,
 )
+from kvstore.wire.load import EngineLoad
 from kvstore.wire.peers import PrepareReply
 from tests.unit.routing.fleets import (
     MS,
@@ -380,7 +380,7 @@ class Walk(Oracle):
 
     def share(self) -> None:
         loads = tuple(
-            SharedLoad(f"w{self.random.randrange(7)}", self.random.randrange(9000), 1)
+            EngineLoad(f"w{self.random.randrange(7)}", 0, self.random.randrange(9000), 1)
             for _ in range(self.random.randrange(3))
         )
         self.step(Shared(self.random.choice("op"), loads))
