@@ -53,6 +53,26 @@ class OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
+class Troubles(dict[str, str]):
+    """What fails, and why. As a text one sentence for operators; empty: nothing fails."""
+
+    def __init__(self, log: logging.Logger, sentence: str) -> None:
+        """`sentence`: has places for both, in the text and in the log."""
+        super().__init__()
+        self._log, self._sentence = log, sentence
+
+    def note(self, name: str, why: str) -> None:
+        """Keep why something fails, and log it if that is news; empty: it does not fail."""
+        if not why:
+            self.pop(name, None)
+        elif self.get(name) != why:
+            self[name] = why
+            self._log.warning(self._sentence, name, why)
+
+    def __str__(self) -> str:
+        return "; ".join(self._sentence % each for each in sorted(self.items()))
+
+
 def setup(level: str) -> None:
     """Send the log of kvstore to stderr at `level` and above."""
     handler = logging.StreamHandler()

@@ -26,6 +26,7 @@ from kvstore.client.tls import Tls, address_parts
 from kvstore.config.values import joined
 from kvstore.errors import ProtocolError
 from kvstore.net.aio import resolved
+from kvstore.obs.logs import Troubles
 from kvstore.router.dispatch import Dispatcher
 from kvstore.routing.events import Shared
 from kvstore.wire.load import LOADS, RouterLoads, decode_loads, encode_loads
@@ -69,9 +70,8 @@ class LoadExchange:
         self._follows: dict[str, asyncio.Task[None]] = {}
         self._routers: dict[str, str] = {}
         """Address → name of the router that is followed there."""
-        self._troubles: dict[str, str] = {}
-        """Address → why its router's loads are not known."""
-        self._unresolved: dict[str, str] = {}
+        self.troubles = Troubles(_log, "loads of the router at %s are not counted: %s")
+        """Routers whose loads are not known, by address, and places without an address."""
         self._report = RouterLoads(name, ())
         self._made_s = 0.0
         self.listener_count = 0
@@ -82,16 +82,6 @@ class LoadExchange:
     def peer_count(self) -> int:
         """Routers whose loads are known."""
         return len(self._routers)
-
-    @property
-    def trouble(self) -> str:
-        """Routers whose loads are not known and the reason, in one sentence; empty: all
-        are known.
-        """
-        return "; ".join(
-            f"loads of the router at {address} are not counted: {why}"
-            for address, why in sorted({**self._troubles, **self._unresolved}.items())
-        )
 
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +129,7 @@ class LoadExchange:
         found = sorted(set().union(*self._known.values()) - self._own)[:PEERS_MAX]
         for address in self._follows.keys() - found:
             self._follows.pop(address).cancel()
-        self._troubles = {key: why for key, why in self._troubles.items() if key in found}
+            self.troubles.note(address, "")
         for address in found:
             if address not in self._follows or self._follows[address].done():
                 self._follows[address] = asyncio.create_task(self._follow(address))
@@ -149,9 +139,10 @@ class LoadExchange:
         try:
             self._known[place] = frozenset(await resolved(*place))
         except OSError as error:
-            self._troubled(self._unresolved, joined(*place), str(error))
+            self.troubles.note(joined(*place), str(error))
         else:
-            self._unresolved.pop(joined(*place), None)
+            if joined(*place) not in self._follows:  # which says more of an address
+                self.troubles.note(joined(*place), "")
 
     async def _follow(self, address: str) -> None:
         """Follow the router at an address until the stream ends, and pause; then `once` begins it
@@ -177,7 +168,7 @@ class LoadExchange:
                 router = self._routers.pop(address, "")
                 if router:
                     self._dispatcher.note(Shared(router, ()))
-        self._troubled(self._troubles, address, why)
+        self.troubles.note(address, why)
         await asyncio.sleep(RETRY_S)  # or loads of one that is stuck would count nearly always
 
     def _heard(self, address: str, report: RouterLoads) -> bool:
@@ -193,14 +184,9 @@ class LoadExchange:
         if self._routers.get(address) != report.router:
             self._routers[address] = report.router
             _log.info("loads of the router at %s are counted", address)
-        self._troubles.pop(address, None)
+        self.troubles.note(address, "")
         self._dispatcher.note(Shared(report.router, report.loads))
         return True
-
-    def _troubled(self, troubles: dict[str, str], address: str, why: str) -> None:
-        if troubles.get(address) != why:
-            _log.warning("loads of the router at %s are not counted: %s", address, why)
-        troubles[address] = why
 
     async def close(self) -> None:
         """Follow no router any more, and end the reports to others."""

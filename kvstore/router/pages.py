@@ -144,8 +144,8 @@ def health_of(router: Router) -> Page:
     unindexed = "text prompts are not tokenized by {}, so the index is not used for them"
     notes += _of_workers(unindexed, workers, lambda worker: worker.unrendered)
     notes += _adapters(workers)
-    own = [router.door.trouble, router.engines.trouble, router.discovery.trouble]
-    own += [router.index.trouble or router.index.lost, router.exchange.trouble]
+    own = [router.door.trouble, router.engines.trouble, str(router.discovery.troubles)]
+    own += [router.index.trouble or router.index.lost, str(router.exchange.troubles)]
     notes += filter(None, [*own, router.ahead.trouble])
     notes += router.rendering.unused()
     if router.config.insecure:

@@ -26,6 +26,7 @@ from kvstore.config.router import ROLES, RouterConfig, WorkerAddress
 from kvstore.config.values import is_exposed, joined
 from kvstore.errors import ConfigError
 from kvstore.net.aio import resolved
+from kvstore.obs.logs import Troubles
 from kvstore.router.engines.workers import Workers
 from kvstore.router.keys.index_calls import Listed
 from kvstore.routing.values import WorkerRole
@@ -55,19 +56,15 @@ class Discovery:
             INDEX: (),
         }
         self._listed: tuple[Listed, ...] = ()
-        self._troubles: dict[str, str] = {}
-
-    @property
-    def trouble(self) -> str:
-        """Sources that fail and the reason, in one sentence; empty: none fails."""
-        return "; ".join(f"{source}: {why}" for source, why in sorted(self._troubles.items()))
+        self.troubles = Troubles(_log, "%s: %s")
+        """Sources that fail."""
 
     def found(self, source: str, addresses: Iterable[WorkerAddress], *, trouble: str = "") -> None:
         """Take the workers that a source has now. If several sources name an engine, the entry of
         the first counts: flags, the index, the others. An engine terminates if one of them says so.
         """
         self._known[source] = tuple(addresses)
-        self._troubled(source, trouble)
+        self.troubles.note(source, trouble)
         names: dict[str, WorkerAddress] = {}
         places: set[tuple[str, int]] = set()
         every = [address for known in self._known.values() for address in known]
@@ -100,15 +97,7 @@ class Discovery:
 
     def failed(self, source: str, why: str) -> None:
         """A source has no answer: its workers stay."""
-        self._troubled(source, f"{why}; its workers stay as they are")
-
-    def _troubled(self, source: str, why: str) -> None:
-        if why and self._troubles.get(source) != why:
-            _log.warning("%s: %s", source, why)
-        if why:
-            self._troubles[source] = why
-        else:
-            self._troubles.pop(source, None)
+        self.troubles.note(source, f"{why}; its workers stay as they are")
 
     async def once(self) -> None:
         """Resolve all DNS names, and check again which engines that left the index still answer."""

@@ -115,10 +115,10 @@ def test_prompts_go_to_no_engine_beyond_this_machine_in_the_clear(
     far, site = listed("far", "http://10.0.0.7:8000"), Site()
     for _ in range(2):
         assert site.list(listed("e"), far) == ["n1/e/0"]
-    assert "http://10.0.0.7:8000 is left out" in site.discovery.trouble
+    assert "http://10.0.0.7:8000 is left out" in str(site.discovery.troubles)
     assert len(caplog.records) == 1
     assert site.list(listed("e"), listed("far", "https://10.0.0.7:8000")) == ["n1/e/0", "n1/far/0"]
-    assert site.discovery.trouble == ""
+    assert str(site.discovery.troubles) == ""
     assert Site(insecure=True).list(far) == ["n1/far/0"]
 
 

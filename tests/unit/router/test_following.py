@@ -22,7 +22,9 @@ OWN = "own"
 
 
 class Streams:
-    """Routers by address, in place of their channels; one that is not there ends its streams."""
+    """Routers by address, in place of their channels; one that is not there, or has no name, ends
+    its streams.
+    """
 
     def __init__(self, routers: dict[str, str]) -> None:
         self.routers = routers
@@ -63,7 +65,7 @@ class Channel:
             await asyncio.sleep(BEAT_S)
         self._has_begun = True
         name = self._streams.routers.get(self._address)
-        return grpc.aio.EOF if name is None else encode_loads(RouterLoads(name, ()))
+        return grpc.aio.EOF if not name else encode_loads(RouterLoads(name, ()))
 
     def cancel(self) -> None: ...
 
@@ -96,9 +98,19 @@ def test_an_address_that_leads_back_is_asked_once(monkeypatch: pytest.MonkeyPatc
     async def test(streams: Streams, exchange: LoadExchange) -> None:
         await play(exchange, 30)
         assert streams.begun == {"back": 1, "other": 1}
-        assert (exchange.peer_count, exchange.trouble) == (1, "")
+        assert (exchange.peer_count, str(exchange.troubles)) == (1, "")
 
     run(monkeypatch, {"back": OWN, "other": "b"}, test)
+
+
+def test_an_address_without_a_router_stays_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(_: Streams, exchange: LoadExchange) -> None:
+        for _second in range(5):
+            await play(exchange, 1)
+            why = "loads of the router at routers:1 are not counted: it has ended"
+            assert str(exchange.troubles) == why
+
+    run(monkeypatch, {"routers:1": ""}, test)
 
 
 def test_a_router_is_followed_at_one_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
