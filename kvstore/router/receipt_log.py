@@ -25,7 +25,6 @@ TURN_COUNT: Final = 8
 """Receipts that are made in one turn of the loop: a millisecond with 64 workers."""
 
 _log = logging.getLogger(__name__)
-_decoder: Final = msgspec.json.Decoder(Receipt)
 
 
 class ReceiptFile:
@@ -103,6 +102,6 @@ def read_receipts(path: Path) -> Iterator[Receipt]:
 
 def _receipt(path: Path, number: int, line: bytes) -> Receipt:
     try:
-        return _decoder.decode(line)
+        return msgspec.json.decode(line, type=Receipt)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} line {number} is no receipt: {error}") from None

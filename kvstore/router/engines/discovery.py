@@ -215,10 +215,6 @@ class _Change(msgspec.Struct):
     object: _Slice
 
 
-_list: Final = msgspec.json.Decoder(_List)
-_change: Final = msgspec.json.Decoder(_Change)
-
-
 def in_cluster() -> KubernetesApi:
     """The API of the cluster that this pod runs in. Raises ConfigError."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
@@ -272,7 +268,7 @@ class Slices:
         ):
             if answer.status != 200:
                 raise ValueError(f"the API server answers {answer.status}")
-            listed = _list.decode(await answer.read())
+            listed = msgspec.json.decode(await answer.read(), type=_List)
         self._slices = {each.metadata.name: each for each in listed.items}
         self._tell()
         return listed.metadata.resource_version
@@ -288,7 +284,7 @@ class Slices:
             if answer.status != 200:
                 raise ValueError(f"the API server answers {answer.status} to a watch")
             async for line in answer.content:
-                change = _change.decode(line)
+                change = msgspec.json.decode(line, type=_Change)
                 name = change.object.metadata.name
                 if change.type == "ERROR":  # 410: too old
                     return

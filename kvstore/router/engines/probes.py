@@ -254,7 +254,6 @@ class _Models(msgspec.Struct):
 
 
 _log = logging.getLogger(__name__)
-_models: Final = msgspec.json.Decoder(_Models)
 
 
 class Probes:
@@ -426,7 +425,7 @@ class Probes:
         try:
             async with asyncio.timeout(MODELS_S):
                 found = await self._get(worker, "/v1/models")
-            rows = _models.decode(found.body).data[:MODELS_MAX]
+            rows = msgspec.json.decode(found.body, type=_Models).data[:MODELS_MAX]
         except (NoAnswer, TimeoutError, msgspec.MsgspecError):
             return  # healthy all the same, or known by its probes
         bases = {row.id for row in rows}

@@ -366,7 +366,6 @@ _whole = msgspec.defstruct(
 )
 _peek: Final = msgspec.json.Decoder(cast("type[Peek]", _whole))
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_any: Final = msgspec.json.Decoder()
 
 
 def peek(body: bytes) -> Peek:
@@ -490,7 +489,7 @@ def edited(
 
 def _plain(raw: msgspec.Raw) -> object:
     try:
-        return _any.decode(raw)
+        return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -74,12 +74,6 @@ class _Text(msgspec.Struct):
     messages: list[dict[str, str]] = []
 
 
-_one: Final = msgspec.json.Decoder(_Rendered)
-_several: Final = msgspec.json.Decoder(list[_Rendered])
-_tokens: Final = msgspec.json.Decoder(_Tokens)
-_text: Final = msgspec.json.Decoder(_Text)
-
-
 class Tokenizers:
     """Tokenizers by model, each loaded when it is first used."""
 
@@ -92,7 +86,7 @@ class Tokenizers:
         """
         if model not in self._directories:
             return None
-        text = _text.decode(body)
+        text = msgspec.json.decode(body, type=_Text)
         said = (m["content"] for m in text.messages if m["role"] == "system")
         if any(each.startswith(STRIPPED) for each in said):
             return None
@@ -113,13 +107,13 @@ class Tokenizers:
 
 def _ids(order: KeyOrder, tokenizers: Tokenizers) -> list[int] | None:
     if order.rendered[:1] == b"[":
-        rendered = _several.decode(order.rendered)
+        rendered = msgspec.json.decode(order.rendered, type=list[_Rendered])
         return rendered[0].token_ids if len(rendered) == 1 else None
     if order.rendered:
-        return _one.decode(order.rendered).token_ids
+        return msgspec.json.decode(order.rendered, type=_Rendered).token_ids
     if order.model:
         return tokenizers.ids(order.model, order.body)
-    return _tokens.decode(order.body).prompt
+    return msgspec.json.decode(order.body, type=_Tokens).prompt
 
 
 def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
@@ -144,11 +138,11 @@ def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
 
 
 def _serve(source: BinaryIO, out: BinaryIO, tokenizers: Tokenizers) -> None:
-    decoder, encoder = msgspec.msgpack.Decoder(KeyOrder), msgspec.msgpack.Encoder()
     while len(head := source.read(4)) == 4:
         size = int.from_bytes(head, "little")
         assert size <= ORDER_BYTES_MAX
-        answer = encoder.encode(answer_to(decoder.decode(source.read(size)), tokenizers))
+        order = msgspec.msgpack.decode(source.read(size), type=KeyOrder)
+        answer = msgspec.msgpack.encode(answer_to(order, tokenizers))
         out.write(len(answer).to_bytes(4, "little") + answer)
         out.flush()
 

@@ -201,7 +201,6 @@ def _one_of(answers: Sequence[PrefixAnswer], matches: Iterable[Match]) -> Prefix
 
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
-_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 VALUE_BYTES_MIN: Final = 1024
 """Shorter values are text, even if they are base64."""
 MEDIA_MAX: Final = 1024
@@ -234,7 +233,7 @@ def prompts_of(read: Peek) -> list[msgspec.Raw]:
     if not is_list or len(read.prompt) > PROMPTS_BYTES_MAX:
         return []
     try:
-        found = _list.decode(read.prompt)
+        found = msgspec.json.decode(read.prompt, type=list[msgspec.Raw])
     except msgspec.MsgspecError:
         return []
     return found if len(found) > 1 else []

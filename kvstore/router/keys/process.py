@@ -41,7 +41,6 @@ LOADING_S: Final = 300.0
 of a core.
 """
 LIMIT_BYTES: Final = 64 << 20
-_answers: Final = msgspec.msgpack.Decoder(KeyAnswer)
 
 
 class Waiting(NamedTuple):
@@ -123,7 +122,7 @@ class _Lane:
             child.stdin.write(data)
             await child.stdin.drain()
             size = int.from_bytes(await child.stdout.readexactly(4), "little")
-            answer = _answers.decode(await child.stdout.readexactly(size))
+            answer = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=KeyAnswer)
         except (asyncio.IncompleteReadError, OSError, RuntimeError, msgspec.DecodeError):
             # RuntimeError: uvloop's for a write to a child that has ended.
             await self.end()
