@@ -17,7 +17,6 @@ import cbor2
 
 from kvstore.types import BlockKey
 
-_Extra = tuple[tuple[str, ...], ...]
 ALGORITHM: Final = "sha256_cbor"
 """The engine's name for this chain."""
 
@@ -29,18 +28,27 @@ def block_keys(
     seed: str,
     cache_salt: str = "",
     adapter: tuple[str, str] | None = None,
+    parent: BlockKey | None = None,
 ) -> list[BlockKey]:
-    """Keys of the full blocks of a prompt, in chain order.
+    """Keys of the full blocks of a prompt, or of a piece of it, in chain order.
 
     Args:
-        tokens: of the whole prompt; those after the last full block have no key.
+        tokens: of all of it; those after the last full block have no key.
         block_tokens: tokens of a block.
         seed: the engine's hash seed, as reported in its space.
-        cache_salt: of the request; empty: none.
+        cache_salt: of the request, hashed into the first block of its prompt; empty: none.
         adapter: (name, path) of the LoRA adapter, as the engine has them.
+        parent: key of the block before the piece; None: the prompt begins here.
     """
     later = (("lora", *adapter),) if adapter is not None else ()
-    return _chained(_digest(seed), tokens, block_tokens, (*later, *_salted(cache_salt)), later)
+    extra = (*later, ("cache_salt", cache_salt)) if cache_salt else later
+    above = _digest(seed) if parent is None else parent
+    keys = []
+    for begin in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        above = _digest((above, tuple(tokens[begin : begin + block_tokens]), extra or None))
+        keys.append(above)
+        extra = later
+    return keys
 
 
 def adapter_keys(keys: Iterable[bytes], digest: bytes) -> list[BlockKey]:
@@ -49,36 +57,5 @@ def adapter_keys(keys: Iterable[bytes], digest: bytes) -> list[BlockKey]:
     return [BlockKey(hashlib.sha256(digest + key).digest()) for key in keys]
 
 
-def root_key(seed: str) -> BlockKey:
-    """Key that the first block of a prompt has as its parent. `seed`: the engine's hash seed."""
-    return BlockKey(_digest(seed))
-
-
-def chained_keys(
-    parent: BlockKey, tokens: Sequence[int], *, block_tokens: int, cache_salt: str = ""
-) -> list[BlockKey]:
-    """Keys of the full blocks that follow block `parent`, in chain order. `cache_salt`: of the
-    request, if these begin its prompt."""
-    return _chained(parent, tokens, block_tokens, _salted(cache_salt))
-
-
-def _salted(cache_salt: str) -> _Extra:
-    return (("cache_salt", cache_salt),) if cache_salt else ()
-
-
-def _chained(
-    parent: bytes, tokens: Sequence[int], block_tokens: int, first: _Extra, later: _Extra = ()
-) -> list[BlockKey]:
-    """Keys of the full blocks behind `parent`. `first`, `later`: extra keys hashed into the first
-    block and into the others."""
-    extra = first
-    keys = []
-    for begin in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = _digest((parent, tuple(tokens[begin : begin + block_tokens]), extra or None))
-        keys.append(BlockKey(parent))
-        extra = later
-    return keys
-
-
-def _digest(value: object) -> bytes:
-    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+def _digest(value: object) -> BlockKey:
+    return BlockKey(hashlib.sha256(cbor2.dumps(value, canonical=True)).digest())

@@ -34,7 +34,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.chain import chained_keys, root_key
+from kvstore.index.chain import block_keys
 from kvstore.types import BlockKey, Counts, EngineSource, Tier
 from kvstore.wire import kv_events as wire
 from kvstore.wire.feed import Change, Left, Removed, Stored
@@ -77,7 +77,6 @@ class EngineBlocks:
 
     def __init__(self, source: EngineSource, *, block_count_max: int = BLOCK_COUNT_MAX) -> None:
         """`source`: the engine; blocks of another size than it says are left out."""
-        self._root = root_key(source.hash_seed)
         self._source = source
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
@@ -116,11 +115,13 @@ class EngineBlocks:
             return []
         if self._source.names_are_keys and all(isinstance(name, bytes) for name in names):
             return [BlockKey(name) for name in names if isinstance(name, bytes)]
-        parent = event.parent_block_hash
-        above = self._root if parent is None else self._keys.get(parent)
-        if above is None or salt is None or size * len(event.block_hashes) != len(tokens):
+        parent, seed = event.parent_block_hash, self._source.hash_seed
+        above = None if parent is None else self._keys.get(parent)
+        is_known = parent is None or above is not None
+        if not is_known or salt is None or size * len(event.block_hashes) != len(tokens):
             return []
-        return chained_keys(above, tokens[: size * len(names)], block_tokens=size, cache_salt=salt)
+        tokens = tokens[: size * len(names)]
+        return block_keys(tokens, block_tokens=size, parent=above, seed=seed, cache_salt=salt)
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
         """Remove blocks by name. Returns the keys that no name is left for."""

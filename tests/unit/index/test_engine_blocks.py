@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.errors import ProtocolError
 from kvstore.index import engine_feed
-from kvstore.index.chain import block_keys, chained_keys
+from kvstore.index.chain import block_keys
 from kvstore.index.engine_feed import EngineBlocks, EngineFeed
 from kvstore.types import BlockKey, EngineSource, SpaceId
 from kvstore.wire.kv_events import (
@@ -71,11 +71,11 @@ def test_no_key_is_made_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatc
     made: list[int] = []
 
     def chained(*args: Any, **named: Any) -> list[BlockKey]:
-        keys = chained_keys(*args, **named)
+        keys = block_keys(*args, **named)
         made.append(len(keys))
         return keys
 
-    monkeypatch.setattr(engine_feed, "chained_keys", chained)
+    monkeypatch.setattr(engine_feed, "block_keys", chained)
     held = blocks(block_count_max=3)
     assert store(held, 0, 5) == KEYS[:3]
     assert store(held, 0, 5) == []
