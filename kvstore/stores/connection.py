@@ -68,7 +68,11 @@ class StoreConnection:
 
     def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:
         self.is_away = True
-        self.trouble = ""
+        self.outage = ""
+        """Why the store is unreachable; empty: it is not."""
+        self.refusals = {"words": "", "ticks": ""}
+        """Reasons why the store refused the last writes of updates and of ticks; empty: it did
+        not."""
         self.failure_count = 0
         self.warning = ""
         """Warning about a wrong setting of a store that answers; empty: none."""
@@ -94,6 +98,11 @@ class StoreConnection:
             **(tls if config.tls else {}),
         )
         self._redis: Any = Redis.from_pool(pool)
+
+    @property
+    def trouble(self) -> str:
+        """The first reason why not all is well; empty: all is."""
+        return next(filter(None, (self.outage, *self.refusals.values(), self.warning)), "")
 
     async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:
         """Run a script that only reads; returns its answer. Raises FAILURES."""
@@ -150,17 +159,24 @@ class StoreConnection:
         self._has_scripts = False
         if not self.is_away:
             self.failure_count += 1
-        trouble = f"the store at {self._place} is unreachable: {reason}"
-        if trouble != self.trouble and not (self.is_away and self.trouble):
-            _log.warning("%s; answers are stale until it is back", trouble)
-        self.is_away, self.trouble = True, trouble
+        outage = f"the store at {self._place} is unreachable: {reason}"
+        if outage != self.outage and not (self.is_away and self.outage):
+            _log.warning("%s; answers are stale until it is back", outage)
+        self.is_away, self.outage = True, outage
         return ""
+
+    def refuse(self, what: str, reason: str) -> None:
+        """Record whether the store refused writes of updates (`words`) or of ticks; an empty
+        `reason`: it did not."""
+        if reason and reason not in self.refusals.values():
+            _log.warning("%s", reason)
+        self.refusals[what] = reason
 
     def is_back(self) -> None:
         """The store answered a poll."""
-        if self.trouble:
+        if self.outage:
             _log.info("the store at %s answers", self._place)
-        self.is_away, self.trouble = False, ""
+        self.is_away, self.outage = False, ""
 
     async def verify(self) -> None:
         """Connect at the start. The store may be unreachable, but must not refuse the credentials.

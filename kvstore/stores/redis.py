@@ -154,8 +154,8 @@ class _Link:
         self.lock = asyncio.Lock()
 
 
-class RedisStore:
-    """A shared store as one replica uses it. Begins with the first `tick`."""
+class RedisStore(StoreConnection):
+    """A shared store as one replica uses it, over its connection. Begins with the first `tick`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class RedisStore:
         node_count_max: int = 4096,
         deadlines: Deadlines = DEADLINES,
     ) -> None:
-        self._connection = StoreConnection(config, deadlines)
+        super().__init__(config, deadlines)
         self._limits = (b"%d" % entry_count_max, b"%d" % slot_count_max)
         self._node_count_max = node_count_max
         self._me = secrets.token_hex(8).encode()
@@ -179,18 +179,6 @@ class RedisStore:
         self._sizes = Statistics(0, 0, 0, 0)
         self._void_count = 0
         """Slots to be swept, as of the last poll."""
-        self._refusals = {"words": "", "ticks": ""}
-        """Reasons why the store refused the last writes of updates and of ticks; empty: it did
-        not."""
-
-    @property
-    def trouble(self) -> str:
-        troubles = (self._connection.trouble, *self._refusals.values(), self._connection.warning)
-        return next(filter(None, troubles), "")
-
-    @property
-    def failure_count(self) -> int:
-        return self._connection.failure_count
 
     def statistics(self) -> Statistics:
         return self._sizes
@@ -204,26 +192,19 @@ class RedisStore:
         is_its = link is not None and link.hello.incarnation == member.incarnation
         return link.engines if link is not None and is_its else ()
 
-    async def verify(self) -> None:
-        """Connect once, at start. Raises ConfigError if the store refuses the credentials."""
-        await self._connection.verify()
-
-    async def close(self) -> None:
-        await self._connection.close()
-
     # ── questions ────────────────────────────────────────────────────────────────────────────────
 
     async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         if len(keys) % KEY_BYTES:
             raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES} bytes each")
         found: Any = b""
-        if keys and not self._connection.is_away:
+        if keys and not self.is_away:
             try:
                 its = self._epoch, scope_of(tenant, space), keys
-                found = await self._connection.read(scripts.MATCH, *its)
+                found = await self.read(scripts.MATCH, *its)
             except FAILURES as error:
-                self._connection.lose(error)
-        if self._connection.is_away or found == scripts.OTHER_EPOCH:
+                self.lose(error)
+        if self.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
         trust = max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
         matches = (self._match(slot, lengths) for slot, lengths in scripts.matched(found))
@@ -279,7 +260,7 @@ class RedisStore:
         if hello is not link.hello and is_same and hello.stream <= link.hello.stream:
             return Verdict.CLOSE
         verdict = Verdict.GO_ON
-        if self._connection.is_away:
+        if self.is_away:
             link.feed = None
         elif link.feed is not None:
             verdict = await self._say(link, link.feed, hello, now_ms)
@@ -293,7 +274,7 @@ class RedisStore:
     async def _word(
         self, link: _Link, word: Delta | FeedBeat | SnapshotPart | FeedClosed, now_ms: int
     ) -> Verdict:
-        if self._connection.is_away:
+        if self.is_away:
             if not link.is_open:
                 link.feed = None
             return Verdict.GO_ON  # and so a gap
@@ -305,11 +286,11 @@ class RedisStore:
         return await self._claim(link, hello, now_ms)
 
     async def _gone(self, link: _Link, now_ms: int) -> Verdict:
-        if link.feed is not None and not self._connection.is_away:
+        if link.feed is not None and not self.is_away:
             try:
                 await self._write(scripts.GONE, link.hello.node, link.version)
             except FAILURES as error:
-                self._connection.lose(error)
+                self.lose(error)
             self._view.gone(link.hello.node, link.version, now_ms)
         return Verdict.GO_ON
 
@@ -322,12 +303,12 @@ class RedisStore:
             is_same = row.body.incarnation == hello.incarnation
             if is_same and row.is_live(now_ms):
                 return Verdict.GO_ON
-        if self._connection.is_away:
+        if self.is_away:
             return Verdict.GO_ON
         try:
             feed = link.feed = await self._taken_over(link)
         except (*FAILURES, ProtocolError) as error:
-            self._connection.lose(error)
+            self.lose(error)
             return Verdict.GO_ON
         verdict = await self._say(link, feed, hello, now_ms)
         if verdict is Verdict.CLOSE:
@@ -354,9 +335,7 @@ class RedisStore:
 
     async def _record(self, node: str) -> list[bytes | None]:
         """Version, body and places of a node's record; None for missing ones. Raises FAILURES."""
-        found: list[bytes | None] = await self._connection.ask(
-            "HMGET", f"n:{node}", "v", "body", "places"
-        )
+        found: list[bytes | None] = await self.ask("HMGET", f"n:{node}", "v", "body", "places")
         return found
 
     async def _say(self, link: _Link, feed: Feed, event: Event, now_ms: int) -> Verdict:
@@ -373,18 +352,13 @@ class RedisStore:
                 is_taken, _ = await self._flush(link, feed)
         except FAILURES as error:
             is_taken = False
-            self._refuse("words", self._connection.lose(error))
+            self.refuse("words", self.lose(error))
         if not is_taken:
             link.feed = None
             return Verdict.GO_ON  # the next update makes up for it
-        self._refuse("words", "")
+        self.refuse("words", "")
         self._view.changed(event.node, link.version, msgspec.structs.replace(feed.body), now_ms)
         return verdict
-
-    def _refuse(self, what: str, reason: str) -> None:
-        if reason and reason not in self._refusals.values():
-            _log.warning("%s", reason)
-        self._refusals[what] = reason
 
     async def _reserve(self, event: Event) -> None:
         """Reserve slot numbers for an event: two for each change, at most. Raises FAILURES."""
@@ -396,7 +370,7 @@ class RedisStore:
         while len(self._ids) < count:
             wanted = max(count, IDS_AT_ONCE)
             epoch = self._epoch
-            last = int(await self._connection.ask("INCRBY", "ids", wanted))
+            last = int(await self.ask("INCRBY", "ids", wanted))
             if epoch == self._epoch:
                 self._ids.extend(range(last - wanted + 1, last + 1))
 
@@ -410,7 +384,7 @@ class RedisStore:
             before, version = version, b"%s.%d" % (self._me, self._steps)
             flat = [each for order in orders for each in order]
             calls.append((self._epoch, link.hello.node, before, version, *its, *flat))
-        replies = await self._connection.write_all(scripts.WRITE, calls)
+        replies = await self.write_all(scripts.WRITE, calls)
         if min(replies) < 0:
             return False, 0
         link.version, link.kept = version, kept
@@ -422,10 +396,10 @@ class RedisStore:
         try:
             await self._poll(now_ms)
             refusal = await self._tidy(now_ms)
-            self._connection.is_back()
+            self.is_back()
         except (*FAILURES, ProtocolError) as error:
-            refusal = self._connection.lose(error)
-        self._refuse("ticks", refusal)
+            refusal = self.lose(error)
+        self.refuse("ticks", refusal)
 
     async def _tidy(self, now_ms: int) -> str:
         """Sweep void slots, and forget nodes that were silent too long. Returns the reason if the
@@ -437,12 +411,12 @@ class RedisStore:
             for node in self._view.lost(now_ms):
                 await self._forget(node)
         except REFUSALS as error:
-            return self._connection.lose(error)
+            return self.lose(error)
         return ""
 
     async def _poll(self, now_ms: int) -> None:
         proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()
-        answer, run, memory_bytes = await self._connection.poll(proposed)
+        answer, run, memory_bytes = await self.poll(proposed)
         found = polled(answer)
         epoch, records = found.epoch, found.records
         if self._run and run != self._run and epoch == self._epoch:
@@ -487,7 +461,7 @@ class RedisStore:
         _log.info("node %s is forgotten", node)
 
     async def _write(self, script: scripts.Script, *arguments: bytes | str) -> int:
-        (answer,) = await self._connection.write_all(script, [(self._epoch, *arguments)])
+        (answer,) = await self.write_all(script, [(self._epoch, *arguments)])
         return answer
 
 
