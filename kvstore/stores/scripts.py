@@ -93,32 +93,24 @@ local base, keys = P .. 'b:' .. ARGV[3], ARGV[4]
 local total = #keys / 32
 local lost = redis.call('HEXISTS', P .. 'lost', ARGV[3])
 local alive, count, last = {}, 0, nil
--- Up to here it was in tiers [from, to], or faster ones.
-local function stop(one, from, to, at)
-  for tier = from, to do one[tier] = at end
-end
-local function begin(value)
-  for at = 1, #value, 5 do
-    local id = string.sub(value, at, at + 3)
-    local record = redis.call('HGET', P .. 'slots', id)
-    if record and string.sub(record, 1, 1) == 'S' then
-      alive[id] = {worst = 1, record = record}
-      count = count + 1
-    end
-  end
-end
 local answer = {}
 local function out(id, at)
   local one = alive[id]
-  stop(one, one.worst, 3, at)
-  answer[#answer + 1] = struct.pack('>I4I4I4I4', #one.record, one[1], one[2], one[3]) .. one.record
+  local hbm, dram = one[1] or at, one[2] or at
+  answer[#answer + 1] = struct.pack('>I4I4I4I4', #one.record, hbm, dram, at) .. one.record
   alive[id] = nil
   count = count - 1
 end
 local function narrow(value, at)
   local masks = {}
   for place = 1, #value, 5 do
-    masks[string.sub(value, place, place + 3)] = string.byte(value, place + 4)
+    local id = string.sub(value, place, place + 3)
+    masks[id] = string.byte(value, place + 4)
+    local record = not last and redis.call('HGET', P .. 'slots', id)
+    if record and string.sub(record, 1, 1) == 'S' then
+      alive[id] = {record = record}
+      count = count + 1
+    end
   end
   for id, one in pairs(alive) do
     local mask = masks[id]
@@ -126,10 +118,7 @@ local function narrow(value, at)
       out(id, at)
     else
       local tier = mask % 2 == 1 and 1 or mask % 4 >= 2 and 2 or 3  -- the fastest one
-      if tier > one.worst then
-        stop(one, one.worst, tier - 1, at)
-        one.worst = tier
-      end
+      for faster = 1, tier - 1 do one[faster] = one[faster] or at end
     end
   end
 end
@@ -141,7 +130,6 @@ for first = 0, total - 1, 128 do
   for j, value in ipairs(redis.call('MGET', unpack(names))) do
     value = value or ''
     if value ~= last then
-      if not last then begin(value) end
       narrow(value, first + j - 1)
       last = value
       if count == 0 then return lost .. table.concat(answer) end
@@ -223,13 +211,9 @@ local function change(is_stored, slot, mask, blob)
         lose(slot, string.sub(blob, 1, 16))
         return
       end
-      if value then
-        redis.call('APPEND', name, slot .. string.char(mask))
-      else
-        -- Not APPEND or SET: what they put may be as old as an earlier call's argument (Redis 7.0).
-        redis.call('SETRANGE', name, 0, slot .. string.char(mask))
-        rows = rows + 1
-      end
+      -- Not APPEND or SET: what they put may be as old as an earlier call's argument (Redis 7.0).
+      redis.call('SETRANGE', name, #(value or ''), slot .. string.char(mask))
+      if not value then rows = rows + 1 end
       entries = entries + 1
     end
   end
@@ -257,18 +241,17 @@ orders of four: name, slot, tiers or state, scope and keys or record. Answer: nu
 without room."""
 
 POLL: Final = _script(
-    """
+    f"""{_COUNTS}
 if not redis.call('GET', P .. 'epoch') then redis.call('SET', P .. 'epoch', epoch) end
-local counts = redis.call('HMGET', P .. 'counts', 'entries', 'rows', 'evicted')
-local answer = {
+local answer = {{
   redis.call('GET', P .. 'epoch'),
   redis.call('SCARD', P .. 'void'),
   redis.call('GET', P .. 'ids') or 0,
-  counts[1] or 0, counts[2] or 0, counts[3] or 0
-}
+  entries, rows, evicted
+}}
 for _, name in ipairs(redis.call('SMEMBERS', P .. 'nodes')) do
   local known = redis.call('HMGET', P .. 'n:' .. name, 'v', 'body', 'gone')
-  if known[1] then answer[#answer + 1] = {name, known[1], known[2], known[3] or ''} end
+  if known[1] then answer[#answer + 1] = {{name, known[1], known[2], known[3] or ''}} end
 end
 return answer
 """
