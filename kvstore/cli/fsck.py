@@ -336,9 +336,9 @@ def _check(
         threading.Event().wait(_LOOK_PAUSE_S)
         found, bad = _read(file)
     table = found.table
-    report.records += len(table.pages) - len(bad)
+    report.records += len(table.rows) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
-    report.record_bytes += int(lengths[np.delete(table.scope_of, bad)].sum())
+    report.record_bytes += int(lengths[np.delete(table.rows["scope"], bad)].sum())
     if bad:
         report.blame(name, _DAMAGED, len(bad))
     if found.skipped_pages:

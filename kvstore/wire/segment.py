@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import PAGE_BYTES
 from kvstore.wire import record
 from kvstore.wire.bounds import U32, U64, Checksum, Id
 
@@ -53,7 +53,9 @@ _TRAILER = struct.Struct("<4sHH16sIIIIIQ16s")
 _STORE = struct.Struct("<4sHH16s")
 _FOLLOWS_CLOSED: Final = 1
 _SEGMENT_MAGIC, _TRAILER_MAGIC, _STORE_MAGIC = b"KVSS", b"KVSF", b"KVSD"
-_ROW_BYTES: Final = 8 + KEY_BYTES + CHECKSUM_BYTES
+_COLUMNS: Final = {"page": "<u4", "scope": "<u4", "key": "V32", "checksum": "V16"}
+ROW: Final = np.dtype([*_COLUMNS.items()])
+"""A record in the table, which a footer has column by column."""
 
 
 def place_of(number: int, page: int) -> int:
@@ -73,28 +75,25 @@ class SegmentHead(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Records of one segment. `pages` and `scope_of` u32 [n], `keys` u8 [n, 32], `checksums` u8
-    [n, 16], ascending by page; `scope_of` indexes `scopes`."""
+    """Records of one segment. `rows`: of `ROW` [n], ascending by page; `scope` indexes
+    `scopes`."""
 
     scopes: Annotated[tuple[record.Scope, ...], _AsMany]
     voids: Annotated[tuple[record.Void, ...], _AsMany]
-    pages: Any
-    scope_of: Any
-    keys: Any
-    checksums: Any
+    rows: Any
 
     def block(self, row: int) -> record.BlockPage:
-        scope = self.scopes[int(self.scope_of[row])]
-        return record.BlockPage(scope, self.keys[row].tobytes(), self.checksums[row].tobytes())
+        _, scope, key, checksum = self.rows[row]
+        return record.BlockPage(self.scopes[int(scope)], key.tobytes(), checksum.tobytes())
 
     def living(self, number: int, voids: Sequence[record.Void]) -> NDArray[np.bool_]:
         """Which records no void covers, of this table or of `voids`; bool [n]."""
-        alive = np.ones(len(self.pages), np.bool_)
-        places = self.pages.astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
+        alive = np.ones(len(self.rows), np.bool_)
+        places = self.rows["page"].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
         for void in (*self.voids, *voids):
             meant = np.array([void.covers(scope) for scope in self.scopes], np.bool_)
             if meant.any():
-                alive &= ~(meant[self.scope_of] & (places < np.uint64(void.before)))
+                alive &= ~(meant[self.rows["scope"]] & (places < np.uint64(void.before)))
         return alive
 
 
@@ -104,36 +103,23 @@ class Gathered:
 
     scopes: dict[record.Scope, int] = field(default_factory=dict)
     voids: list[record.Void] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    scope_of: list[int] = field(default_factory=list)
-    keys: bytearray = field(default_factory=bytearray)
-    checksums: bytearray = field(default_factory=bytearray)
+    rows: list[bytes] = field(default_factory=list)
+    """Each in the form of `ROW`."""
     end_page: int = 1
 
     @property
     def has_records(self) -> bool:
         """Whether there is a block or a void."""
-        return bool(self.pages or self.voids)
+        return bool(self.rows or self.voids)
 
     def add(self, page: int, scope: record.Scope, key: bytes, checksum: bytes) -> None:
-        self.pages.append(page)
-        self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))
-        self.keys += key
-        self.checksums += checksum
+        number = self.scopes.setdefault(scope, len(self.scopes))
+        self.rows.append(struct.pack("<II", page, number) + key + checksum)
 
     def table(self) -> Table:
         """Records found so far; from any thread, while another one adds."""
-        # `add` puts checksums last, so all else is there for as many.
-        checksums = bytes(self.checksums)
-        count = len(checksums) // CHECKSUM_BYTES
-        return Table(
-            tuple(self.scopes),
-            tuple(self.voids),
-            np.array(self.pages[:count], np.uint32),
-            np.array(self.scope_of[:count], np.uint32),
-            np.frombuffer(self.keys[: count * KEY_BYTES], np.uint8).reshape(-1, KEY_BYTES),
-            np.frombuffer(checksums, np.uint8).reshape(-1, CHECKSUM_BYTES),
-        )
+        rows = np.frombuffer(b"".join(self.rows), ROW)  # first: `add` puts the scope before the row
+        return Table(tuple(self.scopes), tuple(self.voids), rows)
 
 
 def store_page(store_id: bytes) -> bytes:
@@ -164,7 +150,7 @@ def parse_segment_page(page: bytes) -> SegmentHead | None:
 
 def footer_bytes_max(*, record_count: int, scope_count: int, void_count: int) -> int:
     """Most bytes of a footer with these numbers of entries, its trailer included."""
-    table = record_count * _ROW_BYTES + scope_count * 512 + void_count * PAGE_BYTES
+    table = record_count * ROW.itemsize + scope_count * 512 + void_count * PAGE_BYTES
     return -(-table // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
 
 
@@ -174,10 +160,9 @@ def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
     parts = [struct.pack("<I", len(prefix)) + prefix for prefix in prefixes]
     scope_bytes = sum(map(len, parts))
     parts += [record.void_page(void, segment_id=head.segment_id, place=0) for void in table.voids]
-    parts += [np.asarray(each, "<u4").tobytes() for each in (table.pages, table.scope_of)]
-    parts += [np.asarray(each, np.uint8).tobytes() for each in (table.keys, table.checksums)]
+    parts += [table.rows[name].tobytes() for name in _COLUMNS]
     body = b"".join(parts)
-    sizes = len(table.pages), len(table.scopes), len(table.voids), scope_bytes
+    sizes = len(table.rows), len(table.scopes), len(table.voids), scope_bytes
     place = first_page, *sizes, xxhash.xxh3_128_digest(body)
     trailer = _sealed(_TRAILER, _TRAILER_MAGIC, 0, head.segment_id, head.number, *place)
     return body + bytes(-len(body) % PAGE_BYTES) + trailer
@@ -195,7 +180,7 @@ class FooterPlace(msgspec.Struct, frozen=True):
 
     @property
     def table_bytes(self) -> int:
-        return self.scope_bytes + self.void_count * PAGE_BYTES + self.record_count * _ROW_BYTES
+        return self.scope_bytes + self.void_count * PAGE_BYTES + self.record_count * ROW.itemsize
 
 
 def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterPlace | None:
@@ -228,16 +213,11 @@ def parse_footer(body: bytes, place: FooterPlace, head: SegmentHead) -> Table | 
             return None
         voids.append(void)
         at += PAGE_BYTES
-    n = place.record_count
-    columns = np.frombuffer(body, np.uint8, offset=at)
-    table = Table(
-        scopes,
-        tuple(voids),
-        columns[: 4 * n].view("<u4"),
-        columns[4 * n : 8 * n].view("<u4"),
-        columns[8 * n : (8 + KEY_BYTES) * n].reshape(n, KEY_BYTES),
-        columns[(8 + KEY_BYTES) * n :].reshape(n, CHECKSUM_BYTES),
-    )
+    rows = np.empty(place.record_count, ROW)
+    for name in _COLUMNS:
+        rows[name] = np.frombuffer(body, ROW[name], len(rows), at)
+        at += rows[name].nbytes
+    table = Table(scopes, tuple(voids), rows)
     return table if _fits(table, place.first_page) else None
 
 
@@ -257,13 +237,13 @@ def _parse_scopes(body: bytes, count: int) -> tuple[record.Scope, ...] | None:
 
 def _fits(table: Table, end_page: int) -> bool:
     """Whether the records are in order, and none overlaps the next one or the table."""
-    if not len(table.pages):
+    if not len(table.rows):
         return True
-    if int(table.scope_of.max()) >= len(table.scopes):
+    if int(table.rows["scope"].max()) >= len(table.scopes):
         return False
     lengths = np.array([record.record_pages(scope) for scope in table.scopes], np.int64)
-    begins = table.pages.astype(np.int64)
-    ends = begins + lengths[table.scope_of]
+    begins = table.rows["page"].astype(np.int64)
+    ends = begins + lengths[table.rows["scope"]]
     return bool(begins[0] >= 1 and (ends[:-1] <= begins[1:]).all() and ends[-1] <= end_page)
 
 

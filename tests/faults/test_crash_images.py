@@ -106,9 +106,10 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     catalog: Any = OneSegment(Segment(number, head, segment_name(number), -1, len(data)), medium)
     reading = Reader(catalog, memory.view, direct=True)
     good = []
-    for row, page in enumerate(table.pages.tolist()):
-        scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()
-        its = name, np.zeros(1, np.uint32), table.checksums[row].tobytes()
+    for row, page in enumerate(table.rows["page"].tolist()):
+        record = table.block(row)
+        scope, name = record.scope, record.key
+        its = name, np.zeros(1, np.uint32), record.checksum
         order = ReadFile(0, scope, *its, np.uint64(place_of(number, page)).tobytes())
         memory.view[:] = b"\xee" * len(memory.view)
         if reading.read(number, order, [0]).verdicts == [ReadVerdict.GOOD]:

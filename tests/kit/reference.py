@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore.kernels.port import Bytes
 from kvstore.wire.record import PIECE_BYTES, Scope, Void
-from kvstore.wire.segment import Gathered, Table
+from kvstore.wire.segment import ROW, Table
 
 
 def checksum(header: bytes, payload: bytes) -> bytes:
@@ -48,6 +48,7 @@ def table_of(
     checksums: bytes,
 ) -> Table:
     """A table of a segment's records, a column each, whether they make sense or not."""
-    columns = list(pages), list(scope_of), bytearray(keys), bytearray(checksums)
-    numbered = {scope: number for number, scope in enumerate(scopes)}
-    return Gathered(numbered, list(voids), *columns).table()
+    rows = np.empty(len(pages), ROW)
+    rows["page"], rows["scope"] = pages, scope_of
+    rows["key"], rows["checksum"] = np.frombuffer(keys, "V32"), np.frombuffer(checksums, "V16")
+    return Table(tuple(scopes), tuple(voids), rows)

@@ -160,13 +160,13 @@ def record_sets(
         voids: of newer segments.
         first_page: records before this page are left out.
     """
-    alive = table.living(own_number, voids) & (table.pages >= first_page)
+    alive = table.living(own_number, voids) & (table.rows["page"] >= first_page)
     for index, scope in enumerate(table.scopes):
-        chosen = np.flatnonzero(alive & (table.scope_of == index))
+        chosen = np.flatnonzero(alive & (table.rows["scope"] == index))
         for begin in range(0, len(chosen), BATCH_KEYS):
-            rows = chosen[begin : begin + BATCH_KEYS]
-            places = table.pages[rows].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
-            keys, checksums = table.keys[rows].tobytes(), table.checksums[rows].tobytes()
+            rows = table.rows[chosen[begin : begin + BATCH_KEYS]]
+            places = rows["page"].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
+            keys, checksums = rows["key"].tobytes(), rows["checksum"].tobytes()
             yield FileKnown(scope, keys, places.tobytes(), checksums)
 
 
@@ -189,8 +189,8 @@ def walk(
         table: what the segment holds.
         rows: of the table; None: all.
     """
-    for row in range(len(table.pages)) if rows is None else rows:
-        page, block = int(table.pages[row]), table.block(row)
+    for row in range(len(table.rows)) if rows is None else rows:
+        page, block = int(table.rows["page"][row]), table.block(row)
         try:
             yield page, block, is_intact(file, page, block, buffer, before_read), None
         except OSError as error:

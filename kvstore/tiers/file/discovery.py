@@ -145,7 +145,7 @@ class Restart:
         if read is None:
             return
         head, size, table = read
-        if not len(table.pages) and not table.voids:
+        if not len(table.rows) and not table.voids:
             self._delete(number)
             return
         self._catalog.add(Segment(number, head, segment_name(number), self._directory.fd, size))

@@ -142,7 +142,7 @@ class Writer:
         """Whether `count` more records of `pages` pages, `void_count` more voids and the footer
         have room in a segment with these records."""
         footer_bytes = footer_bytes_max(
-            record_count=len(found.pages) + count,
+            record_count=len(found.rows) + count,
             scope_count=len(found.scopes) + 1,
             void_count=len(found.voids) + void_count,
         )
@@ -423,7 +423,7 @@ class Writer:
     def _sync(self, opened: _OpenSegment) -> None:
         opened.is_unsure = True
         self._disk.fsync(opened.file.fd)
-        opened.is_unsure, opened.synced_records = False, len(opened.found.pages)
+        opened.is_unsure, opened.synced_records = False, len(opened.found.rows)
 
     def abandon(self) -> list[FileGone]:
         """Stop appending to the open segment, as it is. Returns blocks that are lost: after a
@@ -454,7 +454,7 @@ class Writer:
         with contextlib.suppress(OSError):
             forget_cached(opened.file.fd)
         number, found = opened.file.head.number, opened.found
-        rows = range(opened.synced_records, len(found.pages))
+        rows = range(opened.synced_records, len(found.rows))
         walked = walk(opened.file, found.table(), Pages(MIB).view, rows=rows)
         return [
             FileGone(block.scope, block.key, np.uint64(place_of(number, page)).tobytes())

@@ -100,7 +100,7 @@ def test_records_behind_a_broken_one_are_found_only_when_looked_for(tmp_path: Pa
             assert head is not None
             opened = SegmentFile(Disk(), file.fileno(), head, len(image))
             contents = opened.scan(search=search)
-        return [row.tobytes() for row in contents.table.keys], contents.skipped_pages
+        return [row.tobytes() for row in contents.table.rows["key"]], contents.skipped_pages
 
     assert found(1, search=True) == ([key(0), key(2)], RECORD_PAGES)
     assert found(1, search=False) == ([key(0)], 0)

@@ -36,7 +36,8 @@ class Stored:
         assert head is not None
         self.file = SegmentFile(DISK, self.fd, head, size)
         table = self.file.scan().table
-        self.records = [(page, table.block(row)) for row, page in enumerate(table.pages.tolist())]
+        pages = table.rows["page"].tolist()
+        self.records = [(page, table.block(row)) for row, page in enumerate(pages)]
 
     def is_intact(self, record: tuple[int, BlockPage], piece_bytes: int = 1 << 20) -> bool:
         return is_intact(self.file, *record, Pages(piece_bytes).view)
