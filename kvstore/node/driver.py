@@ -71,9 +71,6 @@ GAP_NS, GAPS = 5 * NS_PER_S, 12
 """The largest gap between two heartbeats is kept for each of the last GAPS intervals of GAP_NS: for
 a minute."""
 
-_ABOUT_PLACES: Final = (RaiseGenerations, Shown)
-"""Commands that publish generations and places: they are carried out first, in order."""
-
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -413,8 +410,12 @@ class Executor:
         # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
         try:
             for command in commands:
-                if isinstance(command, _ABOUT_PLACES):
-                    self._publish_places(command)
+                match command:
+                    case RaiseGenerations(slots, generations, tier):
+                        held = self.tier if tier is Tier.DRAM else _part(self.hbm, command)
+                        held.raise_generations(slots, generations)
+                    case Shown(slots, targets):
+                        _part(self.hbm, command).show(slots, targets)
         except AssertionError as error:
             raise Poisoned("generations could not be published") from error
         events: list[Event] = []
@@ -455,16 +456,6 @@ class Executor:
                 case _:
                     events += _part(self.files, command).carry_out(command)
         return events, cleared_blocks
-
-    def _publish_places(self, command: RaiseGenerations | Shown) -> None:
-        if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
-            self.tier.raise_generations(command.slots, command.generations)
-            return
-        hbm = _part(self.hbm, command)
-        if isinstance(command, Shown):
-            hbm.show(command.slots, command.targets)
-        else:
-            hbm.raise_generations(command.slots, command.generations)
 
     def _send(
         self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int], events: list[Event]

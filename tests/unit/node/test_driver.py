@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
+from unittest.mock import Mock, call, patch
 
 import pytest
 
@@ -18,8 +19,8 @@ from kvstore.node import driver as driver_module
 from kvstore.node.driver import QUERY_COUNT_MAX, DriverCounters, NotDurable
 from kvstore.node.files import FileEnd
 from kvstore.ports import FileStore
-from kvstore.tier_events import RaiseGenerations
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.tier_events import RaiseGenerations, Shown
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
 from tests.integration.node.conftest import eventually
@@ -58,6 +59,17 @@ def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Conn
     peer.say(Quiet(session=1))
     assert decode_from_node(peer.hear()) == Quiesce(session=1)
     assert generation_when_told == [5]
+
+
+def test_each_tier_gets_its_generations_and_places_in_their_order(loop: Loop) -> None:
+    calls = Mock()
+    loop.driver.executor.hbm = calls.hbm
+    with patch.object(loop.tier, "raise_generations", calls.dram):
+        shown, dram = Shown(slots=[16], targets=[32]), RaiseGenerations([16], [5])
+        loop.driver.executor.carry_out([shown, dram, RaiseGenerations([32], [7], Tier.HBM), shown])
+    show = call.hbm.show([16], [32])
+    raised = [call.dram([16], [5]), call.hbm.raise_generations([32], [7])]
+    assert calls.mock_calls == [show, *raised, show]
 
 
 def test_pages_that_arrive_while_it_runs_are_ready_with_the_next_tick(
