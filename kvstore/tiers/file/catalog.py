@@ -47,13 +47,15 @@ class Segment:
         return self.number >= FOREIGN_BASE
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A descriptor that its last user closes. While it is kept for later readers, the catalog is
-    one of its users."""
+class _Descriptor:
+    """A descriptor that is closed with the last reference to it: a reader's, or the catalog's while
+    it is kept for later readers."""
 
-    fd: int
-    users: int = 1
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        close_at_last(self.fd)
 
 
 class Catalog:
@@ -66,7 +68,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._unread: dict[int, int] = {}
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OrderedDict[int, _Descriptor] = OrderedDict()
         self._own_bytes = 0
         self.aside_bytes = 0
         self.hidden_bytes = 0
@@ -113,13 +115,13 @@ class Catalog:
             segment.taken_bytes = size_bytes
 
     def remove(self, number: int) -> None:
-        """Forget a segment; its descriptor is closed when its last reader is done."""
+        """Forget a segment; its descriptor is closed when its last reader is done, and without the
+        lock."""
         with self._lock:
             segment = self._segments.pop(number, None)
             if segment is not None and not segment.is_foreign:
                 self._own_bytes -= segment.taken_bytes
-            opened = self._open.pop(number, None)
-        self._release(opened)
+            _left = self._open.pop(number, None)
 
     def first_number(self) -> int:
         """Least number of an own segment, 0 if there is none."""
@@ -139,42 +141,24 @@ class Catalog:
         Raises:
             OSError: the file is gone, or is no regular file any more.
         """
-        opened = self._lease(segment)
+        number = segment.number
+        with self._lock:
+            opened = self._open.get(number)
+        if opened is None:
+            fd, _ = open_regular(self._disk, segment.name, self._flags, segment.dir_fd)
+            opened = _Descriptor(fd)
+        with self._lock:
+            if self._segments.get(number) is segment:  # else it left meanwhile
+                self._open.setdefault(number, opened)
+                self._open.move_to_end(number)
         try:
             yield SegmentFile(self._disk, opened.fd, segment.head, segment.taken_bytes)
         finally:
             with self._lock:
                 too_many = len(self._open) > _OPEN_MAX
-                longest_unused = self._open.popitem(last=False)[1] if too_many else None
-            self._release(opened, longest_unused)
-
-    def _lease(self, segment: Segment) -> _Open:
-        with self._lock:
-            opened = self._open.get(segment.number)
-            if opened is not None:
-                opened.users += 1
-                self._open.move_to_end(segment.number)
-                return opened
-        fd, _ = open_regular(self._disk, segment.name, self._flags, segment.dir_fd)
-        opened = _Open(fd)
-        with self._lock:
-            # Not kept if another thread was faster, or the segment left meanwhile.
-            if segment.number not in self._open and self._segments.get(segment.number) is segment:
-                opened.users += 1
-                self._open[segment.number] = opened
-        return opened
-
-    def _release(self, *leaving: _Open | None) -> None:
-        """A user less for each; descriptors without one are closed, without the lock."""
-        with self._lock:
-            for opened in filter(None, leaving):
-                opened.users -= 1
-            idle = {opened.fd for opened in filter(None, leaving) if not opened.users}
-        for fd in idle:
-            close_at_last(fd)
+                _longest_unused = self._open.popitem(last=False) if too_many else None
 
     def close(self) -> None:
         """Close the descriptors that nobody reads from; the last readers close the others."""
         with self._lock:
-            kept, self._open = self._open, OrderedDict()
-        self._release(*kept.values())
+            _kept, self._open = self._open, OrderedDict()
