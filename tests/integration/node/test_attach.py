@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +76,32 @@ def introduce(sock: socket.socket, hello: Message | bytes = HELLO) -> None:
 # ── death ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def attach_and_hold(socket_path: Path, pipe: Connection, *, grandchild: bool) -> None:
+def attach_and_hold(socket_path: Path, pipe: Connection) -> None:
     """In a child: take every credit, write nothing, then wait to be killed."""
     with RawEngine(socket_path, engine_id="victim") as engine:
         engine.open()
         engine.wait(lambda: bool(engine.credits))
-        if grandchild and os.fork() == 0:
-            holds = [engine.scheduler.fileno(), *(rank.fileno() for rank in engine.ranks)]
-            pipe.send(("grandchild", os.getpid(), holds))
-            signal.pause()
-        pipe.send(("attached", os.getpid(), len(engine.credits)))
+        pipe.send(len(engine.credits))
         signal.pause()
+
+
+@contextmanager
+def victim(node: NodeProcess, method: str = "fork") -> Iterator[BaseProcess]:
+    """A process that has every credit of the node; killed when the context ends."""
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=attach_and_hold, args=(node.socket, theirs))
+    child.start()
+    try:
+        assert ours.poll(30)
+        assert ours.recv() > 0
+        yield child
+    finally:
+        child.kill()
+        child.join(10)
+        child.close()
+        ours.close()
+        theirs.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -95,115 +109,17 @@ def test_a_killed_engine_leaves_nothing(
     node: NodeProcess, method: str, bystander: RawEngine
 ) -> None:
     before = peer_descriptors(node)
-    context: Any = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    child = context.Process(
-        target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": False}
-    )
-    child.start()
-    try:
-        assert ours.poll(30)
-        kind, pid, credit_count = ours.recv()
-        assert (kind, pid) == ("attached", child.pid)
-        assert credit_count > 0
+    with victim(node, method):
         assert peer_descriptors(node) == (before[0] + 2, before[1] + 2)
-    finally:
-        child.kill()
-        child.join(10)
-        child.close()
-        ours.close()
-        theirs.close()
     assert eventually(lambda: peer_descriptors(node) == before)
-
-
-def test_a_forked_grandchild_delays_nothing(node: NodeProcess, bystander: RawEngine) -> None:
-    before = peer_descriptors(node)
-    context: Any = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(
-        target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": True}
-    )
-    child.start()
-    grandchild = 0
-    try:
-        said = {}
-        for _ in range(2):
-            assert ours.poll(30)
-            kind, pid, what = ours.recv()
-            said[kind] = pid, what
-        grandchild, holds = said["grandchild"]
-        assert holds == [-1, -1], "the links are closed in it"
-        child.kill()
-        assert eventually(lambda: child.exitcode is not None)  # a join would wait for both
-        os.kill(grandchild, 0)
-        assert eventually(lambda: peer_descriptors(node) == before)
-        os.kill(grandchild, 0)
-    finally:
-        child.kill()
-        if grandchild:
-            os.kill(grandchild, signal.SIGKILL)
-        child.join(10)
-        child.close()
-        ours.close()
-        theirs.close()
-
-
-HOLDER = """
-import os, socket, sys
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloScheduler, encode
-hello = HelloScheduler(
-    protocol=PROTOCOL_VERSION, engine_id="h", nonce="n", tenant="t", rank_count=1, process="p")
-sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-sock.connect(sys.argv[1])
-socket.send_fds(sock, [encode(hello)], [os.pidfd_open(os.getpid())])
-sock.recv(4096)
-if os.fork() == 0:
-    print(os.getpid(), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_grandchild_that_holds_the_socket_does_not_hide_the_death(
-    node: NodeProcess, bystander: RawEngine
-) -> None:
-    """As from a library that forks without telling Python."""
-    before = peer_descriptors(node)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(node.socket)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None
-    grandchild = int(holder.stdout.readline())
-    try:
-        assert peer_descriptors(node) == (before[0] + 1, before[1] + 1)
-        holder.kill()
-        holder.wait(10)
-        os.kill(grandchild, 0)
-        assert eventually(lambda: peer_descriptors(node) == before)
-    finally:
-        os.kill(grandchild, signal.SIGKILL)
-        holder.communicate(timeout=10)
 
 
 def test_slots_of_a_dead_writer_are_used_again(tmp_path: Path) -> None:
     """A node of four slots: they must come back for the second engine to store four blocks."""
-    context: Any = multiprocessing.get_context("fork")
     with NodeProcess.start(tmp_path, dram="256KiB") as node:
         for _ in range(3):
-            ours, theirs = context.Pipe()
-            child = context.Process(
-                target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": False}
-            )
-            child.start()
-            assert ours.poll(30)
-            ours.recv()
-            child.kill()
-            child.join(10)
-            child.close()
-            ours.close()
-            theirs.close()
+            with victim(node):
+                pass
         with RawEngine(node.socket) as engine:
             engine.open()
             for key in make_keys(8):
@@ -377,16 +293,3 @@ def test_what_the_node_hands_out_cannot_be_turned_against_it(node: NodeProcess) 
         with pytest.raises(PermissionError):
             os.pwrite(page, b"\xff" * 8, 4096)
         os.close(page)
-
-
-def test_forking_does_not_disturb_the_parent(node: NodeProcess) -> None:
-    with RawEngine(node.socket) as engine:
-        engine.open()
-        keys = make_keys(2)
-        engine.store(keys)
-        pid = os.fork()
-        if pid == 0:
-            closed = all(link.closed for link in (engine.scheduler, *engine.ranks))
-            os._exit(0 if closed else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert engine.read(engine.lease_stored(keys)) == [engine.contents(key) for key in keys]

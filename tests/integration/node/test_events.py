@@ -17,7 +17,6 @@ import zmq
 from kvstore.installation import lacking
 from kvstore.testing.process import NodeFailed, NodeProcess, stop_process
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
-from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
 from tests.kit.command import kvstore
 from tests.kit.event_indexer import Indexer
@@ -134,21 +133,6 @@ def test_blocks_on_disk_are_told_and_told_again_after_a_restart(tmp_path: Path) 
             indexer.next_number = 0
             assert knows(indexer, "STORAGE", keys)
             assert indexer.keys("CPU") == set()
-
-
-def test_a_late_indexer_that_missed_too_much_gets_a_snapshot(tmp_path: Path) -> None:
-    keys = make_keys(8)
-    with (
-        NodeProcess.start(tmp_path, flags=TCP) as node,
-        RawEngine(node.socket) as engine,
-        Indexer(*event_endpoints(node)) as indexer,
-    ):
-        engine.open()
-        engine.store(keys)
-        engine.lease_stored(keys)
-        for _, payload in indexer._ask(b"\xff" * SEQUENCE_BYTES):
-            indexer._apply(payload)
-        assert indexer.keys("CPU") == set(keys)
 
 
 def test_garbage_on_both_sockets_harms_nobody(tmp_path: Path) -> None:

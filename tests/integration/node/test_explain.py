@@ -135,17 +135,6 @@ def test_an_unknown_request_is_one_sentence(node: NodeProcess) -> None:
     assert (none.returncode, none.stdout) == (0, "no request has ended since the node started\n")
 
 
-def test_what_was_cleared_is_told(node: NodeProcess, engine: RawEngine) -> None:
-    kvstore("clear", "--socket", str(node.socket))
-    end_request(node, engine, "cmpl-1-0-aaaaaaaa", loaded_tokens=0, outcome="not stored")
-    done = kvstore("explain", "cmpl-1", "--json", "--socket", str(node.socket))
-    (found,) = json.loads(done.stdout)["requests"]
-    assert [(r["blocks"], r["reason"]) for r in found["ranges"]] == [
-        (3, "cleared"),
-        (2, "never stored"),
-    ]
-
-
 @pytest.mark.parametrize("form", ["json", "numbers"])
 def test_where_a_prompt_is_now(stored: NodeProcess, tmp_path: Path, form: str) -> None:
     file = tmp_path / "tokens"
@@ -160,68 +149,3 @@ def test_where_a_prompt_is_now(stored: NodeProcess, tmp_path: Path, form: str) -
     text = kvstore(*arguments).stdout
     assert "prompt   83 tokens, of which a request would find 48" in text
     assert "in dram" in text
-
-
-def test_a_prompt_of_more_keys_than_one_question_takes(stored: NodeProcess, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text(json.dumps(TOKENS[: 16 * 5] + [1] * 16 * 1100))
-    where = ("--tokens-file", str(file), "--socket", str(stored.socket))
-    found = json.loads(kvstore("inspect", "prefix", "--json", *where).stdout)["prefix"]
-    assert [r["first_block"] for r in found["ranges"]] == [0, 3, 1024]
-    assert sum(r["blocks"] for r in found["ranges"]) == 1105
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "code", "sentence"),
-    [
-        ("not numbers", [], 2, "holds no token ids: write a JSON list of numbers"),
-        ("1 2", ["--space", "zz"], 2, "no engine of that space has attached"),
-        ("1 2", ["--text", "x"], 2, "name one prompt"),
-    ],
-)
-def test_wrong_prompts_are_one_sentence(
-    stored: NodeProcess,
-    tmp_path: Path,
-    content: str,
-    arguments: list[str],
-    code: int,
-    sentence: str,
-) -> None:
-    file = tmp_path / "tokens"
-    file.write_text(content)
-    where = ("--tokens-file", str(file), "--socket", str(stored.socket))
-    done = kvstore("inspect", "prefix", *where, *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_two_spaces_need_a_choice(node: NodeProcess, engine: RawEngine, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("1 2 3")
-    arguments = ["inspect", "prefix", "--tokens-file", str(file), "--socket", str(node.socket)]
-    with RawEngine(node.socket, engine_id="two", model="qwen", tenant="other") as other:
-        other.open()
-        done = kvstore(*arguments)
-        assert done.returncode == 2
-        assert "several spaces fit, say which with --space and --tenant: " in done.stderr
-        assert "(tenant other, qwen)" in done.stderr
-        assert kvstore(*arguments, "--tenant", "other").returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["explain", "x", "--last", "3"], "--last lists the latest requests"),
-        (["explain", "--last", "0"], "is not in the range"),
-        (["inspect", "prefix"], "name one prompt"),
-        (["inspect", "prefix", "--text", "x"], "--text and --tokenizer go together"),
-        (["inspect", "prefix", "--text", "x", "--limit", "3"], "--limit chooses blocks"),
-        (["inspect", "blocks", "--text", "x"], "a prompt is for 'kvstore inspect prefix'"),
-    ],
-)
-def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = kvstore(*arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1

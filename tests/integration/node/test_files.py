@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.wire.load import decode_learned
 from tests.integration.node.conftest import eventually, has_all_dram, tiers
 from tests.kit.command import kvstore
-from tests.kit.gauges import page, samples
+from tests.kit.gauges import samples
 
 pytestmark = pytest.mark.slow
 
@@ -63,44 +62,6 @@ def test_a_restarted_node_serves_what_was_written(tmp_path: Path, end: str) -> N
         reply = engine.lease(keys)
         assert engine.read(reply) == whole(keys, engine)
         assert tiers(node)["dram"]["blocks"] == 40
-
-
-def test_a_directory_that_was_removed_is_made_again_and_serves_the_next_start(
-    tmp_path: Path,
-) -> None:
-    files, keys = tmp_path / "files", make_keys(80)
-    old, new = keys[:40], keys[40:]
-    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
-        engine.open()
-        engine.store(old)
-        assert written(node, 40)
-        shutil.rmtree(files)
-        engine.store(new)
-        assert written(node, 80), "what is gone is noticed when it is read"
-        assert page(node, "/healthz") == (200, "ok\n")
-    assert f"{files} was removed, with its blocks, and is made again" in node.log
-    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
-        engine.open()
-        assert written(node, 40)
-        reply = engine.lease(new)
-        assert engine.read(reply) == whole(new, engine)
-
-
-def test_what_dram_lost_comes_back_from_disk(tmp_path: Path) -> None:
-    keys = make_keys(300)
-    with (
-        start(tmp_path / "a", tmp_path / "files", dram="4MiB") as node,
-        RawEngine(node.socket) as engine,
-    ):
-        engine.open()
-        for begin in range(0, len(keys), 10):
-            engine.store(keys[begin : begin + 10])
-            assert written(node, begin + 10), "what cannot be written is dropped: wait"
-        assert tiers(node)["dram"]["blocks"] <= 64
-        for begin in range(0, len(keys), 10):
-            reply = engine.lease(keys[begin : begin + 10])
-            assert engine.read(reply) == whole(keys[begin : begin + 10], engine)
-            engine.release(reply)
 
 
 def test_what_was_cleared_stays_away_after_a_restart(tmp_path: Path) -> None:
@@ -160,31 +121,6 @@ def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
         assert node.log.count("measurements of an earlier start are discarded") == 1
 
 
-def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
-    keys = make_keys(8)
-    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
-        engine.open()
-        engine.store(keys)
-        assert written(node, 8)
-        sixth = engine.contents(keys[5])
-    for segment in (tmp_path / "files").rglob("*"):
-        if segment.is_file() and (at := segment.read_bytes().find(sixth)) >= 0:
-            with segment.open("r+b") as file:
-                file.seek(at + 77)
-                file.write(b"!")
-    # Reading finds it here; the scrub, which has a test of its own, could be quicker.
-    flags = ["--scrub", "off"]
-    with (
-        start(tmp_path / "a", tmp_path / "files", flags=flags) as node,
-        RawEngine(node.socket) as engine,
-    ):
-        engine.open()
-        assert written(node, 8)
-        reply = engine.lease(keys)
-        assert engine.read(reply) == whole(keys[:5], engine), "up to the damage, and no further"
-        assert written(node, 7)
-
-
 def cleared(node: NodeProcess) -> subprocess.CompletedProcess[str]:
     return kvstore("clear", "--socket", str(node.socket))
 
@@ -216,24 +152,6 @@ def test_fsck_tells_damage_and_moves_it_aside(tmp_path: Path) -> None:
     with start(tmp_path / "a", files) as node:
         assert written(node, 7), "and what was good is kept"
     assert fsck(tmp_path / "nowhere")[0] == 2
-
-
-def test_two_nodes_on_one_directory_are_told_apart(tmp_path: Path) -> None:
-    keys = make_keys(6)
-
-    def named(name: str) -> NodeProcess:
-        flags = ["--node-name", name]
-        return start(tmp_path / name, tmp_path / "shared", dram="4MiB", how=",shared", flags=flags)
-
-    with named("a") as first, RawEngine(first.socket) as engine:
-        engine.open()
-        engine.store(keys)
-        assert written(first, 6)
-        first.kill()
-    with named("b") as second, RawEngine(second.socket) as engine:
-        engine.open()
-        assert written(second, 6)
-        assert engine.read(engine.lease(keys)) == whole(keys, engine)
 
 
 def metric(node: NodeProcess, name: str) -> float:

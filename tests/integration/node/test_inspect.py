@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,17 +139,6 @@ def test_tables_are_for_people(node: NodeProcess, two_models: tuple[RawEngine, R
     assert len(blocks.splitlines()) == 2 + 11, "a row is a line, however narrow"
 
 
-@pytest.mark.parametrize("command", ["inspect", "clear", "explain", "upgrade"])
-def test_no_node_is_one_sentence_with_the_way_out(tmp_path: Path, command: str) -> None:
-    path = tmp_path / "node.sock"
-    done = kvstore(command, "--socket", str(path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        f"kvstore: no node at {path}: start one with 'kvstore node --socket {path} --dram auto',"
-        " or name another --socket\n"
-    )
-
-
 def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
     node.pause()
     done = kvstore("inspect", "nodes", "--socket", str(node.socket))
@@ -159,39 +147,12 @@ def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
     assert "did not answer within 5 s: it is stopped or overloaded" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["inspect", "bloks"],
-            "there is no topic 'bloks': did you mean 'blocks'? See 'kvstore inspect --help'",
-        ),
-        (["inspect", "blocks", "--limit", "0"], "'--limit': 0 is not in the range"),
-        (["inspect", "tiers", "--space", "ab"], "--limit and --space choose blocks"),
-        (["inspect", "--limit", "5"], "--limit and --space choose blocks"),
-        (["nod"], "no such command 'nod'"),
-        (["node", "--drum", "1GiB"], "No such option"),
-        (["node", "--event-hashes", "hex"], "'hex' is not one of 'int', 'bytes'"),
-    ],
-)
-def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = kvstore(*arguments)
-    assert done.returncode == 2
-    assert sentence.lower() in done.stderr.lower()
-    assert done.stderr.count("\n") == 1
-    assert "--help'" in done.stderr
-
-
 @pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"], ["explain"], ["fsck"]])
 def test_every_command_has_help_with_an_example(arguments: list[str]) -> None:
     done = kvstore(*arguments, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: kvstore")
     assert re.search(r"\n  Examples?:\n    (kvstore|pip) .+\n    kvstore ", done.stdout), "by line"
-
-
-def test_version() -> None:
-    assert kvstore("--version").stdout.startswith("kvstore 0.")
 
 
 def test_no_engine_writes_to_the_operators_terminal(node: NodeProcess) -> None:

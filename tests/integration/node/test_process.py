@@ -95,30 +95,6 @@ def test_memory_outlives_a_killed_node_and_its_heart_has_stopped(node: NodeProce
         assert generations.heartbeat_ns() == beat_ns
 
 
-def test_a_stopped_node_has_no_heartbeat_and_resumes(started: NodeProcess) -> None:
-    node = started
-    with RawEngine(node.socket) as engine:
-        engine.open()
-        page = engine.ranks[0].generations
-        assert page is not None
-        node.pause()
-        assert eventually(lambda: time.monotonic_ns() - page.heartbeat_ns() > 250_000_000)
-        node.resume()
-        assert eventually(lambda: time.monotonic_ns() - page.heartbeat_ns() < 50_000_000)
-
-
-def test_a_killed_node_is_replaced_by_another_incarnation(tmp_path: Path) -> None:
-    incarnations = set()
-    for _ in range(2):
-        with NodeProcess.start(tmp_path) as node, RawEngine(node.socket) as engine:
-            engine.open()
-            page = engine.scheduler.generations
-            assert page is not None
-            incarnations.add(page.incarnation)
-            node.kill()
-    assert len(incarnations) == 2
-
-
 def test_two_nodes_on_one_socket(node: NodeProcess, tmp_path: Path) -> None:
     with pytest.raises(NodeFailed) as caught:
         NodeProcess.start(tmp_path)
@@ -322,29 +298,6 @@ def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
 # ── configuration ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--dram", "999TiB"], r"more than the .* has available: choose a smaller --dram"),
-        (["--dram", "lots"], "'lots' is not a size"),
-        (["--file", "/x:1MiB"], "the disk tier needs at least"),
-        (["--file", "/x:900TiB"], "more than the .* that the file system of /x has: choose"),
-        (["--metrics", "0.0.0.0:1"], "can be read from other machines"),
-        (["--config", "/absent.yaml"], "cannot be read"),
-        (["--slab", "1"], "must be a multiple of 64 KiB"),
-    ],
-)
-def test_a_wrong_configuration_is_one_sentence(
-    tmp_path: Path, flags: list[str], sentence: str
-) -> None:
-    with pytest.raises(NodeFailed, match=sentence) as caught:
-        NodeProcess.start(tmp_path, flags=flags)
-    assert caught.value.code == 2
-    assert caught.value.stderr.startswith("kvstore: ")
-    assert caught.value.stderr.count("\n") == 1
-    assert not (tmp_path / "node.sock").exists()
-
-
 def test_a_taken_metrics_port_leaves_nothing_behind(node: NodeProcess, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -364,14 +317,6 @@ def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
         datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
         assert line.startswith(f"kvstore node ready: version={__version__} socket=")
         assert node.log == "", "a start in which nothing is wrong says nothing at this level"
-
-
-def test_a_tiny_dram_serves(tmp_path: Path) -> None:
-    with NodeProcess.start(tmp_path, dram="256KiB") as node, RawEngine(node.socket) as engine:
-        engine.open()
-        (key,) = make_keys(1)
-        engine.store([key])
-        assert len(engine.lease_stored([key]).slots) == 4
 
 
 def test_a_node_ends_with_the_run_that_started_it_however_that_ends(tmp_path: Path) -> None:

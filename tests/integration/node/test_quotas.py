@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.test_inspect import inspected
 from tests.kit.gauges import samples
@@ -61,19 +61,3 @@ def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
         greedy.store(make_keys(5 * BLOCKS, seed="g"))
         assert "quotas" not in inspected(node, "tiers")
         assert len(modest.lease(mine).slots) < 4 * len(mine)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--quota", "a=60%", "--quota", "b=60%"], "quotas reserve .* more than dram has"),
-        (["--quota", "llama"], "must be NAME=SHARE, such as llama=30%"),
-        (["--quota", "llama="], "must be NAME=SHARE, such as llama=30%"),
-        (["--quota", "a=1%", "--quota", "a=2%"], "--quota names 'a' twice: keep one"),
-    ],
-)
-def test_a_wrong_quota_is_one_sentence(tmp_path: Path, flags: list[str], sentence: str) -> None:
-    with pytest.raises(NodeFailed, match=sentence) as caught:
-        NodeProcess.start(tmp_path, flags=flags)
-    assert caught.value.code == 2
-    assert caught.value.stderr.count("\n") == 1

@@ -36,6 +36,13 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
         (["prefix", "--keys-file", "x", "--cache-salt", "y"], "--cache-salt is in the keys"),
         (["prefix", "--keys-file", "/none"], "/none cannot be read"),
+        (["prefix"], "name one prompt"),
+        (["prefix", "--text", "x"], "--text and --tokenizer go together"),
+        (["prefix", "--text", "x", "--limit", "3"], "--limit chooses blocks"),
+        (["blocks", "--text", "x"], "a prompt is for 'kvstore inspect prefix'"),
+        (["blocks", "--limit", "0"], "'--limit': 0 is not in the range"),
+        (["tiers", "--space", "ab"], "--limit and --space choose blocks"),
+        (["--limit", "5"], "--limit and --space choose blocks"),
         (["tiers", "--gpu-hour", "2"], "--gpu-hour is for 'kvstore inspect savings'"),
         (
             ["savings", "--gpu-hour", "-1"],
@@ -54,8 +61,9 @@ def test_a_wrong_question_is_one_sentence(
     assert len(err.splitlines()) == 1
 
 
-def test_an_index_that_is_not_there_is_one_sentence(typed: Typed) -> None:
-    code, out, err = typed("inspect", "nodes", "--index", "127.0.0.1:1", "--insecure")
+@pytest.mark.parametrize("command", ["inspect nodes", "top --once", "top --json"])
+def test_an_index_that_is_not_there_is_one_sentence(command: str, typed: Typed) -> None:
+    code, out, err = typed(*command.split(), "--index", "127.0.0.1:1", "--insecure")
     assert (code, out) == (1, "")
     assert err.startswith("kvstore: the index did not answer")
     assert "127.0.0.1:1" in err
@@ -80,22 +88,19 @@ def test_what_top_cannot_do_is_one_sentence(
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("flag", ["--once", "--json"])
-def test_top_of_no_node_and_of_no_index(flag: str, tmp_path: Path, typed: Typed) -> None:
-    code, out, err = typed("top", flag, "--socket", str(tmp_path / "node.sock"))
+@pytest.mark.parametrize(
+    "command", ["inspect", "explain", "clear", "upgrade", "top --once", "top --json"]
+)
+def test_a_socket_that_is_none_or_another_file(command: str, tmp_path: Path, typed: Typed) -> None:
+    path = tmp_path / "file"
+    code, out, err = typed(*command.split(), "--socket", str(path))
     assert (code, out) == (1, "")
-    assert "kvstore node --socket" in err
-    code, out, err = typed("top", flag, "--index", "127.0.0.1:1", "--insecure")
-    assert (code, out) == (1, "")
-    assert err.startswith("kvstore: the index did not answer")
-
-
-@pytest.mark.parametrize("command", ["inspect", "explain", "clear", "upgrade", "top --once"])
-def test_a_file_that_is_no_socket(command: str, tmp_path: Path, typed: Typed) -> None:
-    (tmp_path / "file").touch()
-    code, _, err = typed(*command.split(), "--socket", str(tmp_path / "file"))
+    way_out = f"start one with 'kvstore node --socket {path} --dram auto', or name another --socket"
+    assert err == f"kvstore: no node at {path}: {way_out}\n"
+    path.touch()
+    code, _, err = typed(*command.split(), "--socket", str(path))
     assert code == 1
-    assert err == f"kvstore: {tmp_path}/file is no socket: name the --socket of a node\n"
+    assert err == f"kvstore: {path} is no socket: name the --socket of a node\n"
 
 
 @pytest.mark.parametrize(
@@ -111,8 +116,15 @@ def test_a_file_that_is_no_socket(command: str, tmp_path: Path, typed: Typed) ->
         ("nodee", "no such command 'nodee': did you mean 'node'? See 'kvstore --help'"),
         ("xyz", "no such command 'xyz': see 'kvstore --help'"),
         ("top --interval x", "invalid value for '--interval': 'x' is not a valid number: see"),
+        ("explain x --last 3", "--last lists the latest requests"),
+        ("explain --last 0", "invalid value for '--last': 0 is not in the range"),
         ("explain --last x", "invalid value for '--last': 'x' is not a valid whole number: see"),
         ("node --drma 1MiB", "no such option '--drma': did you mean '--dram'? See 'kvstore node"),
+        ("node --event-hashes hex", "invalid value for '--event-hashes': 'hex' is not one of"),
+        ("node --quota llama", "quota llama must be NAME=SHARE, such as llama=30%"),
+        ("node --quota llama=", "quota llama must be NAME=SHARE, such as llama=30%"),
+        ("node --quota a=1% --quota a=2%", "--quota names 'a' twice: keep one"),
+        ("node --config /none", "--config /none cannot be read"),
         ("node --xyz", "no such option '--xyz': see 'kvstore node --help'"),
         ("inspect --xyz", "no such option '--xyz': see 'kvstore inspect --help'"),
     ],

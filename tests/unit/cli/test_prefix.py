@@ -94,7 +94,10 @@ def test_the_one_space_that_is_meant() -> None:
     [
         ([], "", "no engine of that space has attached"),
         ([LLAMA], "ff", "no engine of that space has attached"),
-        ([LLAMA, QWEN], "a", "several spaces fit, say which with --space and --tenant: "),
+        (
+            *([LLAMA, QWEN], "a"),
+            r"several spaces fit, say which with --space and --tenant: .*\(tenant default, qwen\)",
+        ),
         (
             [msgspec.structs.replace(LLAMA, hash_algorithm="xxhash")],
             "",

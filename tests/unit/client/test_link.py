@@ -250,6 +250,8 @@ def test_a_forked_child_holds_neither_socket_nor_memory(link: Link, node: Script
         os.read(hold_read, 1)  # stay alive until the parent has seen the end of the socket
         os._exit(0 if clean else 1)
     os.close(hold_read)
+    assert not link.closed
+    assert arena.array.size
     link.close()
     node.peer.settimeout(5)
     assert node.peer.recv(10) == b"", "the child kept the socket open"
