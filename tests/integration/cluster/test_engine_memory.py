@@ -11,7 +11,6 @@ import pytest
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Holder, Trust
-from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 from tests.integration.cluster.kit import CONVERGES_S, SPACE, TENANT, Site
 from tests.integration.node.conftest import eventually
@@ -91,9 +90,3 @@ def test_an_attached_engine_says_where_it_publishes_and_is_gone_with_its_schedul
             expected = {Holder("n1", "engine", 0): (3, 3), Holder("n1"): (0, 1)}
             assert becomes(client, expected)
         assert becomes(client, {Holder("n1"): (0, 1)}), "its events still come, it does not"
-
-
-def test_events_of_engines_are_about_a_cluster(tmp_path: Path) -> None:
-    flags = ("--engine-events", f"e=ipc:///x,space={SPACE.hex()}")
-    with pytest.raises(NodeFailed, match=r"engine-events does nothing without --index"):
-        NodeProcess.start(tmp_path, flags=flags)

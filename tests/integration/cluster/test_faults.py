@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from kvstore.client.certificates import load
 from kvstore.client.index import channel
 from kvstore.index.feed import Trust
+from kvstore.testing.process import NodeProcess, read_line, reap
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Hello
@@ -24,6 +31,7 @@ from tests.integration.cluster.kit import (
     trust,
 )
 from tests.integration.node.conftest import eventually
+from tests.kit.peers import metric
 from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
@@ -176,3 +184,58 @@ def test_a_replica_that_stops_or_dies_holds_up_neither_nodes_nor_clients(site: S
         assert becomes(client, keys, {"n1": 64})
         with site.index("i1", listen=one.address):
             assert becomes(first, keys, {"n1": 64}), "and is filled again"
+
+
+# ── silence ───────────────────────────────────────────────────────────────────────────────────────
+
+
+PROGRAM = """if True:
+    import sys, threading
+    import grpc
+    from kvstore.client.index import IndexClient
+    from kvstore.wire.peers import PEERS, PeerHello, decode_answer, encode
+
+    def words():
+        yield PeerHello("x", 7)
+        threading.Event().wait()
+
+    with (
+        grpc.insecure_channel(sys.argv[1]) as channel,
+        IndexClient([sys.argv[2]], insecure=True) as index,
+    ):
+        answers = channel.stream_stream(f"/{PEERS}/Session", encode, decode_answer)(words())
+        next(answers)
+        news = index.watch()
+        next(news)
+        print("both answered", flush=True)
+        threading.Event().wait()
+"""
+GONE_S = 90.0
+"""Pings take 15 s to tell; a server that sends none takes two hours."""
+
+
+def test_a_peer_and_a_watcher_that_are_silent_are_hung_up_on(tmp_path: Path) -> None:
+    listens = ("--index-listen", "127.0.0.1:0", "--peer-listen", "127.0.0.1:0", "--insecure")
+    with NodeProcess.start(tmp_path, flags=(*listens, "--transport", "tcp")) as node:
+        found = re.search(r"peers=(\S+:(\d+))/tcp", node.ready_line)
+        assert found is not None
+        silent = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, found[1], node.index],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert read_line(silent, GONE_S)
+            server, port = psutil.Process(node.pid), int(found[2])
+
+            def heard() -> tuple[bool, float]:
+                """Whether there is a connection of a peer, and the number of watchers."""
+                connections = server.net_connections(kind="inet")
+                places = [each.laddr.port for each in connections if each.status == "ESTABLISHED"]
+                return port in places, metric(node, "kvstore_index_watchers")
+
+            assert heard() == (True, 1)
+            silent.send_signal(signal.SIGSTOP)
+            assert eventually(lambda: heard() == (False, 0), timeout_s=GONE_S)
+        finally:
+            reap(silent)

@@ -99,14 +99,6 @@ def test_what_a_node_holds_is_found_until_it_does_not(system: System) -> None:
         assert becomes(system.client, list(keys), {})
 
 
-def test_a_block_counts_when_all_its_shards_are_there(system: System) -> None:
-    keys = make_keys(3, seed="of two ranks")
-    with RawEngine(system.node.socket, rank_count=2) as engine:
-        engine.open()
-        engine.store(keys)
-        assert becomes(system.client, keys, {"n1": 3})
-
-
 def test_the_engines_of_a_node_are_known_while_they_are_attached(system: System) -> None:
     def engines() -> list[tuple[str, str, str]]:
         nodes = system.client.nodes(engines=True).nodes

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import functools
 import json
 import os
 import pty
@@ -19,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import psutil
 import pytest
 
-from kvstore.cli.top import Sampler, of_index
+from kvstore.cli.top import of_index
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
@@ -232,28 +229,6 @@ def test_top_waits_for_an_index_that_is_not_there(tmp_path: Path) -> None:
         terminal.type(b"q")
         assert terminal.ends() == 0
         assert b"Traceback" not in terminal.seen
-
-
-def test_a_node_that_stops_is_shown_so_and_the_others_go_on(system: System) -> None:
-    pair = system.pair
-    with IndexClient([pair.a.index], tls=Lab(system.folder).files("client", "ops")) as index:
-        tops = Sampler({"index": functools.partial(of_index, index)})
-
-        def trusts() -> dict[str, str]:
-            (seen,) = tops.take()
-            return {row["node"]: row["trust"] for row in (seen.state or {"nodes": []})["nodes"]}
-
-        assert eventually(lambda: trusts() == {"a": "exact", "b": "exact"}, timeout_s=CONVERGES_S)
-        process = psutil.Process(pair.b.pid)
-        process.suspend()
-        try:
-            assert eventually(lambda: trusts()["b"] != "exact", timeout_s=CONVERGES_S)
-            assert trusts()["a"] == "exact"
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-        assert eventually(lambda: trusts()["b"] == "exact", timeout_s=CONVERGES_S)
-        tops.close()
 
 
 class Terminal:

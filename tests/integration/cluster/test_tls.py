@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.supervisor.sockets import ask_for_upgrade
 from kvstore.testing.process import Lab, NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
@@ -42,7 +43,7 @@ from kvstore.wire.identity import Identity
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, feed, member, trust
 from tests.integration.node.conftest import eventually
-from tests.kit.gauges import page
+from tests.kit.gauges import page, samples
 from tests.kit.processes import IndexProcess
 
 pytestmark = pytest.mark.slow
@@ -132,16 +133,6 @@ def code_of(index: IndexProcess, credentials: grpc.ChannelCredentials) -> grpc.S
     return grpc.StatusCode.OK
 
 
-def test_what_is_no_index_is_told_nothing(site: Site) -> None:
-    """A node's certificate is not an index's, whoever its CA is."""
-    with site.index(listen="127.0.0.1:0") as real:
-        address = real.address
-        real.kill()
-    tls = site.lab.flags("node", "thief")
-    with pytest.raises(NodeFailed, match="names no index"):
-        IndexProcess.start(site.directory, tls, listen=address)
-
-
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_nothing_listens_without_tls_but_by_insecure(tmp_path: Path, *, is_inside: bool) -> None:
     if is_inside:
@@ -197,11 +188,6 @@ def test_a_node_of_a_cluster_listens_where_it_was_told_and_nowhere_else(site: Si
         # are read.
         expected = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]
         assert eventually(lambda: found() == expected, timeout_s=CONVERGES_S), found()
-
-
-def test_two_replicas_do_not_share_a_port(site: Site, index: IndexProcess) -> None:
-    with pytest.raises(NodeFailed, match="the address is in use"):
-        site.index("i2", listen=index.address)
 
 
 def test_garbage_at_the_port_costs_nobody_else(site: Site, index: IndexProcess) -> None:
@@ -340,3 +326,39 @@ def test_the_wire_and_the_logs_hold_no_token_and_no_whole_key(site: Site) -> Non
         assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
         said = (node.log + index.log).lower()
     assert not [key for key in keys if key[:5].hex() in said or repr(key[:6])[2:-1] in said]
+
+
+# ── certificates that end ─────────────────────────────────────────────────────────────────────────
+
+
+KEYS = make_keys(3, seed="renewal")
+ENDS = "kvstore_certificate_expires_timestamp_seconds"
+"""When the certificate ends that a component was started with."""
+
+
+def test_an_upgrade_takes_up_a_new_certificate_and_keeps_what_is_in_memory(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with (
+        site.index() as index,
+        site.client(index.address) as client,
+        site.node("n1", "--index", index.address, "--peer-listen", "127.0.0.1:0") as node,
+    ):
+        assert "the certificate of i1.index.kvstore ends at" in index.log
+        assert samples(index)[ENDS] == load(site.lab.files("index", "i1")).ends_s
+        assert "the certificate of n1.node.kvstore ends at" in node.log
+        old = site.lab.files("node", "n1")
+        assert samples(node)[ENDS] == load(old).ends_s
+        with RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(KEYS)
+            assert becomes(client, KEYS, {"n1": 3})
+        for file in (old.cert, old.key):
+            file.unlink()
+        new = load(site.lab.files("node", "n1", days=90))
+        said = len(node.log)
+        assert "3 blocks" in ask_for_upgrade(node.socket)
+        assert samples(node)[ENDS] == new.ends_s
+        assert "the certificate of" not in node.log[said:]
+        with RawEngine(node.socket) as engine:  # of which the node learns what a whole block is
+            engine.open()
+            assert becomes(client, KEYS, {"n1": 3})

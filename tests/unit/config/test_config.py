@@ -213,6 +213,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"events": "inproc://x"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": True}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": "ipc:///" + "x" * 105}, "choose a shorter one"),
+        ({"engine-events": ["e=ipc:///x"]}, "engine-events does nothing without --index"),
         ({"event-hashes": "int"}, "--event-hashes does nothing without --events: add that"),
         (
             {"events": "ipc:///x", "event-hashes": "hex"},
