@@ -46,7 +46,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB, TIB
 from kvstore.wire.record import Scope, record_pages
-from kvstore.wire.segment import SegmentHead, Table, footer, segment_page, store_page
+from kvstore.wire.segment import ROW, SegmentHead, Table, footer, segment_page, store_page
 
 SCOPE = Scope("bench", b"s" * 32, Shard(0, 16, 0, 4), 64 * KIB)
 STORE_ID = b"d" * 16
@@ -68,10 +68,11 @@ def build(folder: Path, record_count: int) -> int:
         count = min(per_segment, record_count - first)
         number += 1
         head = SegmentHead(STORE_ID, number.to_bytes(16, "big"), number)
-        pages = 1 + np.arange(count, dtype=np.uint32) * np.uint32(record_pages(SCOPE))
-        keys = rng.integers(0, 256, (count, 32), np.uint8)
-        sums = rng.integers(0, 256, (count, 16), np.uint8)
-        table = Table((SCOPE,), (), pages, np.zeros(count, np.uint32), keys, sums)
+        rows = np.zeros(count, ROW)
+        rows["page"] = 1 + np.arange(count) * record_pages(SCOPE)
+        rows["key"] = rng.integers(0, 256, (count, 32), np.uint8)
+        rows["checksum"] = rng.integers(0, 256, (count, 16), np.uint8)
+        table = Table((SCOPE,), (), rows)
         end = 1 + count * record_pages(SCOPE)
         with (folder / segment_name(number)).open("wb") as file:
             file.write(segment_page(head))
