@@ -5,6 +5,7 @@
 | `engine`    | dispatch, operations on all blocks                | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
 | `agenda`    | what is looked at when: by time, by name          | –                           |
+| `config`    | sizes and limits of one node                      | –                           |
 | `state`     | tables that the rooms share, counts for /metrics | –                       |
 | `memory/`   | slots, tiers of each block, eviction              | transitions → states        |
 | `sessions/` | attached engines, their lookups and leases        | Hellos, asks → replies      |

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore import tier_events
 from kvstore.engine import events
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
@@ -28,7 +29,7 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.engine.state import EngineConfig, State, adopt
+from kvstore.engine.state import State, adopt
 from kvstore.engine.trust import Scrubs, Switches
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason

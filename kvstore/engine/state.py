@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine import events
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.policies import Words, prints
 from kvstore.engine.memory.residency import Change, Offers, Residency, Run
@@ -35,11 +36,10 @@ from kvstore.engine.why.findings import Trail
 from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Names, Reason, stamp
 from kvstore.tier_events import RaiseGenerations
-from kvstore.types import AdmissionMode, ConnectionId, Latest, Shard, SpaceId, Tier
+from kvstore.types import ConnectionId, Latest, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.load import Learned
 from kvstore.wire.messages import Message
-from kvstore.wire.space import Slab, Space, is_prefix
+from kvstore.wire.space import Space, is_prefix
 
 # ── counters ──────────────────────────────────────────────────────────────────────────────────────
 # Counts since the start of the node. Read by /metrics; only the engine adds.
@@ -101,65 +101,6 @@ class Counters(msgspec.Struct):
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and limits of one node."""
-
-    incarnation: int
-    arena_bytes: int
-    slab_bytes: int
-    """Size of a slab, a multiple of 64 KiB; no slot is larger than a slab."""
-    generation_bytes: int
-    """Size of the generation page's memfd, for Welcome."""
-    block_count_max: int
-    seed: int = 0
-    """A random number, so that no engine can choose keys that collide in the table."""
-    first_generation: int = 1
-    """Generation of every slot at the start: higher than any from an earlier process."""
-    restarts: int = 0
-    """Earlier processes of this node."""
-    hbm: Slab | None = None
-    """The slab in a GPU's memory, if there is one."""
-    file_bytes: int = 0
-    """Size of the disk tier; 0: there is none."""
-    learned: Learned = Learned()
-    """Paces measured by an earlier process."""
-    connection_count_max: int = 256
-    lease_ttl_ms: int = 10_000
-    lease_count_max: int = 4096
-    """Most leases of one session."""
-    credit_share: float = 0.125
-    credit_blocks_max: int = 512
-    low_watermark: float = 0.02
-    high_watermark: float = 0.05
-    policy: str = "lru"
-    """Eviction policy: a name of `policies.POLICIES`."""
-    file_admission: AdmissionMode = AdmissionMode.ALL
-    """Rule for the blocks that are written to the disk tier."""
-    file_day_bytes: int = 0
-    """Budget of disk writes in a day; 0: any amount."""
-    file_spent_bytes: int = 0
-    """Part of the budget that is used up at the start."""
-    quotas: tuple[tuple[str, int], ...] = ()
-    """Guaranteed bytes of dram by model label or tenant; the sum is at most all of dram."""
-    tell_changes: bool = False
-    """Whether `Changed` commands are wanted."""
-    tell_offers: bool = False
-    """Whether `BlocksChanged` commands are wanted."""
-    tell_stories: bool = False
-    """Whether `StoryTold` commands are wanted."""
-    follows: bool = False
-    """Whether `Follow` commands are wanted."""
-    fetches: bool = False
-    """Whether other nodes are asked for blocks that are not here."""
-    node: str = ""
-    """Name in the cluster."""
-    landing_bytes: int = 0
-    """Size of the landing slab, at the end of the arena, in whole slabs. 0: nothing is pushed to
-    this node."""
-    fetches_always: bool = False
-    """Whether blocks are also fetched where computing them is as quick."""
-
-
 KNOWN_SPACES_MAX = 1024
 
 
@@ -189,36 +130,20 @@ class State:
         self.config, self.counters = config, Counters()
         self.numbers = itertools.count(1)
         """Numbers of jobs, queries to the index, expectations and grants, of all kinds together."""
-        self.slots = Slots(
-            arena_bytes=config.arena_bytes,
-            landing_bytes=config.landing_bytes,
-            slab_bytes=config.slab_bytes,
-            policy=config.policy,
-            quotas=config.quotas,
-            first_generation=config.first_generation,
-            journal=journal,
-        )
+        self.slots = Slots(config, journal)
         self.journal = self.slots.journal
         self.memories = {Tier.DRAM: self.slots}
         """Slots of each memory."""
         self.hbm: Slots | None = None
         """Slots of hbm, whose policy is the least recently used; None: there is none."""
         if config.hbm is not None:
-            size_bytes = config.hbm.size_bytes
-            self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
-            self.hbm.ready(size_bytes)
+            self.hbm = Slots(config.of_hbm(config.hbm))
+            self.hbm.ready(config.hbm.size_bytes)
             self.memories[Tier.HBM] = self.hbm
         self.curve = Curve(config.policy, config.arena_bytes - config.landing_bytes)
         self.trail = Trail(block_count_max=config.block_count_max)
         self.ledger, self.ages = Ledger(), {tier: Ages() for tier in (Tier.DRAM, Tier.FILE)}
-        self.residency = Residency(
-            block_count_max=config.block_count_max,
-            tell_changes=config.tell_changes or config.tell_offers,
-            journal=self.journal,
-            seed=config.seed,
-            hbm_word_count=len(self.hbm.state) if self.hbm is not None else 0,
-            tombstones=self.trail.tombstones,
-        )
+        self.residency = Residency(config, self.journal, self.trail.tombstones)
         ttl_ns = config.lease_ttl_ms * NS_PER_MS
         self.leases = Leases(self.slots, ttl_ns=ttl_ns, count_max=config.lease_count_max)
         self.paces = Paces(config.learned)

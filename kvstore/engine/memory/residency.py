@@ -21,11 +21,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.journal import Address, Journal, ScopeAddress
 from kvstore.engine.memory.policies import NONE, Words
 from kvstore.engine.memory.table import FEW_SCOPES, NO_ROWS, BlockTable, Keys, Rows, tallied
 from kvstore.engine.why.reasons import FROM_DRAM, Origins, Reason, Tombstones, restamp
-from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
+from kvstore.types import KEY_BYTES, SLOT_BYTES_MIN, Shard, SpaceId, Tier
 from kvstore.wire.feed import BlocksChanged, Removed, Stored
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
 
@@ -63,25 +64,18 @@ class Column(msgspec.Struct, eq=False):
 class Residency:
     """Rows of blocks and what each tier holds of them.
 
-    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken. The
-    journal gets changes of dram at once.
+    If the configuration wants changes or offers, the gains and losses of each tier are kept, in
+    order, until they are taken. The journal gets changes of dram at once.
     """
 
-    def __init__(
-        self,
-        *,
-        block_count_max: int,
-        journal: Journal,
-        tell_changes: bool = False,
-        seed: int = 0,
-        hbm_word_count: int = 0,
-        tombstones: Tombstones | None = None,
-    ) -> None:
-        word_count = len(journal.stamps)
+    def __init__(self, config: EngineConfig, journal: Journal, tombstones: Tombstones) -> None:
+        word_count, block_count_max = len(journal.stamps), config.block_count_max
+        hbm_word_count = config.hbm.size_bytes // SLOT_BYTES_MIN if config.hbm is not None else 0
         assert block_count_max >= word_count, "a row for every slot"
+        tell_changes = config.tell_changes or config.tell_offers
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal
-        self.table = BlockTable(row_count_max=block_count_max, seed=seed)
+        self.table = BlockTable(row_count_max=block_count_max, seed=config.seed)
         """Rows of blocks that a tier holds; new ones must be put into a tier before any other
         call."""
         self._dram = Column(Tier.DRAM, np.zeros(block_count_max + 1, np.int64))
@@ -254,7 +248,7 @@ class Residency:
         absent = rows
         for column in self._columns.values():
             absent = absent[~column.has(absent)]
-        if stamp and len(absent) and self._tombstones is not None:
+        if stamp and len(absent):
             self._tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
         self.table.delete(absent)
 

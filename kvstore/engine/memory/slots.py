@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalContents
 from kvstore.engine.memory.policies import (
     NONE,
@@ -167,24 +168,16 @@ class Pool(msgspec.Struct, eq=False):
 class Slots:
     """The arena's slots, in columns by word."""
 
-    def __init__(
-        self,
-        *,
-        arena_bytes: int,
-        landing_bytes: int = 0,
-        slab_bytes: int,
-        policy: str,
-        quotas: Sequence[tuple[str, int]] = (),
-        first_generation: int = 1,
-        journal: Journal | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
+        """`journal`: None makes one that does not outlive this process."""
+        arena_bytes, slab_bytes, quotas = config.arena_bytes, config.slab_bytes, config.quotas
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
         if journal is None:
             journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes, quotas=quotas)
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
-        self.slab_count = (arena_bytes - landing_bytes) // slab_bytes
+        self.slab_count = (arena_bytes - config.landing_bytes) // slab_bytes
         self.slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
@@ -194,7 +187,7 @@ class Slots:
         self.counts = np.zeros(len(SlotState), dtype=np.int64)
         """Number of slots in each state; the count of FREE is only relative."""
         self.sealed_bytes = 0
-        self.generation = np.full(word_count, first_generation, dtype=np.uint64)
+        self.generation = np.full(word_count, config.first_generation, dtype=np.uint64)
         self.journal = journal
         self.writers = Writers(word_count)
         self.writer = self.writers.column
@@ -203,7 +196,7 @@ class Slots:
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
         """Group of the quota that a slot counts for, unless FREE."""
-        self.quotas = Quotas(quotas, arena_bytes=arena_bytes - landing_bytes)
+        self.quotas = Quotas(quotas, arena_bytes=arena_bytes - config.landing_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.pins = Pins(self)
         self.stamps = journal.stamps
@@ -213,7 +206,7 @@ class Slots:
         self.next_stamp = 1
         """Stamp of the next use."""
         self._expected = Expected(key_count=word_count)
-        self._make_policy = maker(policy, self.stamps)
+        self._make_policy = maker(config.policy, self.stamps)
         self.pools: dict[int, Pool] = {}
         self.cause = 0
         """Number of the event that is being handled, for the history."""

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.policies import Mask, Prints, RecentKeys, Words, prints
 from kvstore.engine.memory.residency import has_repeats
 from kvstore.engine.memory.table import Rows
@@ -60,29 +61,18 @@ class DiskAdmission:
     bytes written by an earlier start of the node. Within any time, at most a day's budget and the
     refill during that time are written; an empty bucket allows none.
 
-    Args:
-        mode: blocks admitted while the budget is not tight.
-        day_bytes: budget of a day; 0: unlimited.
-        key_count: approximate number of keys remembered; as many as the disk can hold is plenty.
-        seed: of the hashes; random per node, so that collisions cannot be chosen.
-        spent_bytes: of the day's budget, used up before the start.
+    As many keys are remembered, about, as the node has blocks at most: plenty for any disk. Their
+    hashes have the incarnation as a seed, so that nobody can choose keys that collide.
     """
 
-    def __init__(
-        self,
-        mode: AdmissionMode,
-        *,
-        day_bytes: int,
-        key_count: int,
-        seed: int,
-        spent_bytes: int = 0,
-    ) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        day_bytes, spent_bytes = config.file_day_bytes, config.file_spent_bytes
         assert not day_bytes or 0 <= spent_bytes <= day_bytes, "more is spent than there was"
-        self._mode = mode
+        self._mode = config.file_admission
         self._budget = Bucket(day_bytes, NS_PER_DAY, taken=spent_bytes)
         self._seen: RecentKeys | None = None
-        if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
-            self._seen = RecentKeys(key_count=key_count, seed=seed)
+        if self._mode is AdmissionMode.SECOND_SIGHT or day_bytes:
+            self._seen = RecentKeys(key_count=config.block_count_max, seed=config.incarnation)
 
     def admit(self, prints: Prints, now_ns: int) -> Mask:
         """Mask of blocks to write. Each counts as seen from now on, in any mode, for the time when
@@ -134,16 +124,9 @@ class Writes:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        config = state.config
-        self._admission = DiskAdmission(
-            config.file_admission,
-            day_bytes=config.file_day_bytes,
-            key_count=config.block_count_max,
-            seed=config.incarnation,
-            spent_bytes=config.file_spent_bytes,
-        )
+        self._admission = DiskAdmission(state.config)
         slots = len(state.slots.state)
-        self._jobs: Jobs[_Write] = Jobs(state.numbers, config.arena_bytes, places=slots)
+        self._jobs: Jobs[_Write] = Jobs(state.numbers, state.config.arena_bytes, places=slots)
 
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """Offer blocks that a new request names to the disk; absent rows are -1."""

@@ -50,9 +50,8 @@ def as_set(changes: list[Changed]) -> set[tuple[object, ...]]:
     }
 
 
-def test_who_wants_neither_changes_nor_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wants_neither_changes_nor_offers_gets_none() -> None:
     node = Node(tell_offers=False, tell_changes=False)
-    monkeypatch.setattr(node, "_held", set)
     Peer(node).store(1, 2)
     node.step(Clear(None, None))
     assert node.engine.counters.stores_sealed == 2
@@ -157,3 +156,9 @@ def test_keys_that_lack_different_shards_cost_one_search(monkeypatch: pytest.Mon
     node.ask_offers()
     assert {(block[0], block[3]) for block in node.offered} == {(Tier.FILE, key((1 << LAYERS) - 1))}
     assert set(searched) == {frozenset(shards[:1]), frozenset({*shards, WHOLE})}
+
+
+def test_offers_come_whether_changes_are_wanted_or_not() -> None:
+    node = Node(tell_changes=False)
+    Peer(node).store(1)
+    assert (len(node.offered), node.told) == (1, set())

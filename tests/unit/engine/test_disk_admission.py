@@ -9,6 +9,7 @@ from kvstore.engine.memory.policies import Prints
 from kvstore.engine.moves.writes import DiskAdmission
 from kvstore.types import AdmissionMode
 from kvstore.units import NS_PER_DAY
+from tests.unit.engine.harness import config_of
 
 DAY_BYTES = 1 << 40
 BLOCK = 2 << 20
@@ -21,13 +22,12 @@ def keys(*numbers: int) -> Prints:
 def admission(
     mode: AdmissionMode, *, day_bytes: int = 0, key_count: int = 1 << 12
 ) -> DiskAdmission:
-    return DiskAdmission(mode, day_bytes=day_bytes, key_count=key_count, seed=7)
+    config = config_of(file_admission=mode, file_day_bytes=day_bytes, block_count_max=key_count)
+    return DiskAdmission(config)
 
 
 def budget_of(day_bytes: int, *, spent_bytes: int = 0) -> DiskAdmission:
-    return DiskAdmission(
-        AdmissionMode.ALL, day_bytes=day_bytes, key_count=1, seed=7, spent_bytes=spent_bytes
-    )
+    return DiskAdmission(config_of(file_day_bytes=day_bytes, file_spent_bytes=spent_bytes))
 
 
 # ── the budget ───────────────────────────────────────────────────────────────────────────────────

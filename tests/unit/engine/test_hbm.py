@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.engine.events import Admit, Received
+from kvstore.engine.memory.policies import Lru
 from kvstore.engine.moves import hbm
 from kvstore.engine.moves.hbm import WINDOW_NS
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
@@ -59,6 +60,23 @@ def test_a_block_that_is_leased_again_too_late_is_not(node: SlabNode, peer: Peer
     node.tick(WINDOW_NS / NS_PER_MS)
     leased(peer, 3, 1)
     assert len(node.copying) == 1
+
+
+def test_slots_of_hbm_are_a_slab_of_their_own_whatever_dram_is_divided_into() -> None:
+    node = SlabNode(
+        hbm_slots=8,
+        slots=64,
+        landing_bytes=16 * SLOT_BYTES_MIN,
+        quotas=(("a", 32 * SLOT_BYTES_MIN),),
+        policy="reuse",
+        first_generation=9,
+    )
+    (*_, row), hbm_slots = node.engine.tiers(), node.state.hbm
+    assert (row.tier, row.capacity_bytes, row.policy) == ("hbm", 8 * SLOT_BYTES_MIN, "lru")
+    assert hbm_slots is not None
+    assert not hbm_slots.quotas.any
+    assert hbm_slots.generation.tolist() == [1] * 8
+    assert isinstance(hbm_slots.pool(SLOT_BYTES_MIN).policy, Lru)
 
 
 def welcome(node: SlabNode, number: int, hello: HelloRank | HelloScheduler) -> Welcome:

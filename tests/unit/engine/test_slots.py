@@ -9,16 +9,13 @@ import pytest
 
 from kvstore.engine.memory.slots import Pool, Slots
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
+from tests.unit.engine.harness import config_of
 
 SLAB_WORDS = 4
 
 
 def slots_of(slabs: int = 3) -> Slots:
-    slots = Slots(
-        arena_bytes=slabs * SLAB_WORDS * SLOT_BYTES_MIN,
-        slab_bytes=SLAB_WORDS * SLOT_BYTES_MIN,
-        policy="lru",
-    )
+    slots = Slots(config_of(slots=slabs * SLAB_WORDS, slab_slots=SLAB_WORDS))
     slots.ready(slabs * slots.slab_bytes)
     return slots
 
