@@ -45,6 +45,7 @@ from kvstore.client.core.attachment import Dial, DialState
 from kvstore.client.core.costs import SourcePace
 from kvstore.client.core.plan import StepPlan
 from kvstore.client.link import Link, Lost
+from kvstore.connector.config import ConnectorConfig
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.mailbox import Wake
 from kvstore.obs.logs import RateLimit
@@ -157,15 +158,12 @@ engine, which lives on where the cache was turned off, and uses their blocks onc
 class Copier:
     """See the module. Everything but `start` and `join` runs on its thread."""
 
-    def __init__(
-        self, handoff: Handoff, copies: CopyEngine, *, socket: str, heartbeat_timeout_ms: int
-    ) -> None:
+    def __init__(self, handoff: Handoff, copies: CopyEngine, config: ConnectorConfig) -> None:
         """Args:
         handoff: source of jobs.
         copies: moves the blocks; this thread's alone but for `mark`.
-        socket: the node's.
-        heartbeat_timeout_ms: silence of GONE_TIMES as long ends the connection
-            (`client.core.attachment`).
+        config: names the node's socket, and the limit of its silence, GONE_TIMES of which end the
+            connection (`client.core.attachment`).
         """
         self._handoff = handoff
         self._copies = copies
@@ -180,8 +178,8 @@ class Copier:
         """Trouble of the copy engine, as last logged."""
         self._reported = wire.Pinned(0)
         """Pinned memory, as last reported to the node."""
-        self._socket = socket
-        self._dial = Dial(heartbeat_timeout_ms)
+        self._socket = config.socket
+        self._dial = Dial(config.heartbeat_timeout_ms)
         self._link = Link()
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None

@@ -114,12 +114,7 @@ class WorkerSide:
         self._handoff = Handoff(
             RankCore(hello, copies_max=copies.copies_max, is_fenced_late=self._is_fenced_late)
         )
-        self._copier = Copier(
-            self._handoff,
-            copies,
-            socket=self._config.socket,
-            heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
-        )
+        self._copier = Copier(self._handoff, copies, self._config)
         self._copier.start()
 
     def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[HelloRank, CopyEngine]:

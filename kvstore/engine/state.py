@@ -37,7 +37,6 @@ from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Names, Reason, stamp
 from kvstore.tier_events import RaiseGenerations
 from kvstore.types import ConnectionId, Latest, Shard, SpaceId, Tier
-from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Message
 from kvstore.wire.space import Space, is_prefix
 
@@ -144,8 +143,7 @@ class State:
         self.trail = Trail(block_count_max=config.block_count_max)
         self.ledger, self.ages = Ledger(), {tier: Ages() for tier in (Tier.DRAM, Tier.FILE)}
         self.residency = Residency(config, self.journal, self.trail.tombstones)
-        ttl_ns = config.lease_ttl_ms * NS_PER_MS
-        self.leases = Leases(self.slots, ttl_ns=ttl_ns, count_max=config.lease_count_max)
+        self.leases = Leases(self.slots, config)
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}

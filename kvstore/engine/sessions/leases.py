@@ -9,7 +9,6 @@ in memory and in time to end them all, is bounded, and there is always some left
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -18,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.agenda import Agenda
+from kvstore.engine.config import EngineConfig
 from kvstore.engine.memory.policies import Words
 from kvstore.engine.memory.shares import Account
 from kvstore.engine.memory.slots import Slots
-from kvstore.units import MIB
+from kvstore.types import Counts
+from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.messages import LEASE_LIVES_MAX
 
 SLOT_BYTES: Final = 16
@@ -82,12 +83,12 @@ class Lease(msgspec.Struct, eq=False):
 class Leases:
     """All leases of a node, by (session, lease id)."""
 
-    def __init__(self, slots: Slots, *, ttl_ns: int, count_max: int) -> None:
+    def __init__(self, slots: Slots, config: EngineConfig) -> None:
         self._slots = slots
-        self._ttl_ns = ttl_ns
-        self._count_max = count_max
+        self._ttl_ns = config.lease_ttl_ms * NS_PER_MS
+        self._count_max = config.lease_count_max
         self._by_session: dict[int, dict[int, Lease]] = {}
-        self._bytes_of: Counter[int] = Counter()
+        self._bytes_of = Counts[int]()
         """Bytes counted by session; only sessions that have leases."""
         self._agenda = Agenda[tuple[int, int]]()
         self.ended: Callable[[tuple[int, int]], None] = lambda _: None
@@ -184,15 +185,10 @@ class Leases:
         self._slots.pins.pin(words, lease.account)
         counted_bytes = lease.size_bytes
         lease.grow(words, self._slots.generation[words])
-        self._count(session, lease.size_bytes - counted_bytes)
-
-    def _count(self, session: int, size_bytes: int) -> None:
-        self._bytes_of[session] += size_bytes
-        if not self._bytes_of[session]:
-            del self._bytes_of[session]
+        self._bytes_of[session] += lease.size_bytes - counted_bytes
 
     def _end(self, session: int, number: int, lease: Lease) -> None:
-        self._count(session, -lease.size_bytes)
+        self._bytes_of.drop(session, lease.size_bytes)
         self._agenda.drop((session, number))
         for words, generations in lease.pieces:
             held = self._slots.generation[words] == generations

@@ -17,11 +17,13 @@ from kvstore.client.core import attachment
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.connector import copier
+from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.copier import Copier, Handoff
 from kvstore.kernels.host import PagedCache
 from kvstore.kernels.port import Bytes
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
+from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -72,9 +74,8 @@ class Rank:
         self.memory = memory
         self.copies = copies = make(list(memory))
         self.handoff = Handoff(RankCore(CONFIG, copies_max=copies.copies_max))
-        self.copier = Copier(
-            self.handoff, copies, socket=str(path), heartbeat_timeout_ms=heartbeat_timeout_ms
-        )
+        config = ConnectorConfig(str(path), heartbeat_timeout_ms=heartbeat_timeout_ms)
+        self.copier = Copier(self.handoff, copies, config)
         self.copier.start()
 
     def block(self, index: int) -> bytes:
@@ -249,6 +250,14 @@ def test_a_node_that_talks_nonsense_is_left_and_tried_again(node: ScriptedNode, 
     node.peer.send(b"\xc1")
     assert node.is_hung_up()
     node.open_session(6)
+
+
+def test_a_node_may_be_silent_for_as_long_as_the_configuration_says() -> None:
+    handoff = Handoff(RankCore(CONFIG))
+    copies = host_copies(list(np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)))
+    made = Copier(handoff, copies, ConnectorConfig(heartbeat_timeout_ms=300))
+    assert made._dial._limit_ns == 300 * NS_PER_MS
+    handoff.wake.close()
 
 
 @ON_HOST

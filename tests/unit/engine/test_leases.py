@@ -16,8 +16,9 @@ from kvstore.engine.sessions.leases import (
     Leases,
 )
 from kvstore.types import SLOT_BYTES_MIN
-from kvstore.units import NS_PER_S
+from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.kit.parts_check import check_leases
+from tests.unit.engine.harness import config_of
 from tests.unit.engine.test_slots import one_pool, slots_of
 
 TTL_NS = 10 * NS_PER_S
@@ -31,7 +32,7 @@ def sealed() -> tuple[Slots, Words]:
 
 
 def table(slots: Slots, *, count_max: int = 1 << 20) -> Leases:
-    return Leases(slots, ttl_ns=TTL_NS, count_max=count_max)
+    return Leases(slots, config_of(lease_ttl_ms=TTL_NS // NS_PER_MS, lease_count_max=count_max))
 
 
 @pytest.mark.parametrize("first", [1, 2])
