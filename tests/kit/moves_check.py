@@ -90,14 +90,16 @@ def check_hbm(hbm: HbmCopies) -> None:
 def check_pushes(pushes: Pushes) -> None:
     """Grants of other nodes."""
     jobs = [write.ask for write in pushes._writes.values()]
-    for name, ask in pushes._asks.items():
-        assert name == (ask.peer, ask.its.grant)
+    asks = {its: None for group in pushes.named.values() for its in group}
+    for ask in asks:
+        assert pushes.named.of((ask.peer, ask.its.grant)) == [ask]
         assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
         assert ask.reason is None or ask.jobs, "a grant that nobody ends"
         assert (ask in pushes.agenda._entries) is (ask.reason is None), (
             "a grant that nobody looks at"
         )
-    assert pushes.named.total == 2 * len(pushes._asks), "grants of peers are miscounted"
+    assert pushes.named.total == 3 * len(asks), "a grant lacks a name"
+    assert len(pushes) == len(asks), "grants of peers are miscounted"
 
 
 def check_grants(grants: Grants) -> None:

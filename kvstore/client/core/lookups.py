@@ -321,7 +321,7 @@ class EngineLookups:
             if blocks
         ]
         request.stage = LookupStage.LOADING
-        request.load_jobs, request.load_reports = len(jobs), 0
+        request.load_reports_left = len(jobs) * self._config.hello.rank_count
         return jobs
 
     def reported(self, result: LoadResult, now_ns: int) -> bool:
@@ -339,8 +339,8 @@ class EngineLookups:
                 self._count_failure(self._copies, now_ns)
         if result.failed_block_ids:
             request.present.mark(part.group, slice(part.first, None), present=False)
-        request.load_reports += 1
-        if request.load_reports < self._config.hello.rank_count * request.load_jobs:
+        request.load_reports_left -= 1
+        if request.load_reports_left:
             return False
         if not request.failed:
             self._copies.succeeded()

@@ -278,9 +278,8 @@ class Request:
     """Since when the engine has got the answer to ask again, for any reason; 0: its last answer
     was another."""
     parts: list[LookupPart] = field(default_factory=list)
-    load_jobs: int = 0
-    """Load jobs under way, one for each KV cache group."""
-    load_reports: int = 0
+    load_reports_left: int = 0
+    """Reports to come of its load: one of each rank for each KV cache group."""
     miss_reason: str = ""
 
     # ── transfer ─────────────────────────────────────────────────────────────────────────────────

@@ -284,8 +284,9 @@ class _Ask(PushSide, eq=False):
 
     @property
     def names(self) -> tuple[SideName, ...]:
-        """Its peer and its (tenant, transfer), by which it is found."""
-        return (self.peer,), (self.address[0], self.its.transfer)
+        """Its (peer, grant), its peer and its (tenant, transfer), by which it is found."""
+        transfer = self.address[0], self.its.transfer
+        return (self.peer, self.its.grant), (self.peer,), transfer
 
 
 class _PushWrite(msgspec.Struct, frozen=True):
@@ -305,18 +306,17 @@ class Pushes(PushSides[_Ask]):
         """`its`: what finds the shards to write."""
         super().__init__(state, files, arrivals, transfers)
         self._servings = its
-        self._asks: dict[tuple[int, int], _Ask] = {}
         self._writes: dict[int, _PushWrite] = {}
 
     def asked(self, event: events.PeerAsked[PushGrant]) -> None:
         """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
-        if name in self._asks or self.named.count((event.peer,)) >= ASKS_MAX:
+        if name in self.named or self.named.count((event.peer,)) >= ASKS_MAX:
             over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
             state.say(events.AnswerPeer(event.peer, over))
             return
         keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX].copy()
-        ask = self._asks[name] = _Ask(
+        ask = _Ask(
             *(event.peer, event.node, its, (its.tenant, its.space), keys, state.now_ns),
             times=PushTimes(state.now_ns),
             until_ns=state.now_ns + its.deadline_ms * NS_PER_MS,
@@ -412,7 +412,7 @@ class Pushes(PushSides[_Ask]):
             ask.is_quiet = False
             self._end(ask, event.trouble)
         else:
-            if count and self._asks.get((ask.peer, ask.its.grant)) is ask:
+            if count and self._has(ask):
                 self._say_pushed(ask, write, count)
             if count < len(whole):
                 self._end(ask, "a block was evicted while it was pushed")
@@ -446,7 +446,7 @@ class Pushes(PushSides[_Ask]):
 
     def revoked(self, event: events.PeerAsked[PushRevoke]) -> None:
         """The other node takes its grant back."""
-        ask = self._asks.get((event.peer, event.its.grant))
+        ask = self.named.first((event.peer, event.its.grant))
         if ask is not None:
             self._end(ask, "it was taken back")
             self._settle(ask)
@@ -456,7 +456,7 @@ class Pushes(PushSides[_Ask]):
         themselves."""
         for ask in self.named.of((event.peer,)):
             self._end(ask, "the session has ended")
-            self._forget(ask)
+            self.named.remove(ask, *ask.names)
 
     def _look_at(self, ask: _Ask) -> None:
         now_ns = self._state.now_ns
@@ -476,19 +476,18 @@ class Pushes(PushSides[_Ask]):
             self._arrivals.unwatch(ask.name)
             self.agenda.drop(ask)
 
-    def _forget(self, ask: _Ask) -> None:
-        del self._asks[ask.peer, ask.its.grant]
-        self.named.remove(ask, *ask.names)
+    def _has(self, ask: _Ask) -> bool:
+        """Whether the grant is still known here: its peer may give another one the same number."""
+        return self.named.first(ask.names[0]) is ask
 
     def _settle(self, ask: _Ask) -> None:
         """Close a grant that has ended and has no write under way: send PushOver and report it. A
         grant whose blocks are all written ends here."""
         if ask.reason is None and ask.next == len(ask.keys) and not ask.jobs:
             self._end(ask, "")
-        name = (ask.peer, ask.its.grant)
-        if ask.reason is None or ask.jobs or self._asks.get(name) is not ask:
+        if ask.reason is None or ask.jobs or not self._has(ask):
             return
-        self._forget(ask)
+        self.named.remove(ask, *ask.names)
         reason = ask.reason[:REASON_CHARS_MAX]
         over = PushOver(ask.its.grant, ask.its.epoch, reason, ask.is_quiet)
         self._state.say(events.AnswerPeer(ask.peer, over))
@@ -502,4 +501,4 @@ class Pushes(PushSides[_Ask]):
         )
 
     def __len__(self) -> int:
-        return len(self._asks)
+        return sum(self.named.count(name) for name in self.named if len(name) == 1)  # by peer

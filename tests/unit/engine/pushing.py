@@ -279,7 +279,7 @@ class PushPair:
         assert slab.free_pages == slab.page_count, "extents are held"
         assert not grants._grants
         assert not self.d.engine._awaited
-        assert not pushes._asks
+        assert not pushes.named
         assert not pushes._writes
 
 
