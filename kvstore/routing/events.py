@@ -18,12 +18,7 @@ import msgspec
 
 from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.rows import StateChange
-from kvstore.routing.values import (
-    LoadSample,
-    ProbeResult,
-    RouteRequest,
-    WorkerSpec,
-)
+from kvstore.routing.values import LoadSample, ProbeResult, RouteRequest, WorkerSpec
 from kvstore.wire.load import EngineLoad
 from kvstore.wire.peers import PrepareReply
 

@@ -25,6 +25,7 @@ from kvstore.routing.decide import (
     dropped_names,
     fallbacks,
     is_of_the_moment,
+    requests_in_flight,
     unfit,
 )
 from kvstore.routing.events import Blocked, Ending, Unplaced
@@ -82,8 +83,8 @@ def _local(opened: OpenRequest, verdict: RouteVerdict, reason: SplitReason) -> P
 def _idle(verdict: RouteVerdict) -> int | None:
     """Place of the best worker without any request; None: all have some."""
     columns = verdict.features.columns
-    busy = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
-    busy += columns[FeatureColumn.QUEUE_S]  # other routers say tokens, not requests
+    # Other routers say tokens, not requests.
+    busy = requests_in_flight(columns) + columns[FeatureColumn.QUEUE_S]
     return next((place for place in verdict.order if not busy[place]), None)
 
 

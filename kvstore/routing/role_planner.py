@@ -50,27 +50,6 @@ _SOON: Final = 2
 """A change to the other role within this many cool-downs takes back the last one."""
 
 
-class MissedShare:
-    """Share of requests in the window that missed an objective."""
-
-    def __init__(self) -> None:
-        self._missed = self._all = 0.0
-
-    def add(self, *, is_missed: bool) -> None:
-        """Count a request."""
-        self._missed += is_missed
-        self._all += 1
-
-    def decay(self, factor: float) -> None:
-        """Multiply the counts by `factor`, since time passed."""
-        self._missed *= factor
-        self._all *= factor
-
-    @property
-    def is_high(self) -> bool:
-        return self._all >= _SAMPLES_MIN and self._missed > _MISSED * self._all
-
-
 class PoolPlan:
     """Window and history of one pool."""
 
@@ -81,7 +60,10 @@ class PoolPlan:
         """Seconds of remote prefill that arrive per second, smoothed."""
         self.streams = 0.0
         """Streams per worker that decodes, smoothed."""
-        self.late_first, self.slow_tokens = MissedShare(), MissedShare()
+        self.late_first, self.slow_tokens = np.zeros((2, 2))
+        """(requests that missed the objective, all requests) in the window: by their TTFT, and by
+        their time per token.
+        """
         self.local_rate = 0.0
         """Seconds of local prefill that arrive per second at each worker that decodes, smoothed."""
         self.work_s = self.local_s = 0.0
@@ -121,7 +103,7 @@ class Planner:
         plan = self._pools.get(pool)
         if plan is not None and arrived_ns >= plan.changed_ns:
             ttft_s = (now_ns - arrived_ns) / NS_PER_S
-            plan.late_first.add(is_missed=ttft_s > self._fleet.policy.planner.ttft_s)
+            plan.late_first += (ttft_s > self._fleet.policy.planner.ttft_s, 1)
 
     def ended(self, pool: str, began_ns: int, now_ns: int, output_tokens: int) -> None:
         """A request got its last token, its first one at `began_ns`: count whether its time per
@@ -130,7 +112,7 @@ class Planner:
         plan = self._pools.get(pool)
         if plan is not None and output_tokens > 1 and began_ns >= plan.changed_ns:
             itl_s = (now_ns - began_ns) / NS_PER_S / (output_tokens - 1)
-            plan.slow_tokens.add(is_missed=itl_s > self._fleet.policy.planner.itl_s)
+            plan.slow_tokens += (itl_s > self._fleet.policy.planner.itl_s, 1)
 
     def prefill_sent(self, pool: str, work_s: float, *, is_remote: bool) -> None:
         """Add a prefill of `work_s` seconds that was sent."""
@@ -170,8 +152,8 @@ class Planner:
         local_rate = plan.local_s / passed_s / max(1, serving.size)
         plan.local_rate += (1 - kept) * (local_rate - plan.local_rate)
         plan.work_s = plan.local_s = 0.0
-        plan.late_first.decay(kept)
-        plan.slow_tokens.decay(kept)
+        plan.late_first *= kept
+        plan.slow_tokens *= kept
         starved = _starved(plan, self._fleet.policy.planner)
         if starved is not plan.starved:
             plan.starved, plan.since_ns = starved, now_ns
@@ -214,16 +196,20 @@ class Planner:
         is_back = plan.last not in (None, role) and since_s < _SOON * cool_s
         plan.doublings = min(_DOUBLINGS_MAX, plan.doublings + 1) if is_back else 0
         plan.last, plan.changed_ns, plan.since_ns = role, now_ns, now_ns
-        plan.late_first, plan.slow_tokens = MissedShare(), MissedShare()
+        plan.late_first, plan.slow_tokens = np.zeros((2, 2))
 
 
 def _starved(plan: PoolPlan, settings: PolicyPlanner) -> WorkerRole | None:
-    is_slow = plan.slow_tokens.is_high
+    is_slow = _is_high(*plan.slow_tokens)
     if plan.prefill_s >= PREFILL_HIGH_S or (
-        plan.late_first.is_high and plan.prefill_s > PREFILL_LOW_S
+        _is_high(*plan.late_first) and plan.prefill_s > PREFILL_LOW_S
     ):
         return WorkerRole.PREFILL
     if is_slow and plan.local_rate > plan.streams / settings.streams_max:
         return WorkerRole.PREFILL  # prompts that decoders compute slow their streams down
     is_full = is_slow or plan.streams > settings.streams_max
     return WorkerRole.BOTH if is_full and plan.prefill_s <= PREFILL_LOW_S else None
+
+
+def _is_high(missed: float, requests: float) -> bool:
+    return bool(requests >= _SAMPLES_MIN and missed > _MISSED * requests)

@@ -426,7 +426,7 @@ def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[s
     replaced, has_date = _lows(tuple(more)), False
     lines = [_status_line(status)]
     for name, value in headers:
-        low = _low(name)
+        low = name.lower()
         if low not in replaced:
             has_date = has_date or low == b"date"
             lines.append(b"%b: %b\r\n" % (name, value))
@@ -435,11 +435,6 @@ def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[s
     for key, text in more.items():
         lines.append(f"{key}: {text}\r\n".encode("utf-8", "surrogateescape"))
     return whole_head(b"".join(lines), len(lines))
-
-
-@functools.lru_cache(maxsize=512)
-def _low(name: bytes) -> bytes:
-    return name.lower()
 
 
 @functools.lru_cache(maxsize=64)

@@ -51,10 +51,7 @@ class Discovery:
     def __init__(self, config: RouterConfig, workers: Workers) -> None:
         self._names, self._workers = config.names, workers
         self._insecure = config.insecure
-        self._known: dict[str, tuple[WorkerAddress, ...]] = {
-            "flags": config.workers,
-            INDEX: (),
-        }
+        self._known: dict[str, tuple[WorkerAddress, ...]] = {"flags": config.workers, INDEX: ()}
         self._listed: tuple[Listed, ...] = ()
         self.troubles = Troubles(_log, "%s: %s")
         """Sources that fail."""

@@ -166,9 +166,23 @@ def test_requests_of_before_a_change_say_nothing_about_the_roles_after_it() -> N
     routed(arrive(core, request("after", 100), now_ns=S + MS))
     plan = core.planner._pools["p"]
     core.step(FirstToken("before"), S + 2 * MS)
-    assert plan.late_first._all == 0
+    assert plan.late_first.tolist() == [0, 0]
     core.step(FirstToken("after"), S + 3 * MS)
-    assert plan.late_first._all == 1
+    assert plan.late_first.tolist() == [0, 1]
+
+
+def test_requests_that_missed_an_objective_fade() -> None:
+    core = planned(ANY, ANY, ttft_s=0.001, itl_s=0.001, window_s=1.0)
+    core.step(RouteTick(), S)
+    core.step(RouteTick(), 2 * S)
+    plan = core.planner._pools["p"]
+    routed(arrive(core, request("r", 100), now_ns=2 * S))
+    core.step(FirstToken("r"), 2 * S + 2 * MS)
+    core.step(RequestEnded("r", Ending.DONE, output_tokens=2), 2 * S + 4 * MS)
+    assert plan.late_first.tolist() == plan.slow_tokens.tolist() == [1, 1]
+    core.step(RouteTick(), 3 * S)
+    for missed, seen in (plan.late_first, plan.slow_tokens):
+        assert missed == seen < 0.5
 
 
 def test_roles_that_an_operator_fixed_never_change() -> None:
