@@ -182,6 +182,7 @@ class RouterCore:
         self.policy = policy
         self.fleet.adopt(policy)
         self.placer.adopt(policy)
+        self.tree.blocks_max = policy.tree_blocks_max
         for opened in self.open.values():  # its class may be gone
             opened.service = self.arrivals.service_of(opened.request)
         held = self.room.entries.values()

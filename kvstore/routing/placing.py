@@ -123,8 +123,8 @@ class Placer:
     def adopt(self, policy: RoutingPolicy) -> None:
         """Use another policy from now on, which the fleet has already."""
         self.policy_hash = policy_hash(policy)
-        for split in self.splits.values():
-            split.settings = policy.split
+        # Thresholds were learned from a start and within bounds that may be others now.
+        self.splits = {p: each for p, each in self.splits.items() if each.settings == policy.split}
 
     def split_of(self, pool: str) -> PrefillSplit:
         """Thresholds of a pool's remote prefills."""

@@ -225,3 +225,11 @@ def test_a_thousand_workers_that_join_are_mapped_once(monkeypatch: pytest.Monkey
     core.step(WorkerLeft(first.worker), S)
     assert routed(arrive(core, request("s"))).worker != first.worker
     assert made["maps"] == 2
+
+
+def test_the_size_of_the_tree_is_that_of_the_policy_in_effect() -> None:
+    core = core_of(spec(0, node="", engine=""))
+    for n, blocks in enumerate((1000, 10), 1):
+        core.adopt(parse({"tree_blocks_max": blocks}), n * S)
+        routed(arrive(core, request(f"r{n}", 1600 * n), now_ns=n * S))
+        assert 0 < len(core.tree) <= blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from kvstore.routing.core import RouterCore
@@ -176,3 +177,14 @@ def test_a_full_prefill_queue_means_local() -> None:
     check(core)
     assert reasons["long"] == 4
     assert reasons["prefill-queue"] == 30 - 10
+
+
+def test_a_threshold_of_a_reloaded_policy_is_in_effect_at_once() -> None:
+    core = pd()
+    assert routed(arrive(core, request("before", 1600))).prefill_worker is not None
+    same = msgspec.structs.replace(core.policy, draining=("w1",))
+    core.placer.split_of("p").uncached_min = 300.0
+    core.adopt(same, S)
+    assert core.placer.split_of("p").uncached_min == 300.0, "what was learned stays"
+    core.adopt(parse({"split": {"uncached_min": 4000}}), S)
+    assert routed(arrive(core, request("after", 1700), now_ns=S)).prefill_worker is None
