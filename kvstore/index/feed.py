@@ -16,7 +16,7 @@ of messages (`wire.feed`), the keeper of the blocks (`holdings`, `kvstore.stores
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Annotated, Final, Protocol
 
 import msgspec
@@ -351,8 +351,8 @@ class Holder(msgspec.Struct, frozen=True):
 
 Scope = Hashable
 """Name that the keeper of the blocks uses for a (tenant, space)."""
-Place = tuple[str, int, Scope]
-"""Engine, rank, scope."""
+Slots = dict[tuple[str, int], dict[Scope, int]]
+"""Slots of each (engine, rank), by scope."""
 
 
 class PlaceSlots(Protocol):
@@ -379,26 +379,22 @@ class PlaceSlots(Protocol):
 
 
 class Places:
-    """Slots of one node, by place, and of the snapshot under way."""
+    """Slots of one node, and of the snapshot under way."""
 
     def __init__(self, node: str, kept: PlaceSlots) -> None:
         self._node, self._kept = node, kept
-        self.slots: dict[Place, int] = {}
-        self.coming: dict[Place, int] | None = None
+        self.slots: Slots = {}
+        self.coming: Slots | None = None
         """Slots of a snapshot that is being received while older ones answer; None: there is
         none."""
-        self._scopes: dict[tuple[str, int], set[Scope]] = {}
-        """Scopes of each (engine, rank), maybe too many, so that none are searched for when the
-        engine leaves."""
         self.is_short = False
         """Whether some of the node's blocks found no room."""
 
-    def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
+    def resume(self, slots: Slots, coming: Slots | None) -> None:
         """Go on with slots that another replica opened. A snapshot that came in part is dropped,
         and earlier blocks stay."""
         self.slots, self.coming = slots, coming
         self.abandon()
-        self._know(slots)
 
     def fill(self, part: wire.SnapshotPart) -> None:
         """Take a part of a snapshot. After the last one, blocks neither in it nor published
@@ -409,35 +405,24 @@ class Places:
             self.coming = {} if self.slots else None
         for stored in part.stored:
             self._store(stored, self.slots if self.coming is None else self.coming)
-        if part.is_last:
-            self._complete()
+        if part.is_last and self.coming is not None:
+            self._void(*self.slots.values())
+            for its in self.coming.values():
+                for slot in its.values():
+                    self._kept.show(slot)
+            self.slots, self.coming = self.coming, None
 
     def forget(self) -> None:
         """Drop all blocks of the node."""
         self.abandon()
-        self._void(self.slots, list(self.slots))
-        self._scopes.clear()
-        self.is_short = False
+        self._void(*self.slots.values())
+        self.slots, self.is_short = {}, False
 
     def abandon(self) -> None:
         """Drop the snapshot under way."""
         if self.coming is not None:
-            self._void(self.coming, list(self.coming))
+            self._void(*self.coming.values())
             self.coming = None
-
-    def _complete(self) -> None:
-        if self.coming is None:
-            return
-        self._void(self.slots, list(self.slots))
-        for slot in self.coming.values():
-            self._kept.show(slot)
-        self.slots, self.coming = self.coming, None
-        self._scopes.clear()
-        self._know(self.slots)
-
-    def _know(self, places: Iterable[Place]) -> None:
-        for engine, rank, scope in places:
-            self._scopes.setdefault((engine, rank), set()).add(scope)
 
     def change(self, change: wire.Change) -> None:
         """Take a change, into the snapshot under way too."""
@@ -446,32 +431,29 @@ class Places:
             case wire.Stored():
                 for slots in both:
                     self._store(change, slots)
-            case wire.Removed():
+            case wire.Removed(engine=engine, rank=rank):
                 scope = self._kept.scope(change.tenant, change.space)
                 for slots in both:
-                    slot = slots.get((change.engine, change.rank, scope))
+                    slot = slots.get((engine, rank), {}).get(scope)
                     if slot is not None:
                         self._kept.removed(slot, scope, change.tier, change.keys)
             case wire.Left(engine, rank):
-                scopes = self._scopes.pop((engine, rank), ())
                 for slots in both:
-                    self._void(slots, [p for s in scopes if (p := (engine, rank, s)) in slots])
+                    self._void(slots.pop((engine, rank), {}))
 
-    def _store(self, stored: wire.Stored, slots: dict[Place, int]) -> None:
-        scope = self._kept.scope(stored.tenant, stored.space)
-        place = (stored.engine, stored.rank, scope)
-        slot = slots.get(place)
-        if slot is None and len(slots) < PLACES_MAX:
-            holder = Holder(self._node, stored.engine, stored.rank)
-            slot = self._kept.open(holder, scope, is_hidden=slots is self.coming)
+    def _store(self, stored: wire.Stored, slots: Slots) -> None:
+        scope, owner = self._kept.scope(stored.tenant, stored.space), (stored.engine, stored.rank)
+        slot = slots.get(owner, {}).get(scope)
+        if slot is None and sum(map(len, slots.values())) < PLACES_MAX:
+            holder, is_hidden = Holder(self._node, *owner), slots is self.coming
+            slot = self._kept.open(holder, scope, is_hidden=is_hidden)
         if slot is None:
             self.is_short = True
             return
-        if place not in slots:
-            slots[place] = slot
-            self._know([place])
+        slots.setdefault(owner, {})[scope] = slot
         self._kept.stored(slot, scope, stored.tier, stored.keys)
 
-    def _void(self, slots: dict[Place, int], places: Iterable[Place]) -> None:
-        for place in places:
-            self._kept.void(slots.pop(place))
+    def _void(self, *gone: dict[Scope, int]) -> None:
+        for its in gone:
+            for slot in its.values():
+                self._kept.void(slot)

@@ -35,9 +35,9 @@ from kvstore.index.feed import (
     Feed,
     FeedClosed,
     Holder,
-    Place,
     Places,
     Scope,
+    Slots,
     Trust,
     Verdict,
 )
@@ -465,12 +465,15 @@ class RedisStore(StoreConnection):
         return answer
 
 
-def _slots(rows: list[tuple[str, int, bytes, int]]) -> dict[Place, int]:
-    return {each[:3]: each[3] for each in rows}
+def _slots(rows: list[tuple[str, int, bytes, int]]) -> Slots:
+    slots: Slots = {}
+    for engine, rank, scope, slot in rows:
+        slots.setdefault((engine, rank), {})[scope] = slot
+    return slots
 
 
 def _kept(places: Places) -> KeptSlots:
-    def rows(slots: dict[Any, int]) -> list[tuple[str, int, bytes, int]]:
-        return [(*place, slot) for place, slot in slots.items()]
+    def rows(slots: Slots) -> list[Any]:
+        return [(*name, *its) for name, by_scope in slots.items() for its in by_scope.items()]
 
     return KeptSlots(rows(places.slots), None if places.coming is None else rows(places.coming))

@@ -62,11 +62,11 @@ def check(index: Index) -> None:
     for name, feed in index.nodes.items():
         places = feed.places
         for slots, state in ((places.slots, SHOWN), (places.coming or {}, HIDDEN)):
-            for (engine, rank, scope), slot in slots.items():
+            for owner, scope, slot in ((o, *each) for o in slots for each in slots[o].items()):
                 seen.append(slot)
                 assert _state(holdings, slot) == state, "a slot answers too early or too late"
                 assert holdings.scope_of[slot] == scope, "a slot is of another scope"
-                assert holdings.holders[slot] == Holder(name, engine, rank)
+                assert holdings.holders[slot] == Holder(name, *owner)
     assert len(set(seen)) == len(seen), "two places have one slot"
     assert set(seen) == holdings.holders.keys(), "a slot answers for nobody"
     trusts = index.trusts

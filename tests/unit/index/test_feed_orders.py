@@ -16,7 +16,7 @@ import pytest
 from kvstore.index.feed import Event, Feed, Places, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index
-from kvstore.wire.feed import Delta
+from kvstore.wire.feed import Delta, SnapshotPart
 from tests.kit.index_check import check, done
 from tests.kit.planted import Patch, instead_of
 from tests.unit.index.words import (
@@ -146,10 +146,10 @@ def _restart_keeps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Places, "forget", lambda self: None)
 
 
-def _snapshot_adds(patch: pytest.MonkeyPatch) -> None:
-    store = Places._store
-    patch.setattr(Places, "_store", lambda self, what, slots: store(self, what, self.slots))
-    patch.setattr(Places, "_complete", lambda self: setattr(self, "coming", None))
+@instead_of(Places, "fill")
+def _snapshot_adds(_: Any, self: Places, part: SnapshotPart) -> None:
+    for each in part.stored:
+        self._store(each, self.slots)
 
 
 @pytest.mark.parametrize(

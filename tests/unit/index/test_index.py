@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Holder, Place, Trust, Verdict
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Holder, Scope, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, Match, Member
 from kvstore.proto import forms, index_pb2 as pb
@@ -156,10 +156,10 @@ def test_wrong_sizes_are_told() -> None:
         done(told(1).match("t", SPACE, bytes(33), NOW))
 
 
-class NeverWalked(dict[Place, int]):
+class NeverWalked(dict[tuple[str, int], dict[Scope, int]]):
     """Looked up in, and never gone through."""
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[tuple[str, int]]:
         raise AssertionError("all places are looked at")
 
 
