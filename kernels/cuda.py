@@ -167,10 +167,11 @@ class CudaDevice:
         self._events: list[int] = []
         self._kernels = kernels
 
-    def _call(self, function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
-        """The values that a function of the runtime returns beside its status."""
+    def _call(self, function: Callable[..., Any], *arguments: object, but: str = "") -> Any:
+        """The values that a function of the runtime returns beside its status; None: that is the
+        error `but`, which has a meaning."""
         self._choose()
-        return self._check(function, function(*arguments))
+        return self._check(function, function(*arguments), but)
 
     def _choose(self) -> None:
         """Choose the device in this thread, as the runtime keeps one for each, and in threads other
@@ -186,12 +187,14 @@ class CudaDevice:
             self._check(exchange, exchange(apart))
         self._thread.has_chosen = True
 
-    def _check(self, function: Callable[..., Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _check(self, function: Callable[..., Any], result: tuple[Any, ...], but: str = "") -> Any:
         status, *values = result
-        if status != self._runtime.cudaError_t.cudaSuccess:
-            self._runtime.cudaGetLastError()
+        if status == self._runtime.cudaError_t.cudaSuccess:
+            return values
+        self._runtime.cudaGetLastError()
+        if status.name != but:
             raise DeviceError(f"{getattr(function, '__name__', function)}: {status.name}")
-        return tuple(values)
+        return None
 
     def stream(self, *, is_urgent: bool) -> int:
         priority = self._greatest if is_urgent else self._least
@@ -219,13 +222,8 @@ class CudaDevice:
         self._call(self._runtime.cudaStreamWaitEvent, stream, event, 0)
 
     def has_happened(self, event: int) -> bool:
-        self._choose()
-        (status,) = self._runtime.cudaEventQuery(event)
-        if status == self._runtime.cudaError_t.cudaErrorNotReady:
-            self._runtime.cudaGetLastError()
-            return False
-        self._check(self._runtime.cudaEventQuery, (status,))
-        return True
+        found = self._call(self._runtime.cudaEventQuery, event, but="cudaErrorNotReady")
+        return found is not None
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._choose()
@@ -288,13 +286,8 @@ class CudaDevice:
         return int(value)
 
     def allocate(self, size_bytes: int) -> int:
-        self._choose()
-        status, address = self._runtime.cudaMalloc(size_bytes)
-        if status == self._runtime.cudaError_t.cudaErrorMemoryAllocation:
-            self._runtime.cudaGetLastError()
-            return 0
-        self._check(self._runtime.cudaMalloc, (status,))
-        return int(address)
+        found = self._call(self._runtime.cudaMalloc, size_bytes, but="cudaErrorMemoryAllocation")
+        return int(found[0]) if found else 0
 
     def free(self, address: int) -> None:
         self._call(self._runtime.cudaFree, address)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -300,14 +300,9 @@ def _error(one: _Floats, other: _Floats) -> float:
     if scale == 0.0:
         return 0.0
     one, other = one / np.float32(scale), other / np.float32(scale)
-    size = max(_square(one), _square(other))
-    return math.sqrt(_square(one - other) / size)
+    largest = max(np.linalg.norm(one), np.linalg.norm(other))
+    return float(np.linalg.norm(one - other) / largest)
 
 
 def _largest(values: _Floats) -> float:
     return float(np.abs(values).max(initial=0.0))
-
-
-def _square(values: _Floats) -> float:
-    found: Any = np.dot(values, values)
-    return float(found)
