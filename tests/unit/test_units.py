@@ -1,9 +1,10 @@
-"""Figures as people read them: one form in all commands."""
+"""Figures as people read them, in one form in all commands; counts without zeros."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvstore.types import Counts
 from kvstore.units import GIB, KIB, MIB, TIB, format_size, format_us, parse_size
 
 
@@ -54,3 +55,16 @@ def test_a_size_has_the_largest_unit_that_it_fills(size: int, text: str) -> None
 )
 def test_a_size_is_read_with_any_unit(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+# ── counts without zeros ─────────────────────────────────────────────────────────────────────────
+
+
+def test_what_comes_down_to_nothing_is_not_kept() -> None:
+    counts = Counts[str]()
+    counts["a"] += 3
+    assert not counts.drop("a")
+    assert counts == {"a": 2}
+    assert counts.drop("a", 2)
+    assert not counts
+    assert list(counts) == []

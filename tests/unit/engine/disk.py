@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
+from kvstore.engine.moves import files as files_module
+from kvstore.engine.moves.jobs import ReadPace
 from kvstore.tier_events import (
     FileKnown,
     FileLate,
@@ -18,7 +21,7 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.types import PAGE_BYTES, SpaceId
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, SpaceId
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint, shard_bytes
 from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
@@ -26,6 +29,13 @@ from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
 SPACE = fingerprint(SMALL, weights_epoch="")
 BLOCK_BYTES = shard_bytes(SMALL, WHOLE)
 RECORD_BYTES = PAGE_BYTES + BLOCK_BYTES
+
+
+def slow_disk(patch: pytest.MonkeyPatch, *, read_slots: int = 1, ahead_slots: int = 1) -> None:
+    """A read is of so many of the smallest slots, and so many are asked for at a time."""
+    patch.setattr(files_module, "READ_BYTES", read_slots * SLOT_BYTES_MIN)
+    patch.setattr(files_module, "READ_AHEAD_NS", ahead_slots * SLOT_BYTES_MIN)
+    patch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
 
 
 def places(first: int, count: int) -> bytes:

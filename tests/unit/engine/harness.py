@@ -506,6 +506,11 @@ class Peer(Hellos):
         assert reply.lease == lease
         return reply
 
+    @property
+    def more(self) -> LeaseMore:
+        """What a lease was told last of blocks on their way."""
+        return self.node.last(self.scheduler, LeaseMore)
+
     def hint(self, *numbers: int, group: int = 0) -> list[bool]:
         self.node.hear(self.scheduler, Hint(request=1, keys=keys(*numbers), group=group))
         reply = self.node.last(self.scheduler, HintReply)

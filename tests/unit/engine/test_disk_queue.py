@@ -16,7 +16,7 @@ from kvstore.units import MIB
 from kvstore.wire.messages import Hint, LeaseMore, LeaseRelease
 from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.record import Scope
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places, slow_disk
 from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
 from tests.unit.engine.peers import serve
 
@@ -33,9 +33,7 @@ def on_disk(blocks: int, *, slots: int) -> tuple[DiskNode, Peer]:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> tuple[DiskNode, Peer]:
     """A node whose disk reads one block at a time, that of lease 1."""
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    slow_disk(monkeypatch)
     node, peer = on_disk(30, slots=32)
     peer.lease(1, 1)
     return node, peer
@@ -56,9 +54,7 @@ def news(node: DiskNode, peer: Peer, lease: int) -> list[tuple[int, int]]:
 def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt blocks the disk for nobody, and those that come together do not wait for each
     other to the end."""
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    slow_disk(monkeypatch, ahead_slots=2)
     node, peer = on_disk(30, slots=64)
     assert peer.lease(1, *range(1, 21)).promoting == 20
     assert len(node.reads) == 2
@@ -76,9 +72,7 @@ def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_nobody_waits_for_takes_half_of_the_room_and_none_of_those_who_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 4 * SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    slow_disk(monkeypatch, ahead_slots=4)
     node, peer = on_disk(30, slots=64)
     assert all(peer.hint(*range(1, 9)))
     assert len(node.reads) == 2

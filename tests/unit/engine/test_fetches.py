@@ -34,10 +34,6 @@ from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys, pairs
 from tests.unit.engine.peers import PeerNode
 
 
-def more(node: PeerNode, peer: Peer) -> LeaseMore:
-    return node.last(peer.scheduler, LeaseMore)
-
-
 def told_of(node: PeerNode, peer: Peer) -> list[LeaseMore]:
     return [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
 
@@ -54,7 +50,7 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     block_bytes = peer.rank_hello(0).groups[0].block_bytes
     assert fetch.targets == (Scope("t", SPACE, WHOLE, block_bytes),)
     node.arrive()
-    told, counters = more(node, peer), node.engine.counters
+    told, counters = peer.more, node.engine.counters
     assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist()
     assert (told.promoting, told.from_peer, told.from_file) == (0, 2, 0)
     assert (counters.fetched_blocks, counters.fetch_blocks_lost) == (2, 0)

@@ -18,19 +18,24 @@ from hypothesis.stateful import (
 )
 
 from kvstore.engine.events import Clear
-from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import Files
-from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.moves.writes import Writes
 from kvstore.tier_events import FileGone, FileKnown, FileRead, FileReclaim, FileWritten, ReadFile
-from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.kit.moves_check import pinned_words
 from tests.kit.planted import Patch, instead_of
 from tests.steps import CountedMachine, verify_machine
-from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved
+from tests.unit.engine.disk import (
+    BLOCK_BYTES,
+    RECORD_BYTES,
+    SPACE,
+    DiskNode,
+    known,
+    moved,
+    slow_disk,
+)
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
 
 BLOCKS = 8
@@ -230,9 +235,7 @@ class DiskMachine(CountedMachine):
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk reads one block at a time: all others queue for it."""
-    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
-    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    slow_disk(monkeypatch)
 
 
 @pytest.mark.usefixtures("each_policy")

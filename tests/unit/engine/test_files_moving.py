@@ -22,7 +22,6 @@ from tests.unit.engine.harness import (
     HALVES,
     SMALL,
     WHOLE,
-    Node,
     Peer,
     attached,
     checksum,
@@ -30,10 +29,6 @@ from tests.unit.engine.harness import (
     pairs,
     short,
 )
-
-
-def more(node: Node, peer: Peer) -> LeaseMore:
-    return node.last(peer.scheduler, LeaseMore)
 
 
 def on_disk_only(*numbers: int, slots: int = 32) -> tuple[DiskNode, Peer]:
@@ -131,7 +126,7 @@ def test_no_more_is_read_at_once_than_the_disk_can_bring_in_time() -> None:
     assert [len(read.keys) // 32 for read in node.reads] == [2], "four of half a second's size"
     node.now_ns += 4 * 10**9
     node.answer(node.reads[0])
-    assert more(node, peer).promoting == 5
+    assert peer.more.promoting == 5
     assert [len(read.keys) // 32 for read in node.reads] == [1], (
         "one at least, or it is never measured"
     )
@@ -166,7 +161,7 @@ def test_a_lease_of_what_is_on_disk_grows_when_it_comes() -> None:
     assert read.locations == places(1, 3)
     assert node.count(peer.scheduler, LeaseMore) == 0
     node.read_all()
-    grown = more(node, peer)
+    grown = peer.more
     assert (grown.lease, grown.promoting) == (5, 0)
     assert [slot for slot, _ in pairs(grown)] == read.slots.tolist()
     assert grown.checksums == checksum(1) + checksum(2) + checksum(3)
@@ -183,7 +178,7 @@ def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
     assert peer.lease(1, 1, 2).promoting == 2
     assert len(node.reads) == 1, "the same blocks are not read twice"
     node.read_all()
-    assert len(pairs(more(node, peer))) == 2
+    assert len(pairs(peer.more)) == 2
 
 
 @pytest.mark.parametrize("in_dram", [0, 3])
@@ -223,7 +218,7 @@ def test_a_read_that_failed_is_not_repeated_for_the_lease_that_waited(
     peer.lease(1, 1, 2, 3, 4)
     first, second = node.reads
     node.answer(first, [True, False])
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (1, 0)
+    assert (len(pairs(peer.more)), peer.more.promoting) == (1, 0)
     assert node.reads == [second]
 
 
@@ -232,7 +227,7 @@ def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> N
     peer.lease(1, 1)
     (read,) = node.reads
     node.be_late(read)
-    assert (more(node, peer).slots, more(node, peer).promoting) == (b"", 0)
+    assert (peer.more.slots, peer.more.promoting) == (b"", 0)
     assert node.engine.tiers()[0].slots_granted > 0
     held = int((node.state.slots.writer == -1).sum())
     assert held == 1, "the kernel may still write there"
@@ -253,7 +248,7 @@ def test_a_read_that_never_ends_keeps_nobody_from_the_disk() -> None:
     reply = peer.lease(2, 2, 3)
     assert (reply.promoting, reply.promoting_ms) == (2, 1)
     node.answer(node.reads[1])
-    assert len(pairs(more(node, peer))) == 2
+    assert len(pairs(peer.more)) == 2
     node.answer(hung)
     assert node.engine.files.pace.begun_bytes == 0
 

@@ -25,7 +25,7 @@ class Way:
     @property
     def told(self) -> LeaseMore:
         """What the lease got last."""
-        return self.node.last(self.peer.scheduler, LeaseMore)
+        return self.peer.more
 
     @property
     def is_in_dram(self) -> bool:

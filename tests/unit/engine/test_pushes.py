@@ -12,16 +12,12 @@ from kvstore.engine.sessions.awaited import STALLED_GAPS, STALLED_NS
 from kvstore.tier_events import FileRead, FileWritten, ReadFile, WriteFile
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
+from kvstore.wire.messages import PUSHED, LeaseRelease, PushEnd, PushExpect
 from kvstore.wire.peers import Pushed, PushOver
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import known, places
 from tests.unit.engine.harness import WHOLE, Hellos, Peer, keys, pairs, space
 from tests.unit.engine.pushing import PushPair, opened
-
-
-def more(pair: PushPair) -> LeaseMore:
-    return pair.d.last(pair.decode.scheduler, LeaseMore)
 
 
 def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
@@ -31,12 +27,16 @@ def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
     assert (reply.promoting, reply.promoting_from) == (3, PUSHED), "no account of a disk is charged"
     pair.store(1, 2)
     pair.pump()
-    assert (len(pairs(more(pair))), more(pair).promoting, more(pair).from_peer) == (2, 1, 2)
+    assert (
+        len(pairs(pair.decode.more)),
+        pair.decode.more.promoting,
+        pair.decode.more.from_peer,
+    ) == (2, 1, 2)
     assert not pair.ends
     pair.store(3)
     pair.close()
     pair.pump()
-    assert (len(pairs(more(pair))), more(pair).promoting) == (1, 0)
+    assert (len(pairs(pair.decode.more)), pair.decode.more.promoting) == (1, 0)
     (end,) = pair.ends
     assert (end.transfer, end.blocks, end.reason) == ("r", 3, "")
     pair.at_rest()
@@ -80,7 +80,7 @@ def test_the_end_of_a_prefill_is_told_at_once(reason: str) -> None:
     pair.close(reason=reason)
     pair.pump()
     assert [(end.blocks, end.reason) for end in pair.ends] == [(1, reason)]
-    assert more(pair).promoting == 0
+    assert pair.decode.more.promoting == 0
     pair.at_rest()
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_waited_for_beyond_the_deadline() -> None:
     pair.decode.lease(1, 1)
     pair.tick(100)
     assert "deadline" in pair.ends[0].reason
-    assert more(pair).promoting == 0
+    assert pair.decode.more.promoting == 0
     pair.pump()
     pair.at_rest()
 
@@ -245,9 +245,9 @@ def test_on_one_node_nothing_is_moved() -> None:
     pair.expect(1, 2, node="d")
     assert pair.decode.lease(1, 1, 2).promoting == 2
     pair.store(1)
-    assert len(pairs(more(pair))) == 1
+    assert len(pairs(pair.decode.more)) == 1
     pair.store(2)
-    assert (len(pairs(more(pair))), more(pair).promoting) == (1, 0)
+    assert (len(pairs(pair.decode.more)), pair.decode.more.promoting) == (1, 0)
     pair.tick()
     assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
     assert not pair.to_p

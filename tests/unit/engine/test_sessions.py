@@ -1,4 +1,5 @@
-"""Attaching: when sessions open and end, who is refused why, whose slots come back when."""
+"""Attaching: when sessions open and end, who is refused why, whose slots come back when, and which
+engines are followed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,18 @@ from typing import Any
 import pytest
 
 from kvstore.engine import state as state_module
-from kvstore.engine.events import Admit, Exited, Hangup, Received, Send
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.engine.events import (
+    Admit,
+    Command,
+    Ended,
+    Exited,
+    Follow,
+    Hangup,
+    Received,
+    Send,
+    Unfollow,
+)
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, EngineSource, Shard
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     EngineMessage,
@@ -26,6 +37,7 @@ from kvstore.wire.messages import (
     Story,
     Welcome,
 )
+from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import (
     HALVES,
     LATENT,
@@ -412,7 +424,7 @@ def test_messages_of_the_other_role_end_the_connection(role: str) -> None:
         peer = Peer(node)
 
 
-# ── ranks that hold the same shard (ADR 2): one writes, all read ──────────────────────────────────
+# ── ranks that hold the same shard (ADR 2): one writes, all read ─────────────────────────────────
 
 
 def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
@@ -445,3 +457,51 @@ def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited
     assert node.count(peer.scheduler, SessionOpen) == 2
     peer.store(5)
     assert len(pairs(peer.lease(2, 5))) == 1
+
+
+# ── engines that publish KV events ───────────────────────────────────────────────────────────────
+
+
+def follows(commands: list[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command, Follow | Unfollow)]
+
+
+def test_an_engine_that_publishes_is_followed_from_its_session_to_the_end_of_its_scheduler() -> (
+    None
+):
+    node = Node(follows=True)
+    shape = Hellos(shards=HALVES)
+    hello = shape.scheduler_hello(events="ipc:///e", events_replay="ipc:///r", data_rank=3)
+    ranks = [node.connect(shape.rank_hello(rank)) for rank in range(2)]
+    scheduler = node.connect(hello)
+    session = node.last(ranks[0], Quiesce).session
+    assert follows(node.hear(ranks[0], Quiet(session))) == []
+    source = EngineSource(
+        engine=shape.name,
+        rank=3,
+        endpoint="ipc:///e",
+        replay_endpoint="ipc:///r",
+        tenant=shape.tenant,
+        space=fingerprint(shape.space, weights_epoch=shape.epoch),
+        hash_seed=shape.space.hash_seed,
+        block_tokens=shape.space.block_tokens,
+        names_are_keys=True,
+    )
+    said = Follow(ConnectionId(scheduler), source)
+    assert follows(node.hear(ranks[1], Quiet(session))) == [said]
+    assert follows(node.step(Ended(ConnectionId(ranks[1])))) == [], "it computes without us"
+    over = [Unfollow(ConnectionId(scheduler))]
+    assert follows(node.step(Exited(ConnectionId(scheduler)))) == over
+    assert follows(node.step(Ended(ConnectionId(scheduler)))) == [], "once"
+
+
+@pytest.mark.parametrize(("wanted", "events"), [(False, "ipc:///e"), (True, "")])
+def test_who_does_not_publish_or_where_nobody_wants_it_is_not_followed(
+    wanted: bool, events: str
+) -> None:
+    node, shape = Node(follows=wanted), Hellos()
+    rank = node.connect(shape.rank_hello(0))
+    scheduler = node.connect(shape.scheduler_hello(events=events))
+    opened = node.hear(rank, Quiet(node.last(rank, Quiesce).session))
+    assert node.count(scheduler, SessionOpen) == 1
+    assert follows([*opened, *node.step(Ended(ConnectionId(scheduler)))]) == []

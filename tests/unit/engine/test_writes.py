@@ -1,17 +1,23 @@
-"""Which blocks go to disk, when, and what the day's budget says to it."""
+"""Which blocks go to disk, when, and what the day's budget says to it; how long keys are
+remembered."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from hypothesis import given, strategies as st
+
 from kvstore.engine.events import Clear
+from kvstore.engine.memory.policies import WAYS, Prints, RecentKeys, prints
+from kvstore.engine.moves.writes import DiskAdmission
 from kvstore.engine.why.report import TierReport
 from kvstore.tier_events import FileKnown, FileReclaim, FileWritten
 from kvstore.types import AdmissionMode
 from kvstore.units import NS_PER_DAY
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import WHOLE, Peer, attached, keys
+from tests.unit.engine.harness import WHOLE, Peer, attached, config_of, keys
 
 SECOND_SIGHT: dict[str, Any] = {"file_admission": AdmissionMode.SECOND_SIGHT}
 
@@ -139,4 +145,96 @@ def test_a_start_begins_with_what_an_earlier_one_has_left() -> None:
     assert DiskNode().engine.spent_bytes() == 0
 
 
-# ── what an operator sees ────────────────────────────────────────────────────────────────────────
+# ── the budget by itself ─────────────────────────────────────────────────────────────────────────
+
+
+DAY_BYTES = 1 << 40
+
+
+def budget_of(day_bytes: int, *, spent_bytes: int = 0) -> DiskAdmission:
+    return DiskAdmission(config_of(file_day_bytes=day_bytes, file_spent_bytes=spent_bytes))
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    budget = budget_of(DAY_BYTES)
+    budget.allow(DAY_BYTES, 1, NS_PER_DAY)
+    assert budget.left_bytes(0) == 0
+    assert budget.left_bytes(NS_PER_DAY) == 0, "and the time is not counted twice"
+
+
+def test_asking_often_loses_nothing() -> None:
+    budget = budget_of(1000)
+    budget.allow(1000, 1, 0)
+    times = range(0, NS_PER_DAY + 1, NS_PER_DAY // 3000)
+    assert sum(budget.allow(1000, 1, now) for now in times) == 1000
+
+
+@given(
+    day=st.integers(1, 10**13),
+    asks=st.lists(
+        st.tuples(st.integers(0, 10**14), st.integers(0, 10**6), st.integers(1, 10**7)),
+        max_size=30,
+    ),
+)
+def test_never_more_than_a_day_and_what_came_in(day: int, asks: list[tuple[int, int, int]]) -> None:
+    budget = budget_of(day)
+    now, total = 0, 0
+    for passed, wanted, record_bytes in asks:
+        now += passed
+        allowed = budget.allow(wanted, record_bytes, now)
+        assert 0 <= allowed <= wanted
+        total += allowed * record_bytes
+        assert total * NS_PER_DAY <= day * (NS_PER_DAY + now)
+
+
+def test_what_was_spent_before_the_start_is_missing_whatever_the_clock_says() -> None:
+    budget = budget_of(400, spent_bytes=300)
+    assert budget.left_bytes(9 * NS_PER_DAY) == 100
+    assert budget.left_bytes(9 * NS_PER_DAY + NS_PER_DAY // 4) == 200
+
+
+# ── keys seen lately ─────────────────────────────────────────────────────────────────────────────
+
+
+N = 1 << 15
+
+
+def random_keys(seed: int, count: int) -> Prints:
+    return np.random.default_rng(seed).integers(2**64, size=count, dtype=np.uint64)
+
+
+def add_in_batches(recent: RecentKeys, added: Prints) -> None:
+    for begin in range(0, len(added), 512):
+        recent.add(added[begin : begin + 512])
+
+
+def test_keys_that_never_came_are_seldom_taken_for_seen() -> None:
+    recent = RecentKeys(key_count=N, seed=1)
+    add_in_batches(recent, random_keys(1, 4 * N))
+    strangers = random_keys(101, 1 << 19)
+    assert recent.may_contain(strangers).mean() <= 1.5 * WAYS / 65535
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=30))
+def test_the_latest_keys_of_each_bucket_are_there(batches: list[list[int]]) -> None:
+    """Against a list of each bucket's keys, latest first."""
+    recent = RecentKeys(key_count=1, seed=3)
+    table = np.random.default_rng(1).integers(2**64, size=41, dtype=np.uint64)
+    buckets, _ = recent._places(table)
+    model: dict[int, list[int]] = {}
+    for batch in batches:
+        recent.add(table[np.array(batch, dtype=np.int64)])
+        for number in batch:
+            held = model.setdefault(int(buckets[number]), [])
+            if number in held:
+                held.remove(number)
+            held.insert(0, number)
+            del held[WAYS:]
+    expected = {number for held in model.values() for number in held}
+    assert set(np.flatnonzero(recent.may_contain(table)).tolist()) == expected
+
+
+def test_the_same_key_in_another_scope_is_another_print() -> None:
+    some = random_keys(1, 8).reshape(2, 4)
+    assert not (prints(1, some) == prints(2, some)).any()
+    assert (prints(1, some) == prints(1, some.copy())).all()

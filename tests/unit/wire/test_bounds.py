@@ -126,58 +126,34 @@ def test_what_is_not_said_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "least", "most"),
-    [
-        (bounds.I64, -(2**63), 2**63 - 1),
-        (bounds.U64, 0, 2**63 - 1),
-        (bounds.U32, 0, 2**32 - 1),
-        (bounds.Small, 0, 65_535),
-        (bounds.Count, 1, 65_535),
-        (bounds.Tokens, 1, 2**20),
-        (bounds.BlockBytes, 1, 2**40),
-        (PayloadBytes, 1, 2**30),
-        (bounds.Started, 1, 2**63 - 1),
-    ],
-)
-def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int) -> None:
-    for number in (least, most):
-        assert msgspec.convert(number, kind) == number
-    for number in (least - 1, most + 1):
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(number, kind)
-
-
-@pytest.mark.parametrize(
     ("kind", "unit", "least", "most"),
     [
-        (bounds.Name, "x", 1, 255),
-        (bounds.Label, "x", 0, 255),
-        (bounds.Hex64, "f", 0, 16),
-        (bounds.Sentence, "x", 0, 1024),
-        (bounds.Id, b"x", 0, 16),
-        (bounds.Key, b"x", 0, 32),
-        (bounds.Space32, b"x", 0, 32),
-        (bounds.Checksum, b"x", 0, 16),
-        (Hashes, [1], 0, 2**20),
-        (Reason, "x", 0, 400),
-        (KeyArray, b"x", 0, 2048 * 32),
-        (SlotArray, b"x", 0, 2048 * 4),
-        (GenerationArray, b"x", 0, 2048 * 8),
-        (ChecksumArray, b"x", 0, 2048 * 16),
-        (LeaseList, [1], 0, 4096),
-        (bounds.WholeSpace, b"x", 32, 32),
-        (SomeKeys, b"x", 32, 2048 * 32),
-        (Cells, b"x", 0, 2**20),
-        (Flags, b"x", 0, 2048),
-        (ShardBytes, [1], 0, 1024),
+        *((bounds.I64, 1, -(2**63), 2**63 - 1), (bounds.U64, 1, 0, 2**63 - 1)),
+        *((bounds.U32, 1, 0, 2**32 - 1), (bounds.Started, 1, 1, 2**63 - 1)),
+        *((bounds.Small, 1, 0, 65_535), (bounds.Count, 1, 1, 65_535)),
+        *((bounds.Tokens, 1, 1, 2**20), (bounds.BlockBytes, 1, 1, 2**40)),
+        *((PayloadBytes, 1, 1, 2**30), (bounds.Name, "x", 1, 255)),
+        *((bounds.Label, "x", 0, 255), (bounds.Hex64, "f", 0, 16)),
+        *((bounds.Sentence, "x", 0, 1024), (bounds.Id, b"x", 0, 16)),
+        *((bounds.Key, b"x", 0, 32), (bounds.Space32, b"x", 0, 32)),
+        *((bounds.Checksum, b"x", 0, 16), (Hashes, [1], 0, 2**20)),
+        *((Reason, "x", 0, 400), (KeyArray, b"x", 0, 2048 * 32)),
+        *((SlotArray, b"x", 0, 2048 * 4), (GenerationArray, b"x", 0, 2048 * 8)),
+        *((ChecksumArray, b"x", 0, 2048 * 16), (LeaseList, [1], 0, 4096)),
+        *((bounds.WholeSpace, b"x", 32, 32), (SomeKeys, b"x", 32, 2048 * 32)),
+        *((Cells, b"x", 0, 2**20), (Flags, b"x", 0, 2048), (ShardBytes, (1,), 0, 1024)),
     ],
 )
-def test_a_length_is_taken_up_to_its_bounds(kind: object, unit: Any, least: int, most: int) -> None:
-    for length in (least, most):
-        assert len(msgspec.convert(unit * length, kind)) == length
-    for length in {max(0, least - 1), most + 1} - {least}:
+def test_a_number_or_length_is_taken_up_to_its_bounds(
+    kind: object, unit: Any, least: int, most: int
+) -> None:
+    """A number is a multiple of 1, anything else repeats its unit."""
+    for size in (least, most):
+        assert msgspec.convert(unit * size, kind) == unit * size
+    outside = {least - 1, most + 1} if unit == 1 else {max(0, least - 1), most + 1} - {least}
+    for size in outside:
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(unit * length, kind)
+            msgspec.convert(unit * size, kind)
 
 
 def test_what_has_no_bound_is_found() -> None:

@@ -1,4 +1,5 @@
-"""Parameters of requests: what both legs take from them, and what clients can do with them."""
+"""Parameters of requests: what both legs take from them, and what clients can do with them; and the
+header `traceparent`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import NAME_BYTES_MAX
-from kvstore.wire.requests import DecodePart, PrefillPart, answer_of, names_of, read_transfer
+from kvstore.wire.requests import (
+    TRACEPARENT_LENGTH,
+    DecodePart,
+    PrefillPart,
+    TraceParent,
+    answer_of,
+    names_of,
+    parse_traceparent,
+    read_transfer,
+    traceparent_of,
+)
 
 P_ID = "cmpl-3f2a-0-0123abcd"
 D_ID = "cmpl-3f2a-0-fedc4567"
@@ -119,3 +130,47 @@ def test_whatever_a_client_sends_is_read_or_refused(params: object, request_id: 
     if read is not None:
         assert 1 <= len(read.transfer.encode("utf-8", "replace")) <= NAME_BYTES_MAX
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(read)))
+
+
+# ── traceparent ──────────────────────────────────────────────────────────────────────────────────
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+WHOLE = TraceParent(int(TRACE, 16), int(SPAN, 16), is_sampled=True)
+
+
+@given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
+def test_a_header_is_read_as_it_was_written(trace_id: int, span_id: int, is_sampled: bool) -> None:
+    parent = TraceParent(trace_id, span_id, is_sampled)
+    assert len(parent.header) == TRACEPARENT_LENGTH
+    assert parse_traceparent(parent.header) == parent
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", WHOLE),
+        (f"00-{TRACE}-{SPAN}-00", WHOLE._replace(is_sampled=False)),
+        (f"00-{TRACE}-{SPAN}-03", WHOLE),
+        (f"cc-{TRACE}-{SPAN}-01-what-the-future-will-be-like", WHOLE),
+        (f"cc-{TRACE}-{SPAN}-01.what", None),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{TRACE}-{SPAN}-1", None),
+        (f"00-{TRACE}-{SPAN}-01\n", None),
+        (f"00-{TRACE[:-1]}٣-{SPAN}-01", None),
+        ("", None),
+    ],
+)
+def test_by_the_rules_of_the_standard(text: str, expected: TraceParent | None) -> None:
+    assert parse_traceparent(text) == expected
+    passed_on = traceparent_of({"traceparent": text})
+    assert passed_on == (expected.header if expected else "")
+    assert len(passed_on) <= TRACEPARENT_LENGTH
+
+
+def test_no_headers_are_no_trace() -> None:
+    assert traceparent_of(None) == traceparent_of({}) == ""
