@@ -23,9 +23,6 @@ from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
-    cache_off_lines,
-    node_for,
-    wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, server_pid
 from tests.kit.gauges import starved_s
@@ -166,28 +163,3 @@ def _timed(
 def _computed(engine: EngineServer, prompt: tuple[int, ...]) -> Completion:
     engine.forget(external=True)
     return engine.complete(prompt, max_tokens=8)
-
-
-def test_gone_and_back_again(plain: EngineServer, encode: Encode, tmp_path: Path) -> None:
-    """What an engine says that starts without a node is in test_ways_of_being_down.py."""
-    rng = random.Random(SEED + 1)
-    prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])
-
-    def served() -> bool:
-        prompt = next(prompts)
-        plain.complete(prompt, max_tokens=1)
-        plain.forget()
-        return plain.complete(prompt, max_tokens=1).cached_tokens == 3 * BLOCK_TOKENS
-
-    assert not served()
-    with node_for(plain, tmp_path) as node:
-        wait_until(served, "what it stored is found")
-        lines = cache_off_lines(plain)
-        node.kill()
-        assert not served()
-    with node_for(plain, tmp_path):
-        wait_until(served, "what it stored is found again")
-        # Once; and once more for each time that a busy machine kept a heart from beating.
-        stops = plain.log.read_text().count("computed: the node's heartbeat stopped")
-        assert cache_off_lines(plain) - stops <= lines + 1 <= cache_off_lines(plain)
-    assert "Traceback" not in plain.log.read_text()

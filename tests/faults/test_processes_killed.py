@@ -15,7 +15,7 @@ from kvstore.demo.engine import EngineError
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
+from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, at_baseline, wait_until
 from tests.kit.engines import EngineConfig, complete_many, scheduler_pid, server_pid, worker_pids
 
 pytestmark = [
@@ -32,17 +32,6 @@ SEED = 9
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
     with NodeProcess.start(tmp_path, dram="64MiB") as process:
         yield process
-
-
-def at_baseline(node: NodeProcess) -> bool:
-    """No owner, lease, granted or quarantined slot; descriptors are counted by the caller."""
-    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
-    return (
-        not inspect(node, "nodes")[0]["connections"]
-        and not inspect(node, "leases")
-        and dram["slots_granted"] == 0
-        and dram["slots_quarantined"] == 0
-    )
 
 
 def descriptors(node: NodeProcess) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,15 +18,18 @@ from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.engines import EngineServer
 from tests.kit.gauges import look
+from tests.kit.peers import metric
 
 __all__ = [
     "BLOCK_TOKENS",
     "COMPARED",
     "DIVERGED",
+    "OWN_ERRORS",
     "PATIENT",
     "PREEMPTIONS",
     "SHADOWED",
     "WORST",
+    "at_baseline",
     "attached",
     "blocks_in_dram",
     "blocks_on_disk",
@@ -51,8 +53,9 @@ DIVERGED = "kvstore_shadow_blocks_diverged_total"
 WORST = "kvstore_shadow_error_max"
 """Metrics of shadow checks."""
 
+OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
-"""Metric of an engine."""
+"""Metrics of an engine."""
 
 WAIT_S = 60.0
 _POLL_S = 0.05
@@ -124,14 +127,6 @@ def inspect(node: NodeProcess, what: str) -> Any:
     return kvstore(node, "inspect", what)[what]
 
 
-def metric(node: NodeProcess, name: str) -> float:
-    """Of the node, without labels."""
-    with urllib.request.urlopen(node.metrics_url) as page:
-        lines = page.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith(name + " ")]
-    return float(line.split()[-1])
-
-
 def no_alarm(node: NodeProcess, dtype: str, *, compared_min: int) -> None:
     """Shadow checks compared so many blocks at least, and found them alike by far."""
     assert metric(node, COMPARED) >= compared_min
@@ -152,6 +147,12 @@ def blocks_on_disk(node: NodeProcess) -> int:
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S) -> None:
     """Poll with a bound; fails with what was waited for."""
     assert eventually(condition, timeout_s=seconds), f"not within {seconds} s: {what}"
+
+
+def at_baseline(node: NodeProcess) -> bool:
+    """No connection, no lease, no slot granted or quarantined."""
+    held = look(node)
+    return not (held.connections or held.leases or held.slots_granted or held.slots_quarantined)
 
 
 def serves(node: NodeProcess) -> bool:

@@ -17,7 +17,7 @@ from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import inspect, wait_until
+from tests.integration.engine.support import OWN_ERRORS, inspect, wait_until
 from tests.kit.engines import EngineConfig, complete_many
 from tests.kit.side_models import build_eagle, build_twin
 
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPTS = amount(24, nightly=120)
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

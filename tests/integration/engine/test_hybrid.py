@@ -20,6 +20,7 @@ from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
+    OWN_ERRORS,
     PATIENT,
     PREEMPTIONS,
     SHADOWED,
@@ -44,7 +45,6 @@ ONE_OR_BOTH = amount(1, nightly=2)
 """Shapes with which a test is done that takes long."""
 LOADED_SHARE = 0.75
 """At most so much of what full attention in all layers would load."""
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 
 class Hybrid:

@@ -20,7 +20,7 @@ from kvstore.proto import inspect_pb2 as pb
 from tests.amounts import IS_NIGHTLY, amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import wait_until
+from tests.integration.engine.support import OWN_ERRORS, wait_until
 from tests.integration.engine.test_adapters import _post
 from tests.integration.engine.test_pd import PUSHED_SHARE, at_rest, forget, pushed_blocks
 from tests.kit.engines import EngineConfig
@@ -36,7 +36,6 @@ RECURRENT = 24
 SHAPES = ("gpt-oss", "gemma3")[: amount(1, nightly=2)]
 CONCURRENCY = 4
 ADAPTERS = ("one", "two")
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 Start = Callable[[EngineConfig], AbstractContextManager[PdPair]]
 
 

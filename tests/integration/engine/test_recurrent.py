@@ -22,6 +22,7 @@ from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
+    OWN_ERRORS,
     PATIENT,
     PREEMPTIONS,
     SHADOWED,
@@ -48,7 +49,6 @@ FEW_BLOCKS = amount(30, nightly=44)
 """Of all groups together: too few for as many requests as run at once."""
 FEW_TOKENS = amount(1536, nightly=2560)
 """Of the longest request of an engine that has so few."""
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 
 class Answer(NamedTuple):

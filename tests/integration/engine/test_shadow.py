@@ -9,7 +9,6 @@ import logging
 import random
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +35,7 @@ from tests.integration.engine.support import (
     wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, complete_many
+from tests.kit.gauges import page
 from tests.kit.models import build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,11 +43,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
 
 PROMPT_COUNT = amount(16, nightly=48)
-
-
-def health(node: NodeProcess) -> str:
-    with urllib.request.urlopen(node.metrics_url.removesuffix("metrics") + "healthz") as page:
-        return str(page.read().decode().strip())
 
 
 def hit_blocks(node: NodeProcess) -> int:
@@ -101,7 +96,7 @@ def test_honest_prompts_raise_no_alarm(
         no_alarm(node, dtype, compared_min=1)
         logger.info("worst error of %d blocks in %s: %.2g", blocks, dtype, metric(node, WORST))
         assert not any(space["off"] for space in inspect(node, "spaces"))
-        assert health(node) == "ok"
+        assert page(node, "/healthz") == (200, "ok\n")
 
 
 def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
@@ -136,13 +131,13 @@ def _check_caught(node: NodeProcess, engine: EngineServer, prompts: list[tuple[i
     assert f"space {digits} of tenant default is switched off in all tiers" in node.log
     advice = f"'kvstore clear --space {digits}' switches it on again"
     assert advice in node.log
-    assert advice in health(node)
+    assert advice in page(node, "/healthz")[1]
     engine.forget()
     for prompt in prompts:  # nothing of the other model is ever served
         assert engine.complete(prompt, max_tokens=1).cached_tokens == 0
     assert blocks_in_dram(node) == 0, "nor is anything stored"
     _clear(node, digits)
-    assert health(node) == "ok"
+    assert page(node, "/healthz") == (200, "ok\n")
     engine.forget()
     engine.complete(prompts[1], max_tokens=1)
     wait_until(lambda: blocks_in_dram(node) == 4, "it is on again")

@@ -9,8 +9,6 @@ import pytest
 
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.wire.messages import LeaseReply
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -86,58 +84,6 @@ def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
             plain.forget()
             plain.complete(prompts[0], max_tokens=1)
         assert plain.hits().external_hits > served
-
-
-def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
-    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
-) -> None:
-    rng = random.Random(SEED + 3)
-    prompts = [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 3) for _ in range(6)]
-    with NodeProcess.start(tmp_path, dram="8MiB") as node:
-        config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
-        with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            reference = []
-            for prompt in prompts:
-                engine.forget(external=True)
-                reference.append(engine.complete(prompt, max_tokens=6).tokens)
-            with RawEngine(node.socket, model="greedy", timeout_s=3.0) as greedy:
-                greedy.open()
-                leased = _lease_all_there_is(greedy)
-                for _ in range(2):
-                    engine.forget()
-                    done = []
-                    for prompt in prompts:
-                        done.append(engine.complete(prompt, max_tokens=6).tokens)
-                        for keys, reply in leased:
-                            greedy.renew(reply)
-                            assert greedy.is_right(reply, keys), "a leased block was taken"
-                    assert done == reference
-                held = sum(len(keys) for keys, _ in leased) * greedy.block_bytes
-                assert held > 3 << 20, "its half of dram, but for its credits"
-            # They are let go: the engine's blocks find room again.
-            engine.complete(prompts[0], max_tokens=1)
-            wait_until(lambda: _is_served(engine, prompts[0]), "the engine is served again")
-
-
-def _lease_all_there_is(engine: RawEngine) -> list[tuple[list[bytes], LeaseReply]]:
-    """Store and lease until the node has no credit left. Returns each lease and its keys."""
-    leased: list[tuple[list[bytes], LeaseReply]] = []
-    for batch in range(100):
-        keys = make_keys(4, seed=str(batch))
-        try:
-            engine.store(keys)
-            leased.append((keys, engine.lease_stored(keys)))
-        except TimeoutError:  # no credit, or stored and at once evicted: all else is leased
-            assert len(leased) > 10, "hardly anything was leased"
-            return leased
-        for _, reply in leased:
-            engine.renew(reply)
-    raise AssertionError("the node never ran out")
-
-
-def _is_served(engine: EngineServer, prompt: tuple[int, ...]) -> bool:
-    engine.forget()
-    return engine.complete(prompt, max_tokens=1).cached_tokens > 0
 
 
 def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(

@@ -23,6 +23,7 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
+    at_baseline,
     blocks_in_dram,
     blocks_on_disk,
     inspect,
@@ -165,13 +166,6 @@ def kill_one_rank_under_load(engine: EngineServer, prompts: list[tuple[int, ...]
     engine.kill()
     load.join(60)
     assert not load.is_alive()
-
-
-def at_baseline(node: NodeProcess) -> bool:
-    """No connection, no lease, no slot served or quarantined."""
-    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
-    gone = not inspect(node, "nodes")[0]["connections"] and not inspect(node, "leases")
-    return gone and dram["slots_granted"] == dram["slots_quarantined"] == 0
 
 
 def has_session(node: NodeProcess) -> bool:

@@ -16,6 +16,7 @@ from tests.integration.engine.fixtures import MAX_TOKENS, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
+    OWN_ERRORS,
     PATIENT,
     blocks_in_dram,
     node_for,
@@ -25,7 +26,6 @@ from tests.kit.engines import EngineConfig, EngineServer, complete_many
 from tests.kit.models import build_model
 
 FEW_BLOCKS = 40
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,37 +91,6 @@ def test_tokens_are_identical_where_copies_are_those_of_a_gpu(
         full = sum(len(p) // BLOCK_TOKENS for p in prompts) * BLOCK_TOKENS
         assert loaded >= full // 2, f"{loaded} tokens from dram of {full} in full blocks"
         assert not engine.metrics().get(OWN_ERRORS)
-
-
-def test_one_token_requests_and_the_last_request_before_idle_are_stored(
-    plain: EngineServer, node: NodeProcess, encode: Encode
-) -> None:
-    rng = random.Random(SEED)
-    prompt = text_tokens(rng, encode, 5 * BLOCK_TOKENS + 7)
-    held = blocks_in_dram(node)
-    plain.complete(prompt, max_tokens=1)
-    # Nothing else is asked of the engine: it is idle now.
-    wait_until(lambda: blocks_in_dram(node) == held + 5, "the five full blocks are stored")
-    plain.forget()
-    again = plain.complete(prompt, max_tokens=1)
-    assert again.cached_tokens == 5 * BLOCK_TOKENS
-
-
-def test_blocks_that_fill_during_decoding_serve_the_next_turn(
-    plain: EngineServer, node: NodeProcess, encode: Encode
-) -> None:
-    rng = random.Random(SEED + 1)
-    first = text_tokens(rng, encode, 2 * BLOCK_TOKENS + 40)
-    held = blocks_in_dram(node)
-    answer = plain.complete(first, max_tokens=3 * BLOCK_TOKENS)
-    history = (*first, *answer.tokens)
-    second = (*history, *text_tokens(rng, encode, 30))
-    # The last token of the answer was sampled but never computed, so its block may lack it.
-    blocks = (len(history) - 1) // BLOCK_TOKENS
-    wait_until(lambda: blocks_in_dram(node) == held + blocks, f"{blocks} blocks are stored")
-    plain.forget()
-    done = plain.complete(second, max_tokens=4)
-    assert done.cached_tokens == blocks * BLOCK_TOKENS
 
 
 def test_other_weights_in_the_same_directory_hit_nothing(

@@ -22,6 +22,7 @@ from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, R
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
+    OWN_ERRORS,
     PATIENT,
     PREEMPTIONS,
     blocks_in_dram,
@@ -41,7 +42,6 @@ DRAFTS = (
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 LOADED_BYTES = "vllm:kvstore_load_bytes_total"
-OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 ABANDONED_MAX = 8
 ABANDONED = amount(24, nightly=96)
 WAITS_S = (0.0, 0.01, 0.03, 0.1, 0.3)
