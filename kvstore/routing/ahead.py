@@ -86,7 +86,7 @@ class Stays:
         state, is_on = self._fleet.state(before), self._fleet.policy.policy == "session"
         if state is None or before in failed or not is_on:
             return chosen
-        return before if state.health.is_up else chosen
+        return before if state.is_up else chosen
 
     def touch(self, request: RouteRequest, now_ns: int) -> None:
         """A request of a session ended: its stay lasts `session_ttl_s` from now."""
@@ -378,7 +378,7 @@ class Ahead:
     def _is_fit(self, state: WorkerState, model: str, now_ns: int) -> bool:
         spec = state.spec
         serves = not spec.models or model in spec.models
-        is_fine = bool(spec.node) and state.health.is_up and not spec.is_red
+        is_fine = bool(spec.node) and state.is_up and not spec.is_red
         return is_fine and serves and self._rests.get(spec.node, 0) <= now_ns
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:

@@ -76,9 +76,9 @@ LAST_RESORTS: Final = (
 
 def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
     """Reason why a worker does not fit a request."""
-    spec, health, request = state.spec, state.health, opened.request
+    spec, request = state.spec, opened.request
     model, adapter, subset = opened.side.model, opened.side.adapter, request.subset
-    if health.is_draining:
+    if state.is_draining:
         return Dropped.DRAINING
     if subset is not None and spec.worker not in subset and spec.address not in subset:
         return Dropped.SUBSET
@@ -94,13 +94,13 @@ def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
         return Dropped.CONTEXT
     if request.media and model in state.without_media:
         return Dropped.MEDIA
-    if health.is_down:
+    if state.is_down:
         return Dropped.DOWN
-    if health.is_terminating:
+    if spec.is_terminating:
         return Dropped.TERMINATING
-    if not health.breaker.may_allow(now_ns):
+    if not state.breaker.may_allow(now_ns):
         return Dropped.BREAKER
-    return Dropped.RESTS if now_ns < health.rests_until_ns else Dropped.NONE
+    return Dropped.RESTS if now_ns < state.rests_until_ns else Dropped.NONE
 
 
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:

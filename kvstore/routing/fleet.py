@@ -104,8 +104,7 @@ class Fleet:
             self._drain(state)
 
     def _drain(self, state: WorkerState) -> None:
-        state.health.is_draining = state.spec.worker in self.policy.draining
-        state.health.is_terminating = state.spec.is_terminating
+        state.is_draining = state.spec.worker in self.policy.draining
         self._doubt(state)
 
     def assign(self, worker: str, role: WorkerRole) -> None:
@@ -153,17 +152,17 @@ class Fleet:
         """Take in a probe's result; ignored for a worker that is not there."""
         if (row := self.row_of.get(event.worker)) is not None:
             state = self.workers[row]
-            if state.health.is_down and event.result is ProbeResult.ANSWERED:
+            if state.is_down and event.result is ProbeResult.ANSWERED:
                 state.without_media.clear()  # it may be another engine
-            state.health.probed(event.result, event.why, event.late_s)
-            self.columns[FleetColumn.LATE_S, row] = state.health.late_s
+            state.probed(event.result, event.why, event.late_s)
+            self.columns[FleetColumn.LATE_S, row] = state.late_s
             self._doubt(state)
 
     def failed(self, worker: str, why: str, now_ns: int) -> None:
         """Count a fault that is a worker's own; no error if it has left."""
         if (state := self.state(worker)) is not None:
-            state.health.fault = why
-            state.health.breaker.failed(now_ns)
+            state.fault = why
+            state.breaker.failed(now_ns)
             self.doubtful.add(worker)
             self._news[worker] = None
 
@@ -178,13 +177,12 @@ class Fleet:
         once.
         """
         if (state := self.state(worker)) is not None:
-            its = state.health
-            others = (s.health for s in self.workers if s.spec.pool == state.spec.pool)
-            since_ns, its.suspected_ns = max(its.succeeded_ns + 1, its.suspected_ns), now_ns
+            others = (s for s in self.workers if s.spec.pool == state.spec.pool)
+            since_ns, state.suspected_ns = max(state.succeeded_ns + 1, state.suspected_ns), now_ns
             if any(other.succeeded_ns >= since_ns for other in others):
                 self.failed(worker, why, now_ns)
             else:
-                its.breaker.return_probe()
+                state.breaker.return_probe()
                 self._doubt(state)
 
     def record_no_fault(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
@@ -192,9 +190,9 @@ class Fleet:
         the worker is full. No error if it has left.
         """
         if (state := self.state(worker)) is not None:
-            state.health.breaker.return_probe()
+            state.breaker.return_probe()
             if is_full:
-                state.health.rests_until_ns = now_ns + REST_NS
+                state.rests_until_ns = now_ns + REST_NS
             self._doubt(state)
 
     def answered(self, worker: str, now_ns: int, *, is_whole: bool) -> None:
@@ -202,20 +200,19 @@ class Fleet:
         has left.
         """
         if (state := self.state(worker)) is not None:
-            its = state.health
-            is_news = worker in self.doubtful or not its.was_reached
-            its.was_reached = True
+            is_news = worker in self.doubtful or not state.was_reached
+            state.was_reached = True
             if is_whole:  # be it that the request is wrong
-                its.succeeded_ns, its.fault = now_ns, ""
-                its.breaker.succeeded()
+                state.succeeded_ns, state.fault = now_ns, ""
+                state.breaker.succeeded()
             else:  # it may still break off: the next failure opens the breaker again, for longer
-                its.breaker.begun()
+                state.breaker.begun()
             if is_news:
                 self._doubt(state)
 
     def _doubt(self, state: WorkerState) -> None:
         self._news[state.spec.worker] = None
-        if state.health.is_fine and not state.spec.is_red:
+        if state.is_fine and not state.spec.is_red:
             self.doubtful.discard(state.spec.worker)
         else:
             self.doubtful.add(state.spec.worker)
@@ -228,7 +225,7 @@ class Fleet:
         found = []
         for worker in news:
             if (state := self.state(worker)) is not None:
-                now = StateChange(worker, state.health.word, state.health.why)
+                now = StateChange(worker, state.word, state.why)
                 if now != state.said:
                     state.said = now
                     found.append(now)
@@ -237,10 +234,10 @@ class Fleet:
     def silent_with_others(self, worker: str) -> bool:
         """Whether a worker is silent while one that may serve its requests answers its probes."""
         state = self.state(worker)
-        if state is None or not state.health.is_silent:
+        if state is None or not state.is_silent:
             return False
         others = (s for s in self.workers if s is not state and may_replace(s.spec, state.spec))
-        return any(other.health.is_up and other.health.was_reached for other in others)
+        return any(other.is_up and other.was_reached for other in others)
 
     # Rows
 
@@ -274,11 +271,11 @@ class Fleet:
         worker, now_ns = flight.worker, flight.sent_ns
         row = self.row_of[worker]
         state = self.workers[row]
-        queue, health = state.queue, state.health
-        if health.breaker.is_open:
-            health.breaker.allows(now_ns)
+        queue = state.queue
+        if state.breaker.is_open:
+            state.breaker.allows(now_ns)
             self._news[worker] = None
-        health.rests_until_ns = 0
+        state.rests_until_ns = 0
         state.request_count += 1
         column = self.columns[:, row]
         if not queue:

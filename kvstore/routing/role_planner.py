@@ -162,7 +162,7 @@ class Planner:
         settings = self._fleet.policy.planner
         bounds = settings.pools.get(pool, PoolRoles())
         members = [state for state in self._fleet.workers if state.spec.pool == pool]
-        up = [state for state in members if state.health.is_up]
+        up = [state for state in members if state.is_up]
         prefillers = sum(state.role is WorkerRole.PREFILL for state in up)
         serving = len(up) - prefillers
         wanted = plan.starved

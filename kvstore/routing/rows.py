@@ -45,85 +45,9 @@ COOLDOWN_MS: Final = 1000
 REST_NS: Final = NS_PER_S // 4
 """Time for which a worker gets no request after it said that it is full."""
 
-
-class WorkerHealth:
-    """Health of one worker; see above."""
-
-    def __init__(self) -> None:
-        self.breaker = Breaker(failures_max=FAULTS_MAX, cooldown_ms=COOLDOWN_MS)
-        self.is_down = False
-        self.is_silent = False
-        """The worker is down because it is silent."""
-        self.is_draining = self.is_terminating = False
-        """Gets no new requests: draining by the policy, terminating by discovery."""
-        self.was_reached = False
-        """Its engine has answered a probe or a request."""
-        self.late_s = 0.0
-        """Seconds by which the last probe was late; 0: it was in time."""
-        self.rests_until_ns = 0
-        """Time until which it gets no request since it said that it is full; 0: it got one since
-        then.
-        """
-        self.succeeded_ns = -1
-        """Time of its last answer to a whole request."""
-        self.suspected_ns = -1
-        """Time of the last failure there that the request may have caused."""
-        self.probe_trouble = self.fault = ""
-        """Why it is down, and the last fault that counted; empty: none."""
-
-    def probed(self, result: ProbeResult, why: str, late_s: float) -> None:
-        """Take in the result of a probe, or that it is late by `late_s` seconds."""
-        if result in (ProbeResult.ANSWERED, ProbeResult.LATE):
-            self.late_s = late_s
-        if result is ProbeResult.LATE:
-            return
-        was_down, self.is_down = self.is_down, result is not ProbeResult.ANSWERED
-        self.is_silent = result is ProbeResult.SILENT
-        self.probe_trouble = why
-        if not self.is_down:
-            self.was_reached = True
-            if was_down:
-                self.breaker.end_cooldown()
-
-    @property
-    def is_fine(self) -> bool:
-        """Whether nothing speaks against sending requests there."""
-        return self.is_up and not (self.late_s or self.rests_until_ns or self.breaker.is_open)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it is neither down nor draining nor terminating."""
-        return not (self.is_down or self.is_draining or self.is_terminating)
-
-    @property
-    def word(self) -> WorkerWord:
-        """Its state for operators, the worst first."""
-        if self.is_draining:
-            return WorkerWord.DRAINING
-        if self.is_down:
-            return WorkerWord.DOWN
-        if self.is_terminating:
-            return WorkerWord.DRAINING
-        if self.breaker.is_open:
-            is_trying = self.breaker.state is BreakerState.HALF_OPEN
-            return WorkerWord.HALF_OPEN if is_trying else WorkerWord.OPEN
-        if not self.was_reached:
-            return WorkerWord.NEW
-        return WorkerWord.LATE if self.late_s else WorkerWord.UP
-
-    @property
-    def why(self) -> str:
-        """The reason for its word; empty: none is needed."""
-        if self.is_down:
-            return self.probe_trouble
-        if self.is_terminating:
-            return "its pod terminates"
-        return self.fault if self.breaker.is_open else ""
-
-
-Floats = npt.NDArray[np.float64]
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
+Floats = npt.NDArray[np.float64]
 STALE_S: Final = 2.0
 """Scraped numbers older than this decay to the pool's mean, by half each STALE_S."""
 YOUNG_S: Final = 0.5
@@ -222,13 +146,12 @@ class StateChange(NamedTuple):
 
 
 class WorkerState:
-    """State of a worker that is no number."""
+    """State of a worker that is no number; its health, see above."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.role = begin_as(spec.role)
         """Role in effect; for a flexible worker, the planner's choice."""
-        self.health = WorkerHealth()
         self.adapters = frozenset(spec.adapters)
         self.without_media = set[str]()
         """Models that take no images, audio or video there, by the engine's own word."""
@@ -241,6 +164,75 @@ class WorkerState:
         self.reported_ns = -1
         """When the engine last reported its use of memory, in ns."""
         self.said = StateChange(spec.worker, WorkerWord.NEW, "")
+        self.breaker = Breaker(failures_max=FAULTS_MAX, cooldown_ms=COOLDOWN_MS)
+        self.is_down = False
+        self.is_silent = False
+        """The worker is down because it is silent."""
+        self.is_draining = False
+        """Gets no new requests, by the policy."""
+        self.was_reached = False
+        """Its engine has answered a probe or a request."""
+        self.late_s = 0.0
+        """Seconds by which the last probe was late; 0: it was in time."""
+        self.rests_until_ns = 0
+        """Time until which it gets no request since it said that it is full; 0: it got one since
+        then.
+        """
+        self.succeeded_ns = -1
+        """Time of its last answer to a whole request."""
+        self.suspected_ns = -1
+        """Time of the last failure there that the request may have caused."""
+        self.probe_trouble = self.fault = ""
+        """Why it is down, and the last fault that counted; empty: none."""
+
+    def probed(self, result: ProbeResult, why: str, late_s: float) -> None:
+        """Take in the result of a probe, or that it is late by `late_s` seconds."""
+        if result in (ProbeResult.ANSWERED, ProbeResult.LATE):
+            self.late_s = late_s
+        if result is ProbeResult.LATE:
+            return
+        was_down, self.is_down = self.is_down, result is not ProbeResult.ANSWERED
+        self.is_silent = result is ProbeResult.SILENT
+        self.probe_trouble = why
+        if not self.is_down:
+            self.was_reached = True
+            if was_down:
+                self.breaker.end_cooldown()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing speaks against sending requests there."""
+        return self.is_up and not (self.late_s or self.rests_until_ns or self.breaker.is_open)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is neither down nor draining nor terminating."""
+        return not (self.is_down or self.is_draining or self.spec.is_terminating)
+
+    @property
+    def word(self) -> WorkerWord:
+        """Its state for operators, the worst first."""
+        if self.is_draining:
+            return WorkerWord.DRAINING
+        if self.is_down:
+            return WorkerWord.DOWN
+        if self.spec.is_terminating:
+            return WorkerWord.DRAINING
+        if self.breaker.is_open:
+            is_trying = self.breaker.state is BreakerState.HALF_OPEN
+            return WorkerWord.HALF_OPEN if is_trying else WorkerWord.OPEN
+        if not self.was_reached:
+            return WorkerWord.NEW
+        return WorkerWord.LATE if self.late_s else WorkerWord.UP
+
+    @property
+    def why(self) -> str:
+        """The reason for its word; empty: none is needed."""
+        if self.is_down:
+            return self.probe_trouble
+        if self.spec.is_terminating:
+            return "its pod terminates"
+        return self.fault if self.breaker.is_open else ""
 
 
 def may_replace(other: WorkerSpec, spec: WorkerSpec) -> bool:

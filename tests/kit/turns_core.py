@@ -66,7 +66,7 @@ class TurnsCore(RouterCore):
     @property
     def health(self) -> dict[str, str]:
         """Word of each worker."""
-        return {state.spec.worker: state.health.word.value for state in self.fleet.workers}
+        return {state.spec.worker: state.word.value for state in self.fleet.workers}
 
     @property
     def under_way(self) -> dict[str, OpenRequest]:

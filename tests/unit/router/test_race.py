@@ -135,7 +135,7 @@ def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
                 core.fleet.failed(second, "test", 0)
             state = core.fleet.state(second)
             assert state is not None
-            state.health.breaker.end_cooldown()
+            state.breaker.end_cooldown()
 
         until(lambda: all(worker.models for worker in router.router.workers))
         router.on_loop(half_open)

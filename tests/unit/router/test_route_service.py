@@ -123,7 +123,7 @@ class Site:
         return sum(self.core.fleet.in_flight(worker.name) for worker in self.workers)
 
     def words(self) -> set[WorkerWord]:
-        return {state.health.word for state in self.core.fleet.workers}
+        return {state.word for state in self.core.fleet.workers}
 
     async def own(self, name: str = "own") -> tuple[RoutedLife, Routed | Rejected]:
         """A request of another front end."""

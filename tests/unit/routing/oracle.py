@@ -176,7 +176,7 @@ class Oracle:
         for name, known in self.known.items():
             state = self.core.fleet.workers[self.core.fleet.row_of[name]]
             word = WorkerWord.NEW if known.said is None else known.said.word
-            assert word is state.health.word, "a change was not said"
+            assert word is state.word, "a change was not said"
             is_draining = name in self.policy.draining
             assert (word is WorkerWord.DRAINING) == is_draining
             assert is_draining or (word is WorkerWord.DOWN) == known.is_down
@@ -218,7 +218,7 @@ class Oracle:
     def _is_mildest(self, name: str, chosen: str) -> None:
         flaw = self.flaw(name, chosen)
         self.seen[f"flaw {flaw}"] += 1
-        its_breaker = self.core.fleet.workers[self.core.fleet.row_of[chosen]].health.breaker
+        its_breaker = self.core.fleet.workers[self.core.fleet.row_of[chosen]].breaker
         if not flaw or its_breaker.is_open:
             return
         for other in self.specs.keys() - {chosen}:
@@ -228,7 +228,7 @@ class Oracle:
                 assert self.flaw(name, other) >= flaw, "there is a better one, or was soon"
             elif self.specs[other].role is WorkerRole.ANY:
                 state = self.core.fleet.workers[self.core.fleet.row_of[other]]
-                is_well = not self.flaw(name, other) and not state.health.breaker.is_open
+                is_well = not self.flaw(name, other) and not state.breaker.is_open
                 assert not is_well, "it is a prefiller by plan only"
 
     # Requests

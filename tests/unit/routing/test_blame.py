@@ -53,11 +53,11 @@ COUNTLESS = [Failure.CONNECT, Failure.SILENT, Failure.BUSY, Failure.REFUSED]
 
 def faults(core: RouterCore) -> dict[str, int]:
     """Faults of each worker since it answered last."""
-    return {s.spec.worker: s.health.breaker._failures for s in core.fleet.workers}
+    return {s.spec.worker: s.breaker._failures for s in core.fleet.workers}
 
 
 def is_open(core: RouterCore, worker: str) -> bool:
-    return core.fleet.workers[core.fleet.row_of[worker]].health.breaker.is_open
+    return core.fleet.workers[core.fleet.row_of[worker]].breaker.is_open
 
 
 def serve(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> str:
@@ -102,7 +102,7 @@ def test_a_4xx_is_an_answer_and_a_success_of_its_worker() -> None:
     for n in range(50):
         routed(arrive(core, request(f"r{n}")))
         core.step(RequestEnded(f"r{n}", Ending.REFUSED), S)
-        assert core.fleet.workers[0].health.succeeded_ns == S
+        assert core.fleet.workers[0].succeeded_ns == S
     assert faults(core) == {"w0": 0}
 
 
@@ -138,7 +138,7 @@ def test_a_worker_that_always_fails_is_found_when_another_one_serves(failure: Fa
         core.step(FirstToken(f"r{n}"), S)
         core.step(RequestEnded(f"r{n}", Ending.DONE), S)
     assert is_open(core, "w0")
-    assert core.fleet.workers[0].health.why == "status 500"
+    assert core.fleet.workers[0].why == "status 500"
     assert routed(arrive(core, request("x"), answer(hbm(0, 250)))).worker == "w1"
 
 
@@ -281,8 +281,8 @@ def test_a_gateway_that_was_served_elsewhere_blames_the_worker_that_was_chosen()
         assert not is_open(core, "w0")
         behind_a_gateway(core, "r", **end)
     assert is_open(core, "w0")
-    assert core.fleet.workers[0].health.why == "Envoy was served by w1"
-    assert core.fleet.workers[1].health.succeeded_ns == S
+    assert core.fleet.workers[0].why == "Envoy was served by w1"
+    assert core.fleet.workers[1].succeeded_ns == S
 
 
 def test_a_worker_that_served_a_gateway_is_not_blamed() -> None:
@@ -347,7 +347,7 @@ def test_the_result_of_a_remote_prefill_counts_for_its_prefiller(failure: Failur
         check(core)
     own = (Failure.STATUS, Failure.ERROR, Failure.BROKEN)
     assert is_open(core, "w10") == (failure in own), "the request was served without it"
-    assert (core.fleet.workers[1].health.succeeded_ns >= 0) == (failure is None)
+    assert (core.fleet.workers[1].succeeded_ns >= 0) == (failure is None)
     assert faults(core)["w0"] == 0
 
 

@@ -108,7 +108,7 @@ def test_the_words_of_a_breaker() -> None:
     assert core.step(fail("nobody"), S) == []
     core.step(Shared("other", (EngineLoad("w1", 0, 80_000, 0),)), S)
     assert goes_to(core, "probe", 2 * S) == "w0"
-    assert core.fleet.workers[0].health.word is WorkerWord.HALF_OPEN
+    assert core.fleet.workers[0].word is WorkerWord.HALF_OPEN
     assert changes(core, fail("probe", why="status 503"), 2 * S) == [("w0", "open", "status 503")]
     assert goes_to(core, "again", 4 * S) == "w0"
     assert changes(core, FirstToken("again"), 4 * S) == [("w0", "up", "")]
@@ -147,7 +147,7 @@ def test_any_answer_closes_a_breaker(end: Ending) -> None:
     core = opened()
     assert goes_to(core, "a", 2 * S) == "w0"
     core.step(RequestEnded("a", end), 2 * S)
-    assert not core.fleet.workers[0].health.breaker.is_open
+    assert not core.fleet.workers[0].breaker.is_open
     assert [goes_to(core, name, 2 * S) for name in "bc"] == ["w0", "w0"]
 
 
@@ -176,7 +176,7 @@ def test_the_end_of_a_request_that_waits_frees_no_attempt_of_another_one() -> No
     urgent = request("urgent", 160, service="urgent")
     assert routed(arrive(core, urgent, now_ns=2 * S)).worker == "w0"
     core.step(RequestEnded("first", Ending.ABORTED), 2 * S)
-    assert core.fleet.workers[0].health.word is WorkerWord.HALF_OPEN
+    assert core.fleet.workers[0].word is WorkerWord.HALF_OPEN
 
 
 def test_faults_with_answers_between_them_open_no_breaker() -> None:
@@ -187,7 +187,7 @@ def test_faults_with_answers_between_them_open_no_breaker() -> None:
             rejected(turn(core, fail(f"{each}{n}"))[0])
         routed(arrive(core, request(f"s{n}")))
         core.step(RequestEnded(f"s{n}", Ending.DONE), S)
-    assert not core.fleet.workers[0].health.breaker.is_open
+    assert not core.fleet.workers[0].breaker.is_open
 
 
 def test_the_first_answered_probe_after_it_was_down_ends_the_cool_down() -> None:
@@ -226,7 +226,7 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
 def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
     core = RouterCore(RoutingPolicy(), seed=1)
     core.step(Joined(spec(0)), 0)
-    assert core.fleet.workers[0].health.word is WorkerWord.NEW
+    assert core.fleet.workers[0].word is WorkerWord.NEW
     assert goes_to(core, "r", S) == "w0"
 
 

@@ -47,7 +47,7 @@ def goes(core: RouterCore, name: str) -> Routed:
 def test_it_gets_nothing_while_another_worker_is_there(policy: str) -> None:
     core = core_of(spec(0), spec(1), policy=parse({"policy": policy}))
     terminates(core, 0)
-    assert core.fleet.workers[0].health.word is WorkerWord.DRAINING
+    assert core.fleet.workers[0].word is WorkerWord.DRAINING
     for n in range(6):
         sent = goes(core, f"r{n}")
         assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": "terminating"})
@@ -86,13 +86,13 @@ def test_it_is_the_last_resort_before_one_that_is_down() -> None:
         assert goes(core, f"a{n}").worker == "w1"
     for n in range(3):
         core.step(fail(f"a{n}"), S)
-    assert core.fleet.workers[1].health.breaker.is_open
+    assert core.fleet.workers[1].breaker.is_open
     assert goes(core, "b").worker == "w1", "which is there, and has one more try"
     goes_down(core, "w1")
     sent = goes(core, "c")
     assert (sent.worker, sent.draft.plain.degraded) == ("w0", ("last-resort",))
     goes_down(core, "w0")
-    assert core.fleet.workers[0].health.word is WorkerWord.DOWN
+    assert core.fleet.workers[0].word is WorkerWord.DOWN
     assert goes(core, "d").worker in ("w0", "w1"), "nothing is worse than an error"
 
 

@@ -104,7 +104,7 @@ def test_the_end_of_a_race_says_nothing_about_a_worker_that_was_only_tried(
     assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
     [second] = turn(core, Late("r"), 5 * S)
     assert isinstance(second, Raced)
-    breaker = core.fleet.workers[1].health.breaker
+    breaker = core.fleet.workers[1].breaker
     assert not breaker.may_allow(5 * S)
     core.step(end, 5 * S)
     assert breaker.may_allow(5 * S)

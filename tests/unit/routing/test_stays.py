@@ -96,7 +96,7 @@ def test_a_session_leaves_a_worker_that_failed_at_it_though_its_probes_are_answe
     routed(arrive(core, request("second", 160, session="s")))
     other = routed(turn(core, fail("second", Failure.CONNECT))[0]).worker
     core.step(RequestEnded("second", Ending.DONE), S)
-    assert core.fleet.workers[core.fleet.row_of[home]].health.is_up
+    assert core.fleet.workers[core.fleet.row_of[home]].is_up
     assert ask(core, "third").worker == other != home
 
 

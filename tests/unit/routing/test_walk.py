@@ -13,7 +13,7 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Scraped
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs import Blame, Legs
-from kvstore.routing.rows import FleetColumn, Flight, WorkerHealth
+from kvstore.routing.rows import FleetColumn, Flight, WorkerState
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.waiting import WaitingRoom
 from tests.amounts import amount, covered
@@ -103,8 +103,8 @@ def every_silence_gives_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "silent_with_others", lambda self, worker: self.state(worker) is not None)
 
 
-@instead_of(WorkerHealth, "probed")
-def late_is_down(real: Any, self: WorkerHealth, result: Any, why: str, late_s: float) -> None:
+@instead_of(WorkerState, "probed")
+def late_is_down(real: Any, self: WorkerState, result: Any, why: str, late_s: float) -> None:
     real(self, result, why, late_s)
     self.is_down |= late_s > 1
 
