@@ -222,8 +222,23 @@ class _TcpEnd(ABC):
 
     def start_over(self) -> None:
         """Drop what is not sent, and expect the beginning of a message."""
-        self.out, self._parts = _Places(), self._messages()
+        self.out, self._sent, self._parts = _Places(), 0, self._messages()
         self._in = next(self._parts)
+
+    def turn(self) -> bool:
+        """Send and receive, while the stream is open. Returns whether there may be more to do at
+        once. Raises OSError, ConnectionClosed.
+        """
+        assert self.stream is not None
+        moved = 0
+        while moved < TURN_BYTES:
+            given = self.out.move(self.stream.send, TURN_BYTES)
+            self._sent += given
+            moved += given + self._in.move(self.stream.receive, TURN_BYTES)
+            if self._in:
+                return moved >= TURN_BYTES
+            self._in = next(self._parts)
+        return True
 
     @abstractmethod
     def _messages(self) -> Iterator[_Places]:
@@ -243,21 +258,7 @@ class TcpReader(_TcpEnd):
         self._landing = landing or Landing(0, np.empty(0, np.uint8))
         self._unanswered: deque[int] = deque()
         """For each answer that is not sent: total of bytes sent once it is."""
-        self._put = self._given = 0
-
-    def turn(self) -> bool:
-        """Receive requests and send answers. Returns whether there may be more to do at once.
-        Raises OSError, ConnectionClosed.
-        """
-        moved = self._in.move(self.stream.receive, TURN_BYTES)
-        while not self._in:
-            self._in = next(self._parts)
-            moved += self._in.move(self.stream.receive, TURN_BYTES)
-        given = self.out.move(self.stream.send, TURN_BYTES)
-        self._given += given
-        while self._unanswered and self._unanswered[0] <= self._given:
-            self._unanswered.popleft()
-        return given >= TURN_BYTES or moved >= TURN_BYTES
+        self._put = 0
 
     def _messages(self) -> Iterator[_Places]:
         while True:
@@ -268,6 +269,8 @@ class TcpReader(_TcpEnd):
                 raise ConnectionClosed("its request is invalid")
             pieces = bytearray(PIECE_BYTES * count)
             yield _Places(memoryview(pieces))
+            while self._unanswered and self._unanswered[0] <= self._sent:
+                self._unanswered.popleft()
             if len(self._unanswered) >= REQUESTS_MAX:
                 raise ConnectionClosed("it asks for too much")
             places = self._places(pieces, size_bytes, is_write=magic == WRITE)
@@ -304,61 +307,52 @@ class TcpOwner(_TcpEnd):
         self.found, self.address, self._done = found, address, done
         self.stream = None
         """Connection; None until the first transfer, and after a failure until the next."""
-        self.waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
-        self.asked: deque[tuple[int, int, list[memoryview]]] = deque()
+        self._waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
+        self._asked: deque[tuple[int, int, list[memoryview]]] = deque()
         """(number, bytes that will come, their places) of each request without a whole answer, in
         order.
         """
 
-    def turn(self) -> bool:
-        """Send requests and receive answers. Returns whether there may be more to do at once.
-        Raises OSError, ConnectionClosed.
-        """
-        assert self.stream is not None
-        if not self.stream.shake():
-            return False
-        moved = 0
-        while moved < TURN_BYTES:
-            self._ask()
-            self.out.move(self.stream.send, TURN_BYTES)
-            moved += self._in.move(self.stream.receive, TURN_BYTES)
-            if self._in:
-                return moved >= TURN_BYTES
-            self._in = next(self._parts)
-        return True
+    def post(
+        self, number: int, pieces: Pieces, direction: Direction, places: list[memoryview]
+    ) -> None:
+        """Request a transfer, now or once fewer are unanswered. `places`: of the pieces here."""
+        self._waiting.append((number, pieces, direction, places))
+        self._ask()
 
     def lose(self) -> list[int]:
         """Return the numbers of all transfers that have not ended, and forget them."""
-        found = [each[0] for each in self.asked] + [each[0] for each in self.waiting]
-        self.asked.clear()
-        self.waiting.clear()
+        found = [each[0] for each in self._asked] + [each[0] for each in self._waiting]
+        self._asked.clear()
+        self._waiting.clear()
         self.start_over()
         return found
 
     def _ask(self) -> None:
-        while self.waiting and len(self.asked) < REQUESTS_MAX:
-            number, pieces, direction, places = self.waiting.popleft()
+        while self._waiting and len(self._asked) < REQUESTS_MAX:
+            number, pieces, direction, places = self._waiting.popleft()
             size_bytes = total_bytes(pieces)
             table = np.stack([pieces.remote, pieces.length], axis=1).astype("<u8").tobytes()
             magic = REQUEST if direction is Direction.READ else WRITE
             header = HEADER.pack(magic, len(pieces.length), number, size_bytes)
             self.out.put(memoryview(header + table))
             if direction is Direction.READ:
-                self.asked.append((number, size_bytes, places))
+                self._asked.append((number, size_bytes, places))
             else:
                 self.out.put(*places)
-                self.asked.append((number, 0, []))
+                self._asked.append((number, 0, []))
 
     def _messages(self) -> Iterator[_Places]:
         while True:
             header = bytearray(HEADER.size)
             yield _Places(memoryview(header))
             magic, _, number, size_bytes = HEADER.unpack(header)
-            if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
+            if not self._asked or (magic, number, size_bytes) != (ANSWER, *self._asked[0][:2]):
                 raise ConnectionClosed("its response is invalid")
-            yield _Places(*self.asked[0][2])
-            self.asked.popleft()
+            yield _Places(*self._asked[0][2])
+            self._asked.popleft()
             self._done(number)
+            self._ask()
 
 
 # ── the transport ─────────────────────────────────────────────────────────────────────────────────
@@ -424,7 +418,7 @@ class Tcp(BackEnd[TcpOwner]):
             except UNREACHABLE as error:
                 raise TransportError(f"{to.found.name} cannot be reached: {error}") from None
             self._dialled.add(to)
-        to.waiting.append((number, pieces, direction, places))
+        to.post(number, pieces, direction, places)
         self._turn(to)
 
     def _go_on(self) -> None:
@@ -501,12 +495,8 @@ class Tcp(BackEnd[TcpOwner]):
         with contextlib.suppress(OSError):
             self._spare_fd = os.eventfd(0)
 
-    def _serve(self, reader: TcpReader) -> bool:
-        """Serve a peer that connected. Returns whether there may be more to do at once. Raises
-        OSError, ConnectionClosed.
-        """
-        if not reader.stream.shake():
-            return False
+    def _admit(self, reader: TcpReader) -> None:
+        """Let a peer that connected stay, if there is room. Raises ConnectionClosed."""
         now_ns = time.monotonic_ns()
         if reader in self._guests.arriving:
             gone = self._guests.admit(reader, reader.stream.node, now_ns)
@@ -516,13 +506,15 @@ class Tcp(BackEnd[TcpOwner]):
             if gone is not None:
                 self._end(gone)
         self._guests.heard(reader, now_ns)
-        return reader.turn()
 
     def _turn(self, end: TcpReader | TcpOwner) -> None:
         if end.stream is None or (isinstance(end, TcpReader) and end not in self._guests):
             return
         try:
-            more = end.turn() if isinstance(end, TcpOwner) else self._serve(end)
+            is_open = end.stream.shake()
+            if is_open and isinstance(end, TcpReader):
+                self._admit(end)
+            more = is_open and end.turn()
         except (OSError, ConnectionClosed) as error:
             if isinstance(end, TcpOwner):
                 self._fail(end, str(error))

@@ -128,6 +128,18 @@ def test_an_idle_connection_holds_nothing_of_the_pieces_that_it_moved(opened: Op
     assert views() - before < 100
 
 
+def test_what_is_more_than_may_be_unanswered_waits_for_its_turn(opened: Open) -> None:
+    owner, reader, count = opened("b", INSECURE), opened("a", INSECURE), 3 * tcp.REQUESTS_MAX
+    reader.connect("b", owner.describe())
+    for number in range(count):
+        reader.post(number, "b", ALL, Direction.READ)
+    ended, end_s = list[Outcome](), time.monotonic() + LIMIT_S
+    while len(ended) < count and time.monotonic() < end_s:
+        owner.poll()
+        ended += reader.poll()
+    assert ended == [Done(number) for number in range(count)]
+
+
 def views() -> int:
     return sum(type(each) is memoryview for each in gc.get_objects())  # torch warns when asked more
 
