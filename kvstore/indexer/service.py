@@ -87,8 +87,8 @@ class _Sight:
         self._store, self._engines = store, engines
         self.due_ms = 0
         """Time until which nothing is read again."""
-        self.reply: pb.NodesReply | None = None
-        """Reply to `Nodes` with these members; None: not made yet."""
+        self.reply = b""
+        """Reply to `Nodes` with these members, encoded; empty: not made yet."""
         self._news: dict[str, Member] = {}
         self.members: dict[str, Member] = {}
 
@@ -96,7 +96,7 @@ class _Sight:
         """Nodes by name without sequence numbers and loads, which change all the time; the same
         object as before unless a node has changed."""
         if now_ms >= self.due_ms:
-            self.due_ms, self.reply = now_ms + int(WATCH_PERIOD_S * 1000), None
+            self.due_ms, self.reply = now_ms + int(WATCH_PERIOD_S * 1000), b""
             self.members = {member.node: member for member in self._store.members(now_ms)}
             news = {
                 name: msgspec.structs.replace(
@@ -150,15 +150,15 @@ class IndexService(IndexServicer):
         keys = await self._keys(request)
         return forms.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
 
-    async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
+    async def Nodes(self, request: pb.NodesRequest, context: Context) -> bytes:
         # Every node asks each second: a list for each of them would be the square of the nodes.
         sight, engines = self._sights[request.engines], request.engines
         sight.look(loop_ms())
-        if (reply := sight.reply) is None:
+        if not (reply := sight.reply):
             trust = forms.TRUSTS[await self.trust()]
             sight.look(loop_ms())  # a node may have come meanwhile
             rows = [forms.node_row(each, engines=engines) for each in sight.members.values()]
-            reply = sight.reply = pb.NodesReply(trust=trust, nodes=rows)
+            reply = sight.reply = pb.NodesReply(trust=trust, nodes=rows).SerializeToString()
         return reply
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:

@@ -95,21 +95,6 @@ class _Share:
         self._has_room.set()
 
 
-class _Written:
-    """Encoder of replies that keeps the last result: the list of the nodes is encoded once for many
-    callers."""
-
-    def __init__(self, write: Callable[[Any], bytes]) -> None:
-        self._write = write
-        self._reply: Any = None
-        self._bytes = b""
-
-    def __call__(self, reply: Any) -> bytes:
-        if reply is not self._reply:
-            self._reply, self._bytes = reply, self._write(reply)
-        return self._bytes
-
-
 class Shares(Guard):
     """Interceptor that applies the limits to all calls of one server. Runs on the server's loop."""
 
@@ -128,7 +113,7 @@ class Shares(Guard):
             watch = partial(self._watch, handler.unary_stream)
             return grpc.stream_stream_rpc_method_handler(watch, *forms)
         question = partial(self._question, handler.unary_unary)
-        return grpc.stream_unary_rpc_method_handler(question, forms[0], _Written(forms[1]))
+        return grpc.stream_unary_rpc_method_handler(question, forms[0], _encoder(forms[1]))
 
     async def _question(self, behavior: Behavior, _: AsyncIterator[Any], context: Context) -> Any:
         async with self._place(context) as share:
@@ -194,6 +179,12 @@ class Shares(Guard):
                 share.refusals -= 1
         text = f"{why}: end some of them, or ask another replica"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+
+
+def _encoder(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Encoder of replies. One that is encoded already, as the list of the nodes is for many
+    callers, goes as it is."""
+    return lambda reply: reply if isinstance(reply, bytes) else encode(reply)
 
 
 def _keys_of(request: Any) -> int:

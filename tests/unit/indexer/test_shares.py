@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvstore.config.cluster import IndexConfig
 from kvstore.config.values import HostPort
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
-from kvstore.indexer import replica as replica_module, service as index, shares
+from kvstore.indexer import replica as replica_module, shares
 from kvstore.indexer.replica import Replica
 from kvstore.indexer.shares import CALLS_MAX, WATCHES_MAX
 from kvstore.net.aio import LoopThread
@@ -180,27 +180,6 @@ def test_one_caller_does_not_take_the_places_of_watchers(served: Served) -> None
     next(served.dial("b").Watch(pb.WatchRequest(nodes=True), timeout=WAIT_S))
     for watcher in watchers:
         watcher.cancel()
-
-
-def test_the_list_of_the_nodes_is_written_once_for_all_who_ask(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "WATCH_PERIOD_S", 600.0)
-    written = []
-
-    class Written(shares._Written):
-        def __init__(self, write: Callable[[Any], bytes]) -> None:
-            super().__init__(write)
-            self._write = self._count
-
-        def _count(self, reply: Any) -> bytes:
-            written.append(reply)
-            return bytes(reply.SerializeToString())
-
-    monkeypatch.setattr(shares, "_Written", Written)
-    for name in ("a", "b", "a"):
-        served.dial(name).Nodes(pb.NodesRequest(), timeout=WAIT_S)
-    assert len(written) == 1
 
 
 def test_a_message_that_does_not_come_keeps_its_caller_waiting_only(
