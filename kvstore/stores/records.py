@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -58,20 +58,10 @@ Record = tuple[bytes, Body, bytes]
 refused."""
 
 
-class Polled(NamedTuple):
-    """Decoded answer of the script POLL."""
-
-    epoch: bytes
-    void_count: int
-    sizes: Statistics
-    """Without the store's memory."""
-    records: dict[str, Record]
-    """By node."""
-
-
-def polled(answer: Sequence[Any]) -> Polled:
-    """Decode the answer of the script POLL. Raises ProtocolError."""
-    epoch, void, ids, *rest = answer
+def polled(answer: Sequence[Any]) -> tuple[bytes, int, Statistics, dict[str, Record]]:
+    """(epoch, number of void slots, sizes without the store's memory, records by node) in the
+    answer of the script POLL. Raises ProtocolError."""
+    epoch, void_count, ids, *rest = answer
     if not 0 <= _count("the key ids", ids) < SLOTS_GIVEN_MAX:
         raise ProtocolError(f"the key ids is {int(ids)}, which is no number of a slot")
     entries, rows, evicted = (
@@ -79,8 +69,7 @@ def polled(answer: Sequence[Any]) -> Polled:
         for name, value in zip(_COUNTS, rest, strict=False)
     )
     records = dict(_record(*each) for each in rest[len(_COUNTS) :])
-    sizes = Statistics(entries, rows, 0, evicted)
-    return Polled(epoch, void, sizes, records)
+    return epoch, void_count, Statistics(entries, rows, 0, evicted), records
 
 
 def _count(name: str, value: bytes | int) -> int:

@@ -417,8 +417,7 @@ class RedisStore(StoreConnection):
     async def _poll(self, now_ms: int) -> None:
         proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()
         answer, run, memory_bytes = await self.poll(proposed)
-        found = polled(answer)
-        epoch, records = found.epoch, found.records
+        epoch, void_count, sizes, records = polled(answer)
         if self._run and run != self._run and epoch == self._epoch:
             # After a restart the store may have the state of some time ago.
             await self._write(scripts.RENEW, proposed)
@@ -431,8 +430,8 @@ class RedisStore(StoreConnection):
             for link in self._links.values():
                 link.feed = None
         self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
-        self._void_count = found.void_count
-        self._sizes = msgspec.structs.replace(found.sizes, memory_bytes=memory_bytes)
+        self._void_count = void_count
+        self._sizes = msgspec.structs.replace(sizes, memory_bytes=memory_bytes)
         for name in [n for n, li in self._links.items() if not li.is_open and n not in records]:
             if not self._links[name].lock.locked():
                 del self._links[name]
