@@ -36,7 +36,7 @@ from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.errors import ProtocolError
 from kvstore.net.process import peer_of, process_of, vouches_for, why_no_descriptor
-from kvstore.node.turns import NODE, Party, TurnKind, Turns, TurnSource
+from kvstore.node.turns import Party, TurnKind, Turns, TurnSource
 from kvstore.ports import Clock
 from kvstore.supervisor.sockets import Door
 from kvstore.types import ConnectionId
@@ -109,7 +109,6 @@ class AttachSocket:
     socket: socket.socket | None
     deadline_ns: int
     """Time by which it must have introduced itself."""
-    party: Party = NODE
     pidfd: int | None = None
     is_rank: bool = False
     engine: str = ""
@@ -290,9 +289,7 @@ class Attach:
     def release(self, number: ConnectionId) -> None:
         """Forget a connection altogether: the engine has nothing left that its process holds."""
         self.hang_up(number)
-        connection = self._connections.pop(number, None)
-        if connection is not None:
-            self._let_go(connection)
+        self._drop(number)
         if number in self._registered:
             self._registered.remove(number)
             self._unregister(number)
@@ -306,12 +303,12 @@ class Attach:
         self._connections[number] = connection
         self.watch(pidfd, TurnSource(TurnKind.PROCESS, number, lambda _: self._exited(connection)))
 
-    def _let_go(self, connection: AttachSocket) -> None:
-        """Stop watching the process of a connection."""
-        if connection.pidfd is not None:
+    def _drop(self, number: ConnectionId) -> None:
+        """Stop watching the process of a connection, and forget it."""
+        connection = self._connections.pop(number, None)
+        if connection is not None and connection.pidfd is not None:
             self._forget(connection.pidfd)
             os.close(connection.pidfd)
-            connection.pidfd = None
 
     def close(self) -> None:
         """Close every socket and pidfd. Registrations stay: the journal names them."""
@@ -355,7 +352,7 @@ class Attach:
         self._next_number += 1
         deadline_ns = self._clock.now_ns() + HELLO_DEADLINE_NS
         party = Party(uid, pid)
-        connection = AttachSocket(number, sock, deadline_ns=deadline_ns, party=party)
+        connection = AttachSocket(number, sock, deadline_ns=deadline_ns)
         self._connections[number] = connection
         self.socket_count += 1
         self.counters.accepted += 1
@@ -420,14 +417,13 @@ class Attach:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        number, party = connection.number, connection.party
-        process = process_of(connection.pidfd, number)
+        number, newcomer = connection.number, self._sources[sock.fileno()]
+        process, party = process_of(connection.pidfd, number), newcomer.party
         if party.process <= 0:
-            party = connection.party = Party(party.uid, process)
+            party = Party(party.uid, process)
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
         turn = TurnKind.RANK if connection.is_rank else TurnKind.SCHEDULER
-        newcomer = self._sources[sock.fileno()]
         self._sources[sock.fileno()] = newcomer._replace(turn=turn, party=party)
         self._sources[connection.pidfd] = TurnSource(
             TurnKind.PROCESS, number, lambda _: self._exited(connection), party
@@ -506,8 +502,7 @@ class Attach:
         if connection.socket is not None:
             self.hang_up(connection.number, "exited")
             yield Ended(connection.number)
-        self._let_go(connection)
-        self._connections.pop(connection.number, None)
+        self._drop(connection.number)
         yield Exited(connection.number)
 
     def _flush(self, connection: AttachSocket) -> None:

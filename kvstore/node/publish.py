@@ -126,12 +126,11 @@ class Publisher:
         made.setsockopt(zmq.RCVHWM, REPLY_BATCHES_MAX)
         made.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
         made.setsockopt(zmq.IPV6, int("[" in endpoint))
+        path = Path(endpoint.removeprefix(_IPC)) if endpoint.startswith(_IPC) else None
         # ZeroMQ makes the file of ipc:// itself: the mask keeps others out from the first moment.
         mask = os.umask(0o177)
         try:
-            if endpoint.startswith(_IPC):
-                # ZeroMQ would replace whatever is there.
-                path = Path(endpoint.removeprefix(_IPC))
+            if path is not None:  # ZeroMQ would replace whatever is there
                 refuse_what_is_not_ours(path, option="--events")
             made.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
@@ -139,8 +138,7 @@ class Publisher:
             raise ConfigError(cannot_listen("--events", endpoint, why)) from None
         finally:
             os.umask(mask)
-        if endpoint.startswith(_IPC):
-            self._files.append(SocketFile(endpoint.removeprefix(_IPC)))
+        self._files += [SocketFile(path)] if path is not None else []
         return made
 
     @property

@@ -53,10 +53,7 @@ class LoadedCode:
             self._site = Path()
         self._stamp = self._look()
         self._code = installed_code() or Code(__version__, "")
-
-    @property
-    def version(self) -> str:
-        return self._code.version
+        self.version = self._code.version
 
     def trouble(self) -> str:
         """A sentence for the operator when other code is installed by now; empty when not."""

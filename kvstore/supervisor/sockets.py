@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 class SocketFile:
     """The file of a listening socket, as it was when this was made."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._file: os.stat_result | None = None
         with contextlib.suppress(OSError):
@@ -114,9 +114,8 @@ class Listener(Door):
         """Stop listening and remove the files. Idempotent."""
         if self.socket.fileno() < 0:
             return
-        own = Path(self.path)
-        left = own.with_name(own.name + INSPECT_SUFFIX)
-        for path in (own, *([left] if left.is_socket() else ())):
+        left = self.path.with_name(self.path.name + INSPECT_SUFFIX)
+        for path in (self.path, *([left] if left.is_socket() else ())):
             with contextlib.suppress(OSError):
                 path.unlink()
         self.socket.close()

@@ -17,7 +17,6 @@ import functools
 import math
 import os
 import re
-import selectors
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
+from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
@@ -129,9 +129,7 @@ def start_ready(
 class ChildServer:
     """A child process that serves; reaped at the end of its `with`."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], ready_line: str = "", log_file: Path | None = None
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[str], ready_line: str, log_file: Path) -> None:
         """`log_file`: file that its stderr goes to."""
         self.process = process
         self.ready_line = ready_line
@@ -171,7 +169,7 @@ class ChildServer:
     @property
     def log(self) -> str:
         """Its stderr so far."""
-        return self.log_file.read_text(encoding="utf-8") if self.log_file is not None else ""
+        return self.log_file.read_text(encoding="utf-8")
 
     @property
     def metrics_url(self) -> str:
@@ -239,7 +237,6 @@ class NodeProcess(ChildServer):
 
     @property
     def directory(self) -> Path:
-        assert self.log_file is not None
         return self.log_file.parent
 
     @property
@@ -320,9 +317,7 @@ def _runs(stat: Path) -> bool:
 
 def _wait_gone(pidfd: int) -> None:
     """Wait for the end of a process, and close its pidfd."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pidfd, selectors.EVENT_READ)
-        assert selector.select(STOP_TIMEOUT_S), "a process outlived its end"
+    assert wait_readable([pidfd], STOP_TIMEOUT_S), "a process outlived its end"
     os.close(pidfd)
 
 
@@ -345,12 +340,10 @@ def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
     """The first line of stdout; empty when the process ended or `timeout_s` passed, which may be
     `math.inf`.
     """
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(None if timeout_s == math.inf else timeout_s):
-            return ""
-        return process.stdout.readline()
+    output = process.stdout
+    assert output is not None
+    is_there = wait_readable([output.fileno()], None if timeout_s == math.inf else timeout_s)
+    return output.readline() if is_there else ""
 
 
 # ── certificates ──────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, Received, Tick
 from kvstore.engine.state import Counters
 from kvstore.net.process import process_of
+from kvstore.node import attach as attach_module
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver, Executor
 from kvstore.node.turns import Party, TurnKind, Turns, TurnSource
@@ -26,7 +27,7 @@ from kvstore.wire.messages import LeaseAsk, Quiet
 from tests.kit.hello import scheduler_hello
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.set_clock import SetClock
-from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, rounds
+from tests.unit.node.conftest import MakeAttach, Peer, all_events, hello_rank, rounds
 from tests.unit.node.driver_kit import NO_ARENA
 
 Connect = Callable[[], Peer]
@@ -244,6 +245,26 @@ def test_processes_of_other_namespaces_are_told_apart() -> None:
         child.communicate()
         for fd in fds:
             os.close(fd)
+
+
+@pytest.mark.parametrize("pid", [0, 4711])
+def test_time_of_a_process_whose_pid_is_not_seen_is_its_own(
+    make_attach: MakeAttach, connect: Connect, monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    monkeypatch.setattr(attach_module, "peer_of", lambda _: (pid, os.geteuid()))
+    monkeypatch.setattr(attach_module, "vouches_for", lambda *_: True)
+    attach = make_attach()
+    connect().introduce(hello_rank())
+    all_events(attach)
+    parties = {
+        source.party.process
+        for source in attach._sources.values()
+        if source.turn in (TurnKind.RANK, TurnKind.PROCESS)
+    }
+    (number,) = attach._connections
+    pidfd = attach._connections[number].pidfd
+    assert pidfd is not None
+    assert parties == {pid or process_of(pidfd, number)}
 
 
 def test_a_scheduler_waits_while_its_ranks_words_are_not_read_to_the_end(
