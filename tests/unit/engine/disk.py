@@ -11,17 +11,19 @@ import pytest
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.tier_events import (
+    FileGone,
     FileKnown,
     FileLate,
     FileMoved,
     FileRead,
+    FileReclaim,
     FileWritten,
     ReadFile,
     ReclaimFile,
     VoidFile,
     WriteFile,
 )
-from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, SpaceId
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint, shard_bytes
 from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
@@ -29,6 +31,7 @@ from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
 SPACE = fingerprint(SMALL, weights_epoch="")
 BLOCK_BYTES = shard_bytes(SMALL, WHOLE)
 RECORD_BYTES = PAGE_BYTES + BLOCK_BYTES
+SCOPE = Scope("t", SPACE, WHOLE, BLOCK_BYTES)
 
 
 def slow_disk(patch: pytest.MonkeyPatch, *, read_slots: int = 1, ahead_slots: int = 1) -> None:
@@ -46,16 +49,19 @@ def places(first: int, count: int) -> bytes:
 def known(*numbers: int, tenant: str = "t", space: SpaceId = SPACE, at: int = 1) -> FileKnown:
     """The disk holds these blocks, at `at` and after."""
     sums = b"".join(checksum(number) for number in numbers)
-    return FileKnown(
-        Scope(tenant, space, WHOLE, BLOCK_BYTES), keys(*numbers), places(at, len(numbers)), sums
-    )
+    scope = Scope(tenant, space, WHOLE, BLOCK_BYTES)
+    return FileKnown(scope, keys(*numbers), places(at, len(numbers)), sums)
+
+
+def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE, at: int = 0) -> FileGone:
+    """The disk holds them no more: at `at` and after, or wherever they were."""
+    scope = Scope(tenant, SPACE, shard, BLOCK_BYTES)
+    return FileGone(scope, keys(*numbers), places(at, len(numbers)) if at else b"")
 
 
 def moved(number: int, *, old: int, new: int) -> FileMoved:
     """A reclaimed segment kept this block."""
-    return FileMoved(
-        Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number), places(old, 1), places(new, 1)
-    )
+    return FileMoved(SCOPE, keys(number), places(old, 1), places(new, 1))
 
 
 class DiskNode(Node):
@@ -100,6 +106,13 @@ class DiskNode(Node):
         """Every read succeeds."""
         for read in list(self.reads):
             self.answer(read)
+
+    def reclaim(self, *numbers: int, segment: int = 4, at: int = 1) -> bytes:
+        """What is kept of a segment with these blocks, the first of which lies at `at`."""
+        part = FileKnown(SCOPE, keys(*numbers), places(at, len(numbers)), b"")
+        self.step(FileReclaim(segment, (part,)))
+        assert self.reclaimed[-1].segment == segment
+        return self.reclaimed[-1].keep
 
     def be_late(self, read: ReadFile) -> None:
         """A read takes too long."""

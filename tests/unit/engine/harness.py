@@ -23,6 +23,7 @@ from kvstore.engine.events import (
     Command,
     Ended,
     Event,
+    Exited,
     Hangup,
     OffersUntold,
     Ready,
@@ -54,6 +55,7 @@ from kvstore.wire.messages import (
     Message,
     Quiesce,
     Quiet,
+    Refused,
     Seal,
     SessionOpen,
 )
@@ -317,6 +319,10 @@ class Node:
     def end(self, *connections: int) -> list[Command]:
         return self.step(*(Ended(ConnectionId(c)) for c in connections))
 
+    def exit(self, *connections: int) -> list[Command]:
+        """Processes have ended."""
+        return self.step(*(Exited(ConnectionId(c)) for c in connections))
+
     def tick(self, ms: float = 1) -> list[Command]:
         self.now_ns += int(ms * NS_PER_MS)
         return self.step(Tick())
@@ -335,6 +341,11 @@ class Node:
     def last(self, connection: int, kind: type[M]) -> M:
         """The newest message of a kind to a connection."""
         return next(m for m in reversed(self.sent[connection]) if isinstance(m, kind))
+
+    def refusal(self, connection: int) -> Refused:
+        """Why a connection was hung up on."""
+        assert connection in self.hangups
+        return self.last(connection, Refused)
 
     def count(self, connection: int, kind: type[Message]) -> int:
         return sum(isinstance(message, kind) for message in self.sent[connection])

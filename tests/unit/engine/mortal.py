@@ -117,5 +117,4 @@ class MortalNode(Node):
         words = range(c.arena_bytes // SLOT_BYTES_MIN)
         self.raised = {w * PAGES_PER_GENERATION: config.first_generation for w in words}
         self.step(Ready(c.arena_bytes), self.adopt(journal))
-        gone = sorted(self.dead & set(self.registry))
-        self.step(*(Exited(ConnectionId(c)) for c in gone))
+        self.exit(*sorted(self.dead & set(self.registry)))

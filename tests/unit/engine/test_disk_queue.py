@@ -10,17 +10,14 @@ from kvstore.engine.events import AnswerPeer, Clear, Received
 from kvstore.engine.moves import files as files_module
 from kvstore.engine.moves.files import READS_COUNTED, ReadQueue
 from kvstore.engine.moves.jobs import ReadPace
-from kvstore.tier_events import FileGone, FileRead
+from kvstore.tier_events import FileRead
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import MIB
 from kvstore.wire.messages import Hint, LeaseMore, LeaseRelease
 from kvstore.wire.peers import ServeAnswer
-from kvstore.wire.record import Scope
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places, slow_disk
-from tests.unit.engine.harness import WHOLE, Peer, attached, keys, pairs
+from tests.unit.engine.disk import DiskNode, gone, known, slow_disk
+from tests.unit.engine.harness import Peer, attached, keys, pairs
 from tests.unit.engine.peers import serve
-
-SCOPE = Scope("t", SPACE, WHOLE, BLOCK_BYTES)
 
 
 def on_disk(blocks: int, *, slots: int) -> tuple[DiskNode, Peer]:
@@ -160,7 +157,7 @@ def test_a_long_queued_read_that_is_gone_is_passed_over_at_once(
     monkeypatch.setattr(files_module, "BEGUN_PER_STEP", 4)
     node, peer = crowded
     peer.lease(2, *range(2, 30))
-    node.step(FileGone(SCOPE, keys(*range(2, 29)), places(2, 27)))
+    node.step(gone(*range(2, 29), at=2))
     node.answer(node.reads[0])
     assert node.reads[0].keys == keys(29)
 

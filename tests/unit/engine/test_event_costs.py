@@ -24,7 +24,7 @@ from kvstore.engine.events import (
 from kvstore.engine.moves import files as queue_module
 from kvstore.engine.moves.grants import LandingSlab
 from kvstore.engine.moves.jobs import ReadPace
-from kvstore.tier_events import FileGone, FileLate, FileRead, ReadFile
+from kvstore.tier_events import FileLate, FileRead, ReadFile
 from kvstore.types import PAGE_BYTES, ConnectionId
 from kvstore.wire.messages import (
     Distrust,
@@ -44,8 +44,7 @@ from kvstore.wire.messages import (
     Verified,
 )
 from kvstore.wire.peers import Pushed
-from kvstore.wire.record import Scope
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.disk import SPACE, DiskNode, gone, known
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, keys
 from tests.unit.engine.pushing import PushNode, push_grant
 from tests.unit.engine.watched import Watched, elements_of, instructions_of, watch
@@ -190,7 +189,7 @@ DISK: dict[str, Callable[[DiskNode, Peer], list[Event]]] = {
     "read": lambda node, _: [FileRead(node.reads[0].job, b"\1")],
     "late": lambda node, _: [FileLate(node.reads[0].job)],
     "release": lambda _, peer: [Received(ConnectionId(peer.scheduler), LeaseRelease(leases=[30]))],
-    "gone": lambda *_: [FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(7), places(8, 1))],
+    "gone": lambda *_: [gone(7, at=8)],
 }
 
 

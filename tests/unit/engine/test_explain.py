@@ -14,16 +14,14 @@ from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.proto.rows import decode_rows, encode_rows
-from kvstore.tier_events import FileGone, FileKnown, FileLate, FileReclaim
+from kvstore.tier_events import FileLate
 from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
-from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.disk import SPACE, DiskNode, gone, known
 from tests.unit.engine.harness import (
     HALVES,
     TOKENS,
-    WHOLE,
     Node,
     Peer,
     attached,
@@ -249,12 +247,8 @@ def test_on_disk_without_room_in_dram() -> None:
 def test_reclaimed_or_lost_on_disk() -> None:
     node, peer = on_disk(1)
     node.step(known(2, at=50))
-    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(2), places(50, 1)))
-    node.step(
-        FileReclaim(
-            1, (FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1), b""),)
-        )
-    )
+    node.step(gone(2, at=50))
+    node.reclaim(1)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
     assert rows(node) == [(0, 1, "", Reason.RECLAIMED), (1, 1, "", Reason.FILE_LOST)]
@@ -267,9 +261,9 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     node.write_nothing()
     peer.hint(*range(1, 5))
     node.read_all()
-    gone = [n for n in range(50, 57) if not peer.hint(n)[0]]
-    assert gone
-    peer.lease(1, gone[0])
+    left = [n for n in range(50, 57) if not peer.hint(n)[0]]
+    assert left
+    peer.lease(1, left[0])
     told(node, peer, blocks=1)
     assert rows(node) == [(0, 1, "", Reason.EVICTED_FOR_READS)]
     assert "to make room for blocks e (e) read from disk, " in texts(node)[0]

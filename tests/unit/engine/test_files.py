@@ -8,12 +8,9 @@ from kvstore.engine.events import Clear, Cleared
 from kvstore.engine.memory import residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
-from kvstore.tier_events import FileGone
 from kvstore.types import Shard, SpaceId
-from kvstore.wire.record import Scope
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, known
+from tests.unit.engine.disk import SPACE, gone, known
 from tests.unit.engine.harness import (
-    WHOLE,
     Node,
     Peer,
     attached,
@@ -21,10 +18,6 @@ from tests.unit.engine.harness import (
     pairs,
     short,
 )
-
-
-def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
-    return FileGone(Scope(tenant, SPACE, shard, BLOCK_BYTES), keys(*numbers), b"")
 
 
 def test_known_blocks_come_and_go() -> None:

@@ -20,23 +20,14 @@ from hypothesis.stateful import (
 from kvstore.engine.events import Clear
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.writes import Writes
-from kvstore.tier_events import FileGone, FileKnown, FileRead, FileReclaim, FileWritten, ReadFile
+from kvstore.tier_events import FileKnown, FileRead, FileReclaim, FileWritten, ReadFile
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
-from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.kit.moves_check import pinned_words
 from tests.kit.planted import Patch, instead_of
 from tests.steps import CountedMachine, verify_machine
-from tests.unit.engine.disk import (
-    BLOCK_BYTES,
-    RECORD_BYTES,
-    SPACE,
-    DiskNode,
-    known,
-    moved,
-    slow_disk,
-)
-from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
+from tests.unit.engine.disk import RECORD_BYTES, SCOPE, DiskNode, gone, known, moved, slow_disk
+from tests.unit.engine.harness import Peer, key, keys, pairs
 
 BLOCKS = 8
 numbers = st.integers(0, BLOCKS - 1)
@@ -155,7 +146,7 @@ class DiskMachine(CountedMachine):
 
     @rule(number=numbers)
     def a_record_is_lost(self, number: int) -> None:
-        self.node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number), b""))
+        self.node.step(gone(number))
 
     @rule(first=st.integers(1, 60))
     def a_segment_is_reclaimed(self, first: int) -> None:
@@ -164,12 +155,7 @@ class DiskMachine(CountedMachine):
         names = [self.disk[at] for at in held]
         if len(set(names)) < len(names) or not held:
             return
-        part = FileKnown(
-            Scope("t", SPACE, WHOLE, BLOCK_BYTES),
-            keys(*names),
-            np.array(held, "<u8").tobytes(),
-            b"",
-        )
+        part = FileKnown(SCOPE, keys(*names), np.array(held, "<u8").tobytes(), b"")
         self.node.step(FileReclaim(1, (part,)))
         kept = np.frombuffer(self.node.reclaimed.pop().keep, "<u8").tolist()
         self.written += len(kept)

@@ -12,12 +12,12 @@ from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.jobs import ReadPace
 from kvstore.engine.state import Off
-from kvstore.tier_events import FileGone, FileKnown, FileRead, FileReclaim, VoidFile
+from kvstore.tier_events import FileKnown, FileRead, VoidFile
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
 from kvstore.wire.space import shard_bytes
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
+from tests.unit.engine.disk import SPACE, DiskNode, gone, known, moved, places
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -300,7 +300,7 @@ def test_a_lease_whose_number_is_used_again_gets_nothing_of_the_old_one() -> Non
 def test_a_block_read_keeps_the_checksum_it_was_verified_against() -> None:
     node, peer = on_disk_only(1)
     peer.lease(1, 1)
-    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), b""))
+    node.step(gone(1))
     node.step(msgspec.structs.replace(known(1, at=9), checksums=checksum(99)))
     node.read_all()
     node.hear(peer.scheduler, LeaseRelease([1]))
@@ -314,8 +314,7 @@ def test_what_comes_from_disk_counts_as_hit() -> None:
     node.answer(node.reads[0], [True, True, False])
     counters = node.engine.counters
     assert counters.leased_bytes == 2 * SLOT_BYTES_MIN
-    gone = FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3, 7), b"", damaged=True)
-    node.step(gone, msgspec.structs.replace(gone, damaged=False))
+    node.step(msgspec.structs.replace(gone(3, 7), damaged=True), gone(3, 7))
     assert counters.file_blocks_damaged == 2
 
 
@@ -326,18 +325,13 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node, peer = on_disk_only(*range(1, 9))
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
     node.read_all()
-    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8), b"")
     node.tick()
     node.tick(ms=700_000)
-    node.step(FileReclaim(4, (part,)))
+    assert node.reclaim(*range(1, 9)) == places(3, 1)
     assert node.engine.ages[Tier.FILE].counts == [0, 0, 7, 0, 0, 0], "written 700 s ago"
-    (answer,) = node.reclaimed
-    assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}
     node.step(moved(3, old=3, new=77))
-    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(77, 1), b"")
-    node.step(FileReclaim(5, (part,)))
-    assert node.reclaimed[-1].keep == b"", "nobody asked again"
+    assert node.reclaim(3, segment=5, at=77) == b"", "nobody asked again"
     assert node.blocks() == {short(3): "dram"}
 
 

@@ -19,7 +19,6 @@ from kvstore.wire.messages import (
     LeaseRelease,
     PushEnd,
     PushExpect,
-    Refused,
     Seal,
     SessionOpen,
 )
@@ -49,10 +48,6 @@ from tests.unit.engine.harness import (
 LARGE = space("window")
 """With blocks of another size than those of SMALL."""
 BOTH = ((LARGE, (WHOLE,)),)
-
-
-def refusal(node: Node, connection: int) -> Refused:
-    return node.last(connection, Refused)
 
 
 def sizes(node: Node, peer: Peer, group: int) -> set[int]:
@@ -152,7 +147,7 @@ def test_groups_that_do_not_fit_are_refused(
 ) -> None:
     node, shape = Node(slots=64), Hellos(more=[second])
     node.connect(shape.scheduler_hello())
-    refused = refusal(node, node.connect(shape.rank_hello(0)))
+    refused = node.refusal(node.connect(shape.rank_hello(0)))
     assert refused.reason.startswith(sentence)
     assert refused.permanent
 
@@ -162,8 +157,8 @@ def test_ranks_with_other_lists_of_groups_are_refused_and_may_leave_before() -> 
     one, two = Hellos(shards=HALVES), Hellos(shards=HALVES, more=[(LARGE, HALVES)])
     first, second = node.connect(one.rank_hello(0)), node.connect(two.rank_hello(1))
     scheduler = node.connect(one.scheduler_hello())
-    assert refusal(node, scheduler).reason.startswith("its ranks report different models")
-    assert refusal(node, first) == refusal(node, second) == refusal(node, scheduler)
+    assert node.refusal(scheduler).reason.startswith("its ranks report different models")
+    assert node.refusal(first) == node.refusal(second) == node.refusal(scheduler)
     scheduler = node.connect(two.scheduler_hello(rank_count=3))
     node.connect(one.rank_hello(0))
     node.connect(two.rank_hello(1))

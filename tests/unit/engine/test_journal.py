@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine import state
-from kvstore.engine.events import AnswerPeer, Exited
+from kvstore.engine.events import AnswerPeer
 from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import (
     PAGE_WORDS,
@@ -27,7 +27,6 @@ from kvstore.types import (
     PAGE_BYTES,
     PAGES_PER_GENERATION,
     SLOT_BYTES_MIN,
-    ConnectionId,
     Shard,
     SpaceId,
 )
@@ -314,7 +313,7 @@ def test_the_order_of_use_is_kept(policy: str) -> None:
     peer.hint(0)
     peer.hint(1)
     node.end(peer.scheduler, *peer.ranks)
-    node.step(Exited(ConnectionId(peer.ranks[0])))
+    node.exit(peer.ranks[0])
     reborn(node)
     again = Peer(node, "f")
     for number in range(10, 14):

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.engine.events import Clear, Exited
+from kvstore.engine.events import Clear
 from kvstore.engine.memory.shares import Pins
-from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     LEASE_LIVES_MAX,
@@ -246,7 +246,7 @@ class Machine(CountedMachine):
         gone, owner.connections[rank] = owner.connections[rank], set()
         owner.ranks[rank] = 0
         owner.starts[rank] += 1
-        self.node.step(*(Exited(ConnectionId(c)) for c in sorted(gone)))
+        self.node.exit(*sorted(gone))
         self.listen()
 
     # ── stores ───────────────────────────────────────────────────────────────────────────────────
@@ -433,7 +433,7 @@ class Machine(CountedMachine):
             for rank in range(len(owner.shards)):
                 self.end_rank(owner, rank)
         left = set(self.writable)
-        self.node.step(*(Exited(ConnectionId(c)) for c in sorted(left)))
+        self.node.exit(*sorted(left))
         row, dram = self.node.engine.nodes()[0], self.node.engine.tiers()[0]
         assert (dram.slots_granted, dram.slots_quarantined, dram.slots_leased) == (0, 0, 0)
         assert (row.connections, row.owners, row.leases) == (0, 0, 0)

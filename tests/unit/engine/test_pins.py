@@ -14,10 +14,11 @@ from kvstore.engine.moves.intake import Admission
 from kvstore.engine.sessions.owners import Asker, OwnerGroup
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
-from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
+from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import SMALL, Node, Peer, attached, space
 from tests.unit.engine.peers import PeerNode
+from tests.unit.engine.test_explain import told
 
 MANY = 1000
 """First lease of a hoarder."""
@@ -156,16 +157,8 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
     assert 0 < got < len(there)
     assert not peer.lease(2, there[-1]).slots
     assert node.engine.counters.pins_refused == len(there) - got + 1
-    for request, lease, blocks, outcome in (("a", 1, len(there), ""), ("b", 2, 1, "not stored")):
-        story = Story(
-            request=request,
-            prompt_tokens=16 * blocks,
-            outcome=outcome,
-            session=peer.session,
-            leases=[lease],
-        )
-        node.hear(peer.scheduler, story)
-    nothing, part = node.engine.explain.requests("", limit=2)
+    part = told(node, peer, blocks=len(there), outcome="")
+    nothing = told(node, peer, blocks=1, leases=[2])
     assert nothing.outcome is Reason.PINNED_SHARE_USED_UP
     for row in (part, nothing):
         reasons = [its.reason for its in node.engine.explain.request(row.number)[1]]

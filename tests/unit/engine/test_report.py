@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvstore.engine.events import Clear
 from kvstore.engine.why import report
 from kvstore.engine.why.report import hottest_runs
-from kvstore.tier_events import FileKnown
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import Pinned
 from kvstore.wire.peers import PrepareRequest
-from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES
+from tests.unit.engine.disk import known
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
-    WHOLE,
     Node,
     Peer,
     attached,
-    checksum,
     keys,
     short,
     space,
@@ -69,15 +64,7 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
     Peer(node, "b", tenant="u")
     peer.seal(1, 2)
     space_id = fingerprint(SMALL, weights_epoch="")
-    sums = checksum(2) + checksum(3)
-    node.step(
-        FileKnown(
-            Scope("t", space_id, WHOLE, BLOCK_BYTES),
-            keys(2, 3),
-            np.array([1, 2], "<u8").tobytes(),
-            sums,
-        )
-    )
+    node.step(known(2, 3))
     hello = peer.scheduler_hello(label="tiny-model")
     peer.scheduler = node.connect(hello)
     peer.be_quiet()

@@ -12,8 +12,6 @@ from kvstore.engine import state as state_module
 from kvstore.engine.events import (
     Admit,
     Command,
-    Ended,
-    Exited,
     Follow,
     Hangup,
     Received,
@@ -54,11 +52,6 @@ from tests.unit.engine.harness import (
     pairs,
     space,
 )
-
-
-def exited(node: Node, *connections: int) -> None:
-    node.step(*(Exited(ConnectionId(c)) for c in connections))
-
 
 # ── forming ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,7 +165,7 @@ def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() ->
     assert peer.hint(1) == [False]
     node.tick(3_600_000)
     assert node.quarantined() == credits, "no timer frees what may still be written"
-    exited(node, peer.ranks[0])
+    node.exit(peer.ranks[0])
     assert node.quarantined() == 0
     assert peer.ranks[0] in node.released
     assert {slot for slot, _ in peer.unused()} <= node.raised.keys()
@@ -188,7 +181,7 @@ def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
     assert old in node.released
     peer.be_quiet()
     assert not before & set(peer.credits()), "generations were raised"
-    exited(node, old)
+    node.exit(old)
     assert node.granted() == len(peer.credits()), "the old pidfd means nothing any more"
 
 
@@ -210,9 +203,9 @@ def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: b
     rank = peer.ranks[0]
     if ended_first:
         node.end(rank)
-        exited(node, rank)
+        node.exit(rank)
     else:
-        exited(node, rank)
+        node.exit(rank)
         assert rank in node.hangups
         node.end(rank)
     assert (node.granted(), node.quarantined()) == (0, 0)
@@ -266,7 +259,7 @@ def test_an_unknown_connection_that_ends_is_let_go() -> None:
     node = Node()
     node.end(99)
     assert node.released == [99]
-    exited(node, 98)
+    node.exit(98)
     assert node.released == [99]
 
 
@@ -284,18 +277,13 @@ def test_a_rank_writes_only_its_own_column() -> None:
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def refusal(node: Node, connection: int) -> Refused:
-    assert connection in node.hangups
-    return node.last(connection, Refused)
-
-
 def test_another_protocol_is_refused_before_anything_else() -> None:
     node = Node()
     peer = Hellos()
     other = PROTOCOL_VERSION + 1
     for hello in (peer.scheduler_hello(protocol=other), peer.rank_hello(0, protocol=other)):
         connection = node.connect(hello)
-        refused = refusal(node, connection)
+        refused = node.refusal(connection)
         assert refused.permanent
         assert refused.reason == (
             f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine {other}: install the"
@@ -310,7 +298,7 @@ def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
     node = Node(connection_count_max=2)
     Peer(node)
     connection = node.connect(Hellos("other").scheduler_hello())
-    refused = refusal(node, connection)
+    refused = node.refusal(connection)
     assert not refused.permanent
     assert refused.reason == "2 connections are attached already"
     assert node.engine.nodes()[0].owners == 1
@@ -330,7 +318,7 @@ def test_more_ranks_than_the_scheduler_speaks_of_are_refused() -> None:
     ranks = [node.connect(shape.rank_hello(rank)) for rank in range(2)]
     scheduler = node.connect(shape.scheduler_hello(rank_count=1))
     for connection in (*ranks, scheduler):
-        assert refusal(node, connection).reason == (
+        assert node.refusal(connection).reason == (
             "2 ranks are attached where its scheduler speaks of 1: two engines may share an"
             " engine_id"
         )
@@ -345,7 +333,7 @@ def unfit(*shards: Shard, **changes: Any) -> Refused:
     for rank in range(len(shards)):
         last = rank == len(shards) - 1
         connections.append(node.connect(shape.rank_hello(rank, **(changes if last else {}))))
-    refusals = {refusal(node, connection) for connection in connections}
+    refusals = {node.refusal(connection) for connection in connections}
     assert len(refusals) == 1, "all are told the same"
     assert node.engine.nodes()[0].owners == 0
     assert sorted(node.released) == connections
@@ -384,7 +372,7 @@ def test_a_block_larger_than_a_slab_names_the_option_that_helps() -> None:
     shape = Hellos(space=space())
     node.connect(shape.scheduler_hello())
     rank = node.connect(shape.rank_hello(0))
-    assert refusal(node, rank).reason == (
+    assert node.refusal(rank).reason == (
         f"a block of rank 0 takes {3 * SLOT_BYTES_MIN} bytes, more than a slab of "
         f"{2 * SLOT_BYTES_MIN}: start the node with a larger --slab (and --dram)"
     )
@@ -445,7 +433,7 @@ def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited
     assert granted > 0
     peer.lease(1)
     if exited:
-        node.step(Exited(ConnectionId(peer.ranks[1])))
+        node.exit(peer.ranks[1])
     else:
         node.end(peer.ranks[1])
     assert node.count(peer.scheduler, SessionClosed) == 1
@@ -489,10 +477,10 @@ def test_an_engine_that_publishes_is_followed_from_its_session_to_the_end_of_its
     )
     said = Follow(ConnectionId(scheduler), source)
     assert follows(node.hear(ranks[1], Quiet(session))) == [said]
-    assert follows(node.step(Ended(ConnectionId(ranks[1])))) == [], "it computes without us"
+    assert follows(node.end(ranks[1])) == [], "it computes without us"
     over = [Unfollow(ConnectionId(scheduler))]
-    assert follows(node.step(Exited(ConnectionId(scheduler)))) == over
-    assert follows(node.step(Ended(ConnectionId(scheduler)))) == [], "once"
+    assert follows(node.exit(scheduler)) == over
+    assert follows(node.end(scheduler)) == [], "once"
 
 
 @pytest.mark.parametrize(("wanted", "events"), [(False, "ipc:///e"), (True, "")])
@@ -504,4 +492,4 @@ def test_who_does_not_publish_or_where_nobody_wants_it_is_not_followed(
     scheduler = node.connect(shape.scheduler_hello(events=events))
     opened = node.hear(rank, Quiet(node.last(rank, Quiesce).session))
     assert node.count(scheduler, SessionOpen) == 1
-    assert follows([*opened, *node.step(Ended(ConnectionId(scheduler)))]) == []
+    assert follows([*opened, *node.end(scheduler)]) == []

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, Received
-from kvstore.tier_events import FileKnown
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop, Grant, LeaseAsk, LeaseRelease, LeaseReply
-from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES
+from tests.unit.engine.disk import known
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
-    WHOLE,
     Hellos,
     Node,
     Peer,
@@ -54,16 +50,6 @@ def test_a_store_of_what_is_there_is_joined() -> None:
     assert node.engine.counters.stores_joined == 1
     assert node.raised[mine[0]] == mine[1] + 1, "the slot is free again"
     assert not second.hint(3)[0]
-
-
-def file_knows(node: Node, *numbers: int) -> None:
-    known = FileKnown(
-        Scope("t", fingerprint(SMALL, weights_epoch=""), WHOLE, BLOCK_BYTES),
-        keys=keys(*numbers),
-        locations=np.arange(1, len(numbers) + 1, dtype="<u8").tobytes(),
-        checksums=b"".join(checksum(number) for number in numbers),
-    )
-    node.step(known)
 
 
 # ── seals that do not count ──────────────────────────────────────────────────────────────────────
@@ -162,7 +148,7 @@ def test_clear_takes_what_was_named_and_leaves_credits() -> None:
     other = Peer(node, "c", space=space("other", layer_bytes=16 << 10))
     for peer in (here, there, other):
         peer.seal(1, 2)
-    file_knows(node, 2, 3)
+    node.step(known(2, 3))
     granted = node.granted()
     here.lease(1, 1)
     assert node.step(Clear(fingerprint(SMALL, weights_epoch=""), "t"))[-1] == Cleared(3)

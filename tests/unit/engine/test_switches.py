@@ -12,13 +12,13 @@ from kvstore.engine import engine as engine_module, trust
 from kvstore.engine.events import Clear, Command, SwitchedOff, Tick
 from kvstore.engine.trust import NO_PASS, Sealed
 from kvstore.engine.why.reasons import Reason
-from kvstore.tier_events import FileKnown, FileReclaim, Scrubbed, VoidFile
+from kvstore.tier_events import Scrubbed, VoidFile
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
+from kvstore.wire.messages import Compared, Grant, LeaseReply
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -29,12 +29,12 @@ from tests.unit.engine.harness import (
     attached,
     checksum,
     key,
-    keys,
     pairs,
     short,
     space,
 )
 from tests.unit.engine.mortal import MortalNode
+from tests.unit.engine.test_explain import told
 
 OTHER = space("other", layer_bytes=16 << 10)
 OTHER_SPACE = fingerprint(OTHER, weights_epoch="")
@@ -234,9 +234,7 @@ def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.Monke
     node.read_all()
     compared(peer, 7, 0)
     assert node.blocks(), "not empty yet"
-    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8), b"")
-    node.step(FileReclaim(3, (part,)))
-    assert [command.keep for command in node.reclaimed] == [b""]
+    assert node.reclaim(*range(1, 9)) == b""
 
 
 def test_explain_says_that_the_space_is_off() -> None:
@@ -245,17 +243,7 @@ def test_explain_says_that_the_space_is_off() -> None:
     peer.lease(7, 1)
     compared(peer, 7, 0)
     peer.lease(8, 1, 2)
-    node.hear(
-        peer.scheduler,
-        Story(
-            request="r",
-            prompt_tokens=2 * SMALL.block_tokens,
-            outcome="not stored",
-            session=peer.session,
-            leases=[8],
-        ),
-    )
-    (row,) = node.engine.explain.requests("r", limit=1)
+    row = told(node, peer, blocks=2, leases=[8])
     (part,) = node.engine.explain.request(row.number)[1]
     assert (part.blocks, part.reason) == (2, Reason.SWITCHED_OFF)
     (part,) = node.engine.explain.prefix("t", SPACE, key(1))

@@ -12,12 +12,11 @@ from kvstore.engine.events import Clear
 from kvstore.engine.memory.policies import WAYS, Prints, RecentKeys, prints
 from kvstore.engine.moves.writes import DiskAdmission
 from kvstore.engine.why.report import TierReport
-from kvstore.tier_events import FileKnown, FileReclaim, FileWritten
+from kvstore.tier_events import FileWritten
 from kvstore.types import AdmissionMode
 from kvstore.units import NS_PER_DAY
-from kvstore.wire.record import Scope
-from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import WHOLE, Peer, attached, config_of, keys
+from tests.unit.engine.disk import RECORD_BYTES, DiskNode, known, places
+from tests.unit.engine.harness import Peer, attached, config_of, keys
 
 SECOND_SIGHT: dict[str, Any] = {"file_admission": AdmissionMode.SECOND_SIGHT}
 
@@ -119,20 +118,11 @@ def test_near_its_end_only_what_was_seen_is_written_and_then_nothing() -> None:
     assert writing(node) == [keys(5)], "a quarter of a day, a quarter of the budget"
 
 
-def reclaim(node: DiskNode, *numbers: int) -> bytes:
-    """What is kept of a segment with these blocks, the first of which lies at 1."""
-    part = FileKnown(
-        Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*numbers), places(1, len(numbers)), b""
-    )
-    node.step(FileReclaim(4, (part,)))
-    return node.reclaimed[-1].keep
-
-
 def test_what_a_reclaimed_segment_keeps_is_paid_for() -> None:
     node, peer = thrifty(1)
     node.step(known(*range(1, 9)))
     peer.hint(1, 2)
-    assert reclaim(node, *range(1, 9)) == places(1, 1), "two are wanted, one can be paid"
+    assert node.reclaim(*range(1, 9)) == places(1, 1), "two are wanted, one can be paid"
     assert file(node).budget_left_bytes == 0
     assert node.engine.counters.file_blocks_over_budget == 1
 
