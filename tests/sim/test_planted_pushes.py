@@ -13,6 +13,7 @@ import pytest
 from tests.kit.planted import Patch
 from tests.sim import planted_pushes as pushes
 from tests.unit.engine import test_push_words as words, test_pushes as engines
+from tests.unit.engine.harness import WHOLE
 from tests.unit.peers import test_pushing as nodes
 from tests.unit.peers.two_nodes import Two
 
@@ -26,7 +27,9 @@ NOTICED_BY: dict[Patch, Callable[[], None]] = {
     pushes.abort_not_told: nodes.test_an_abort_is_told_and_nothing_is_left,
     pushes.extent_freed_by_a_timer: engines.test_a_cancelled_request_takes_its_grants_back,
     pushes.block_of_the_wrong_group: engines.test_groups_keep_apart,
-    pushes.half_a_chunk: nodes.test_whole_blocks_are_pushed,
+    pushes.half_a_chunk: partial(
+        nodes.test_pushed_blocks_are_here_byte_by_byte, there=(WHOLE,), here=(WHOLE,)
+    ),
     pushes.one_shard_of_several_looked_at: partial(
         words.test_a_block_of_which_one_shard_was_cleared_meanwhile_is_not_said_to_be_pushed, 2, 1
     ),

@@ -118,14 +118,22 @@ def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: AnsweredCo
     assert node.core.lookups.leases_open == 0
 
 
-def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
+def test_three_failed_loads_open_the_breaker_and_questions_in_vain_use_up_no_trial(
     node: AnsweredCore,
 ) -> None:
+    """A node that answers well but serves what cannot be had is left alone."""
     node.attach()
     for number in range(3):
+        assert is_serving(node.core)
         node.look_up(f"r{number}", node.hold(chain(f"bad{number}", 3)))
+        assert node.match(f"r{number}") == 3 * BLOCK_TOKENS
         job = node.load(f"r{number}", [1, 2, 3], 3)
         ended(node, f"r{number}", job.lease, failed=(1, 2, 3))
+        node.look_up(f"s{number}", node.hold(chain(f"answered{number}", 3)))
+        assert node.match(f"s{number}") == (3 * BLOCK_TOKENS if number < 2 else "breaker open")
+        node.core.finished(f"s{number}")
+    assert not is_serving(node.core)
+    assert node.core.stats.take()["breaker_openings"] == 1
     node.wait(1100)
     for number in range(3):
         node.arrive(f"n{number}", chain(f"nothing{number}", 3))

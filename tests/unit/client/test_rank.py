@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvstore.client.core.plan import CompareResult, StoreJob
 from kvstore.client.core.rank import Copy, RankCore
 from kvstore.errors import ProtocolError
 from kvstore.ports import CopyEnd, CopyWay
@@ -22,6 +23,7 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, ShardColumn, fingerprint
+from tests.kit.cores import reading
 from tests.unit.client.rank_kit import (
     COLUMN,
     CONFIG,
@@ -291,3 +293,74 @@ def test_a_rank_that_never_served_ends_every_job_with_its_reason() -> None:
     assert (report.rank, report.blocks_dropped) == (1, 3)
     assert (report.loads[0].failed_block_ids, report.loads[0].reason) == ((0, 1), "no cache")
     assert report.store_jobs_done == (1,)
+
+
+# ── several copies in flight, which end in any order ─────────────────────────────────────────────
+
+
+def test_a_load_ends_with_the_last_of_its_copies_whichever_that_is() -> None:
+    core = serving(copies_max=3)
+    core.submit(plan(load(5, 0, 4, checksums=SUM * 8)))
+    first, second, third = begun(core, 3)
+    assert core.next_copy() is None, "enough is in flight"
+    core.finished(third, COPIED)
+    core.finished(first, VOID)
+    assert core.next_copy() is None, "nothing begins behind a copy that failed"
+    assert core.take_report().loads == (), "a copy of it still writes to the cache"
+    core.finished(second, COPIED)
+    (result,) = core.take_report().loads
+    assert (result.loaded_blocks, result.failed_block_ids) == (0, (0, 1, 2, 3))
+    assert result.reason == "gone"
+    (said,) = core.take_outbox()
+    assert isinstance(said, Verified)
+    assert slots_array(said.slots).tolist() == [second.slot, third.slot]
+
+
+def test_stores_leave_half_of_the_places_to_loads() -> None:
+    """They wait for the engine's whole step, and a load may be the next step's."""
+    core = serving(copies_max=8)
+    core.submit(plan(store(5, 10, 9)))
+    begun(core, 4)
+    assert core.next_copy() is None
+    core.submit(plan(load(5, 0, 9)))
+    assert len(begun(core, 4)) == 4
+
+
+# ── jobs that only compare: they read engine blocks like stores, and write nothing ───────────────
+
+
+ALIKE, DIVERGED = CopyEnd(0), CopyEnd(0, b"y" * 16, error=1.4, diverged=True)
+SPOILED_SLOT = CopyEnd(0, SUM, error=1.4, diverged=True)
+
+
+def compare(session: int, first: int, count: int, *, job: int = 9) -> StoreJob:
+    sums = b"".join([SUM, b"y" * 16] * count)
+    made = store(session, first, count, job=job)
+    return msgspec.structs.replace(made, compare=True, checksums=sums)
+
+
+def run_comparing(core: RankCore, *ends: CopyEnd) -> list[Copy]:
+    """Comparisons come to these ends, in order."""
+    left = list(ends)
+    return run(core, lambda copy: left.pop(0) if copy.way is CopyWay.COMPARE else COPIED)
+
+
+def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
+    core = serving()
+    core.submit(plan(compare(5, 0, 3)))
+    run_comparing(core, VOID, SPOILED_SLOT, ALIKE)
+    assert core.take_report().compared == (CompareResult(9, 1, (), 0.0),)
+    (told,) = core.take_outbox()
+    assert told == Distrust((16 * 3).to_bytes(4, "little"), (16 * 3 + 1).to_bytes(8, "little"))
+
+
+def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
+    core = serving()
+    core.submit(plan(compare(5, 0, 3)))
+    assert reading(core) == {0, 1, 2}
+    (copy,) = begun(core)
+    assert core.fence([0, 1])
+    core.give_up([0])
+    core.finished(copy, DIVERGED)
+    assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
+    assert reading(core) == set()

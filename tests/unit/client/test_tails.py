@@ -250,3 +250,17 @@ def test_tails_of_all_lengths(rest: int) -> None:
     node.keys = {*KEYS, tail}
     node.give(PushEnd("t", blocks=4))
     assert asked(node) == (prompt if tail else 3 * BLOCK_TOKENS)
+
+
+# ── a node that lost everything ──────────────────────────────────────────────────────────────────
+
+
+def test_a_node_that_lost_everything_is_given_the_blocks_of_running_requests() -> None:
+    node = PushNode()
+    node.keys = set(KEYS)
+    arrive(node, None)
+    node.core.attachment.disconnected(node.now_ns, "crash")
+    node.wait(60_000)
+    node.keys = set()
+    node.attach(credits=8, incarnation=8)
+    assert split(stored(node, PROMPT_TOKENS).keys) == KEYS

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore.engine.events import Ended, Exited, Received
@@ -442,3 +443,24 @@ def test_one_missing_folder_of_a_socket_is_made_and_said(
     assert f"made the directory {tmp_path / 'run'} for --socket" in caplog.messages
     with pytest.raises(ConfigError, match=f"there is no {tmp_path / 'rnu'}; make it"):
         Listener(tmp_path / "rnu" / "kvstore" / "node.sock", others_may_connect=False)
+
+
+# ── what the log says ────────────────────────────────────────────────────────────────────────────
+
+
+def test_engines_are_told_of_once_when_they_come_and_when_they_go(
+    make_attach: MakeAttach, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvstore")
+    attach = make_attach()
+    name = "e" * 100
+    scheduler, rank = connect(), connect()
+    scheduler.introduce(msgspec.structs.replace(scheduler_hello(), engine_id=name))
+    rank.introduce(msgspec.structs.replace(hello_rank(), engine_id=name))
+    all_events(attach)
+    assert caplog.messages == [f"engine {'e' * 64} attached (connection 1)"]
+    rank.socket.close()
+    scheduler.socket.close()
+    all_events(attach)
+    attach.release(ConnectionId(1))
+    assert caplog.messages[1:] == [f"engine {'e' * 64} detached (connection 1)"]

@@ -95,26 +95,22 @@ def is_poisoned(loop: Loop, connect: Connect) -> bool:
     return isinstance(loop.failure, Poisoned) and not loop.thread.is_alive()
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_node_that_cannot_publish_generations_stops(
-    make_attach: MakeAttach, connect: Connect
+    make_attach: MakeAttach, connect: Connect, *, fails: bool
 ) -> None:
-    loop = Loop(make_attach, MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN))
-    loop.engine.answers[1] = lambda _: poison(loop)
-    assert is_poisoned(loop, connect)
-    assert loop.tier.generation(SlotId(16)) == 9
-
-
-def test_nor_can_it_go_on_when_a_failed_step_raised_them(
-    make_attach: MakeAttach, connect: Connect
-) -> None:
+    """Also those that a step raised which failed."""
     loop = Loop(make_attach, MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN))
 
-    def fail(number: ConnectionId) -> list[Command]:
+    def answer(number: ConnectionId) -> list[Command]:
+        if not fails:
+            return poison(loop)
         loop.engine.decided = poison(loop)
         raise RuntimeError("a bug")
 
-    loop.engine.answers[1] = fail
+    loop.engine.answers[1] = answer
     assert is_poisoned(loop, connect)
+    assert loop.tier.generation(SlotId(16)) == 9
 
 
 def test_what_a_failed_step_had_decided_and_cannot_be_is_told(loop: Loop, connect: Connect) -> None:

@@ -82,11 +82,12 @@ def test_what_nobody_takes_is_left() -> None:
     assert sorted(peers.asked) == [("p", "a"), ("q", "a")], "once each"
 
 
-def test_a_peer_without_progress_is_given_up() -> None:
-    peers = Peers(p="a", stops_at=4)
+@pytest.mark.parametrize("names", ["p", "pq"])
+def test_a_peer_without_progress_is_given_up_and_what_two_have_counts_once(names: str) -> None:
+    peers = Peers(**dict.fromkeys(names, "a"), stops_at=4)
     made = drained(peers, run("a", 9))
     assert made.drained_count == 4
-    assert len(peers.asked) == 2 + int(PATIENCE_S)
+    assert len(peers.asked) == len(names) * (2 + int(PATIENCE_S))
 
 
 def test_a_peer_that_fails_leaves_its_run_to_others() -> None:
@@ -112,11 +113,6 @@ def test_counts_of_a_peer_are_believed_up_to_the_run() -> None:
     made = Drain([run("a", 9)], ["p"], ask)
     asyncio.run(made.run())
     assert (made.drained_count, next(answers)) == (9, 3), "the second answer was enough"
-
-
-def test_what_two_peers_have_counts_once() -> None:
-    peers = Peers(p="a", q="a", stops_at=4)
-    assert drained(peers, run("a", 9)).drained_count == 4
 
 
 def test_the_error_of_a_call_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

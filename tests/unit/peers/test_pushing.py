@@ -17,12 +17,14 @@ from kvstore.engine.events import AskPush, Land, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import peer_session
 from kvstore.peers.peer_session import GRANTS_MAX, BlockServer, PeerContext, _Session
-from kvstore.peers.pushes import PushCarrier, Stages
+from kvstore.peers.pushes import FRESH_NS, SLOW_S, SLOW_TCP_S, PushCarrier, Stages
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
+from kvstore.units import NS_PER_S
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
 from kvstore.wire.transfer_worker import Descriptor, encode
 from tests.kit.coroutines import driven, on_loop
+from tests.kit.set_clock import SetClock
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant
 from tests.unit.peers.two_nodes import MemoryTransferWorker, Stored, Two, cut, run, session as dial
@@ -60,7 +62,8 @@ async def test_pushed_blocks_are_here_byte_by_byte(
     prefill = prefills(two, shards=there)
     prefill.store(1, 2, 3)
     engine = Stored(two.a, "ea", shards=here)
-    assert (await two.push(engine, 1, 2, 3)).reason == ""
+    end = await two.push(engine, 1, 2, 3)
+    assert (end.blocks, end.reason) == (3, "")
     reply = engine.lease(1, 1, 2, 3)
     found = engine.read(reply)  # type: ignore[arg-type]
     assert found == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
@@ -75,14 +78,6 @@ async def test_each_write_goes_to_the_extents_of_its_blocks(two: Two) -> None:
     prefill.store(2, 3)
     await two.until(lambda: len(two.a.blocks()) == 3, "and the others")
     assert two.a.engine.counters.push_blocks_damaged == 0
-
-
-@driven(pushing)
-async def test_whole_blocks_are_pushed(two: Two) -> None:
-    prefill = prefills(two)
-    prefill.store(1, 2, 3)
-    end = await two.push(Stored(two.a, "ea"), 1, 2, 3)
-    assert (end.blocks, end.reason) == (3, "")
 
 
 @driven(pushing)
@@ -414,3 +409,37 @@ async def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
         await two.until(lambda: session.number not in sessions, "the first one has ended")
         assert len(sessions) == 1
         again.cancel()
+
+
+# ── durations of stages: counted, and told when nothing explains them ────────────────────────────
+
+
+KINDS = ("push_grant", "push_first", "write", "push_seal", "push_token")
+
+
+@pytest.mark.parametrize("kind", ["push_grant", "write", "push_seal", "push_token"])
+@pytest.mark.parametrize("slow_s", [SLOW_S, SLOW_TCP_S])
+def test_a_stage_above_its_limit_is_told_for_a_while(
+    kind: str, slow_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SetClock(5 * NS_PER_S)
+    stages = Stages(KINDS, clock, slow_s=slow_s)
+    stages.took(kind, int(slow_s * NS_PER_S), node="p")
+    assert (stages.trouble, caplog.messages) == ("", [])
+    stages.took(kind, int((slow_s + 1) * NS_PER_S), 1 << 20, node="p")
+    (line,) = caplog.messages
+    assert "node p" in line
+    assert f"{slow_s + 1:.1f} s" in line
+    clock.ns += 9 * NS_PER_S
+    assert stages.trouble == f"{line} (9 s ago)"
+    clock.ns += FRESH_NS
+    assert stages.trouble == ""
+    assert stages.timings[kind].count == 2
+
+
+def test_a_stage_that_follows_a_prefill_is_never_slow(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SetClock(5 * NS_PER_S)
+    stages = Stages(KINDS, clock, slow_s=SLOW_S)
+    stages.since("push_first", clock.ns - 60 * NS_PER_S)
+    assert (stages.trouble, caplog.messages) == ("", [])
+    assert stages.timings["push_first"].count == 1

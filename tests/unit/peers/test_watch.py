@@ -33,9 +33,12 @@ def _post(watch: Watch, number: int, *, size: int = 1, deadline_ns: int = NS_PER
     watch.transfers[number] = its
 
 
-def test_what_ends_in_time_is_left_alone(watch: Watch) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_ends_in_time_or_once_it_is_forgotten_costs_no_transfer_worker(
+    watch: Watch, *, is_late: bool
+) -> None:
     _post(watch, 1)
-    assert watch.look(NS_PER_S - 1) == set()
+    assert watch.look(NS_PER_S - (not is_late)) == ({"peer-1"} if is_late else set())
     del watch.transfers[1]
     assert watch.look(NS_PER_S + GRACE_NS) == set()
 
@@ -52,13 +55,6 @@ def test_a_late_one_is_forgotten_first_and_then_the_transfer_worker_is_recycled(
     watch.died(2 * NS_PER_S)
     watch.began(3 * NS_PER_S)
     assert watch.look(3 * NS_PER_S) == set()
-
-
-def test_a_late_one_that_ends_when_forgotten_costs_no_transfer_worker(watch: Watch) -> None:
-    _post(watch, 1)
-    assert watch.look(NS_PER_S) == {"peer-1"}
-    del watch.transfers[1]
-    assert watch.look(NS_PER_S + GRACE_NS) == set()
 
 
 def test_limbo_is_borne_up_to_a_share_of_the_arena(watch: Watch) -> None:

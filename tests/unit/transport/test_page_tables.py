@@ -64,8 +64,10 @@ def taken_bytes(mapped: Mapped) -> int:
     return os.fstat(mapped.arena.arena_fd).st_blocks * 512
 
 
-def test_what_is_there_is_mapped_both_ways_in_parts(mapped: Mapped) -> None:
-    mapped.arena.populate(0, ARENA_BYTES)
+def test_what_is_there_is_mapped_both_ways_in_parts_from_where_it_was(mapped: Mapped) -> None:
+    mapped.arena.populate(0, PAGE_BYTES)
+    assert mapped.fill() == 1
+    mapped.arena.populate(PAGE_BYTES, ARENA_BYTES)
     assert mapped.fill() == 4
     assert resident_bytes(mapped.writable) == ARENA_BYTES
     assert resident_bytes(mapped.readable) == ARENA_BYTES
@@ -77,14 +79,6 @@ def test_what_is_not_there_is_left_to_the_node(mapped: Mapped) -> None:
     assert mapped.fill() == 2
     assert mapped.tables.filled_bytes == taken_bytes(mapped) == PART_BYTES + PAGE_BYTES
     assert resident_bytes(mapped.writable) == PART_BYTES + PAGE_BYTES
-
-
-def test_it_goes_on_where_it_was(mapped: Mapped) -> None:
-    mapped.arena.populate(0, PAGE_BYTES)
-    assert mapped.fill() == 1
-    mapped.arena.populate(PAGE_BYTES, ARENA_BYTES)
-    assert mapped.fill() == 4
-    assert resident_bytes(mapped.writable) == ARENA_BYTES
 
 
 @pytest.mark.parametrize(
