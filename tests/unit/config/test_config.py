@@ -10,12 +10,17 @@ import pytest
 
 from kvstore import arena
 from kvstore.config import machine, node as config_module, reading
-from kvstore.config.machine import available_memory, file_system_bytes
+from kvstore.config.machine import (
+    available_memory,
+    file_system_bytes,
+    refuse_what_cannot_hold,
+    warn_of_too_little_room,
+)
 from kvstore.config.node import EventsConfig, load_config
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.installation import lacking
-from kvstore.tiers.file.config import AUTO, ScrubRate
+from kvstore.tiers.file.config import AUTO, CAPACITY_BYTES_MIN, FileConfig, ScrubRate
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -127,8 +132,8 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
     ("wrong", "sentence"),
     [
         ({"dram": "9GiB"}, "more than the 8 GiB that the machine has available: choose a smaller"),
-        ({"dram": "64KiB"}, "too small: give at least 256 KiB"),
-        ({"dram": "lots"}, "'lots' is not a size: write a number and a unit (B, KiB, "),
+        ({"dram": "64"}, "--dram 64 is too small: give at least 256 KiB"),
+        ({"dram": "64G"}, "'64G' is not a size: write a number and a unit (B, KiB, MiB"),
         ({"dram": "-1"}, "is not a size"),
         ({"dram": "9" * 400}, "is more than any machine has"),
         ({"dram": [1]}, "configuration: dram must be a number or a text, not a list"),
@@ -258,6 +263,7 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
         ("dram: \xff", "is not YAML"),
         ("{a: " * 2_000, "is nested too deeply"),
         ("dram: 2024-13-45\n", "is not YAML: month must be"),
+        ("dram: 64MiB\nallow-uid: 1000\nallow-uid: 5\n", "'allow-uid' twice"),
     ],
 )
 def test_a_yaml_file_that_is_wrong_says_so(tmp_path: Path, content: str, sentence: str) -> None:
@@ -397,20 +403,59 @@ def test_this_machine_has_memory() -> None:
     assert source.startswith(("the machine", "the memory cgroup /"))
 
 
-def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "node.yaml"
-    path.write_text("dram: 64MiB\nallow-uid: 1000\nallow-uid: 5\n")
-    with pytest.raises(ConfigError, match="'allow-uid' twice"):
-        load_config(path, {})
+# ── a disk that cannot hold the file tier ─────────────────────────────────────────────────────────
 
 
-def test_a_size_that_is_too_small_is_repeated_as_it_was_typed() -> None:
-    with pytest.raises(ConfigError, match="--dram 64 is too small: give at least 256 KiB"):
-        load_config(None, {"dram": "64"})
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileConfig:
+    """200 GiB of it are wanted, 76 GiB are free."""
+    free(monkeypatch, 76 * GIB)
+    monkeypatch.setattr(machine, "file_system_bytes", lambda _: 1000 * GIB)
+    return FileConfig(directory=tmp_path / "tier", capacity_bytes=200 * GIB)
 
 
-def test_a_size_without_a_known_unit_lists_them() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'64G' is not a size: write a number and a unit \(B, KiB, MiB"
-    ):
-        load_config(None, {"dram": "64G"})
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(machine, "file_system_free_bytes", lambda _: size)
+
+
+def hold(directory: Path, size: int) -> None:
+    directory.mkdir()
+    (directory / "segment").write_bytes(bytes(size))
+
+
+def test_too_little_room_is_a_warning_with_the_numbers(
+    disk: FileConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    hold(disk.directory, 64 * KIB)
+    refuse_what_cannot_hold(disk)
+    warn_of_too_little_room(disk)
+    (line,) = caplog.messages
+    assert "may grow to 200 GiB, but has 64 KiB and its file system 76 GiB free" in line
+
+
+def test_what_is_there_already_counts(
+    disk: FileConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node that starts again on a disk that it has filled itself."""
+    hold(disk.directory, 64 * KIB)
+    free(monkeypatch, 200 * GIB - 64 * KIB)
+    warn_of_too_little_room(disk)
+    assert not caplog.messages
+    free(monkeypatch, CAPACITY_BYTES_MIN - 64 * KIB)
+    refuse_what_cannot_hold(disk)
+
+
+def test_a_full_disk_is_refused(disk: FileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, CAPACITY_BYTES_MIN - 1)
+    with pytest.raises(ConfigError, match="its file system is full: make room for at least 2 MiB"):
+        refuse_what_cannot_hold(disk)
+
+
+def test_a_mount_that_did_not_come_up_is_refused(tmp_path: Path) -> None:
+    """Else its directories would be made on the disk of the system."""
+    file = FileConfig(directory=tmp_path / "nvme" / "tier", capacity_bytes=4 << 20)
+    with pytest.raises(ConfigError, match=r"nvme does not exist: mount its disk, make it, or"):
+        refuse_what_cannot_hold(file)
+    shared = FileConfig(directory=tmp_path / "tier", capacity_bytes=4 << 20, shared=True, node="n")
+    refuse_what_cannot_hold(shared)
+    assert list(tmp_path.iterdir()) == []
