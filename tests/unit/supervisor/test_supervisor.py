@@ -289,26 +289,25 @@ def test_an_upgrade_tells_what_was_kept(supervise: Make) -> None:
     assert one.lives()[1] == "1 arena,journal [1] serve"
 
 
-def test_code_with_another_layout_is_refused_and_the_old_one_stays(supervise: Make) -> None:
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (2, "keeps its journal in layout 2, the memory has layo"),
+        (-1, r"does not start \(exit status 3\)"),
+    ],
+)
+def test_code_that_cannot_go_on_is_refused_and_the_old_one_stays(
+    supervise: Make, layout: int, why: str
+) -> None:
     one = supervise("serve")
     one.serves()
     old = one.child
-    one.layout(2)
-    with pytest.raises(UpgradeRefused, match="keeps its journal in layout 2, the memory has layo"):
+    one.layout(layout)
+    with pytest.raises(UpgradeRefused, match=why):
         ask_for_upgrade(one.socket)
     assert one.child == old
     one.layout(1)
     ask_for_upgrade(one.socket)
-
-
-def test_code_that_does_not_start_is_refused_and_the_old_one_stays(supervise: Make) -> None:
-    one = supervise("serve")
-    one.serves()
-    old = one.child
-    one.layout(-1)
-    with pytest.raises(UpgradeRefused, match=r"does not start \(exit status 3\)"):
-        ask_for_upgrade(one.socket)
-    assert one.child == old
 
 
 def test_another_layout_after_a_crash_begins_with_empty_memory(supervise: Make) -> None:
@@ -335,11 +334,6 @@ def test_new_code_that_cannot_start_now_is_told_of_and_tried_again(supervise: Ma
         ask_for_upgrade(one.socket)
     assert one.serves() == "1 serves"
     assert one.lives()[-1] == "1 arena,journal [1] serve"
-
-
-def test_without_a_node_there_is_nobody_to_ask(tmp_path: Path) -> None:
-    with pytest.raises(AttachError, match=r"no node at .*: start one with 'kvstore node --socket"):
-        ask_for_upgrade(tmp_path / "node.sock")
 
 
 def test_a_supervisor_that_is_stopped_is_not_waited_for(

@@ -18,7 +18,17 @@ import pytest
 
 from kvstore.net.process import Spawned, pair
 from kvstore.supervisor import control
-from kvstore.supervisor.child import Kept, Process
+from kvstore.supervisor.child import (
+    DEATHS_MAX,
+    PAUSES_NS,
+    REFUSAL_PAUSES_NS,
+    SOON_NS,
+    WARM_ATTEMPTS_MAX,
+    Again,
+    Kept,
+    Process,
+    Restarts,
+)
 from kvstore.supervisor.sockets import TAKEN, UPGRADE_SUFFIX, UpgradeReport
 from kvstore.supervisor.supervisor import (
     EXIT_GAVE_UP,
@@ -126,6 +136,15 @@ def inside(tmp_path: Path) -> Iterator[Inside]:
     made.close()
 
 
+@pytest.fixture
+def draining(tmp_path: Path) -> Iterator[Inside]:
+    """One that serves, and may drain for 30 s."""
+    made = Inside(tmp_path, drain_s=30)
+    made.serve()
+    yield made
+    made.close()
+
+
 @contextlib.contextmanager
 def no_room_for_descriptors(*, but: int = 0) -> Iterator[None]:
     """This process may open `but` descriptors more, and no other."""
@@ -207,94 +226,70 @@ def test_the_heart_of_one_that_was_asked_to_end_may_stand_still(inside: Inside) 
     assert process.hangs_told
 
 
-def test_a_first_sigterm_lets_a_node_drain_and_another_signal_does_not(tmp_path: Path) -> None:
-    made = Inside(tmp_path, drain_s=30)
-    with contextlib.closing(made):
-        made.serve()
-        made.stop(signal.SIGTERM)
-        made.pass_time(NS_PER_S)
-        assert made.process.asked_to_end == signal.SIGTERM
-        assert made.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
-        made.stop(signal.SIGTERM)
-        made.pass_time(2 * NS_PER_S)
-        assert made.process.asked_to_end == signal.SIGHUP
-        assert made.process.deadline_ns == STOP_LIMIT_NS + 2 * NS_PER_S
+def test_a_first_sigterm_lets_a_node_drain_and_another_signal_does_not(draining: Inside) -> None:
+    draining.stop(signal.SIGTERM)
+    draining.pass_time(NS_PER_S)
+    assert draining.process.asked_to_end == signal.SIGTERM
+    assert draining.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
+    draining.stop(signal.SIGTERM)
+    draining.pass_time(2 * NS_PER_S)
+    assert draining.process.asked_to_end == signal.SIGHUP
+    assert draining.process.deadline_ns == STOP_LIMIT_NS + 2 * NS_PER_S
 
 
-def test_neither_an_upgrade_nor_ctrl_c_drains(tmp_path: Path) -> None:
-    made = Inside(tmp_path, drain_s=30)
-    with contextlib.closing(made):
-        made.serve()
-        made.ask_to_end()  # as an upgrade does
-        assert made.process.asked_to_end == signal.SIGHUP
-        made.process.asked_to_end = 0
-        made.stop(signal.SIGINT)
-        made.pass_time(NS_PER_S)
-        assert made.process.asked_to_end == signal.SIGHUP
+def test_ctrl_c_drains_nothing(draining: Inside) -> None:
+    draining.stop(signal.SIGINT)
+    draining.pass_time(NS_PER_S)
+    assert draining.process.asked_to_end == signal.SIGHUP
 
 
-def asked_to_upgrade(made: Inside) -> str:
-    """The answer to a request for an upgrade."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
-        asker.settimeout(20)
-        asker.connect(str(made.socket) + UPGRADE_SUFFIX)
-        made.turn()
-        assert asker.recv(1000) == TAKEN
-        return msgspec.json.decode(asker.recv(1000), type=UpgradeReport).text
+def test_a_process_that_ends_for_an_upgrade_does_not_begin_to_drain(draining: Inside) -> None:
+    draining.ask_to_end()  # as an upgrade does
+    assert draining.process.asked_to_end == signal.SIGHUP
+    draining.stop(signal.SIGTERM)
+    draining.pass_time(NS_PER_S)
+    assert draining.process.asked_to_end == signal.SIGHUP
+    assert draining.process.deadline_ns == STOP_LIMIT_NS
 
 
 def test_an_upgrade_does_not_cut_a_drain_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draining: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Inside(tmp_path, drain_s=30)
-    with contextlib.closing(made):
-        made.serve()
-        monkeypatch.setattr(made.process, "signal", lambda _: None)  # it drains
-        made.stop(signal.SIGTERM)
-        made.pass_time(NS_PER_S)
-        assert asked_to_upgrade(made).startswith("the node is ending")
-        made.pass_time(2 * NS_PER_S)
-        assert made.process.asked_to_end == signal.SIGTERM
-        assert made.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
-        assert len(made.children) == 1
+    monkeypatch.setattr(draining.process, "signal", lambda _: None)  # it drains
+    draining.stop(signal.SIGTERM)
+    draining.pass_time(NS_PER_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+        asker.settimeout(20)
+        asker.connect(str(draining.socket) + UPGRADE_SUFFIX)
+        draining.turn()
+        assert asker.recv(1000) == TAKEN
+        answer = msgspec.json.decode(asker.recv(1000), type=UpgradeReport)
+    assert answer.text.startswith("the node is ending")
+    draining.pass_time(2 * NS_PER_S)
+    assert draining.process.asked_to_end == signal.SIGTERM
+    assert draining.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
+    assert len(draining.children) == 1
 
 
-def test_a_process_that_ends_for_an_upgrade_does_not_begin_to_drain(tmp_path: Path) -> None:
-    made = Inside(tmp_path, drain_s=30)
-    with contextlib.closing(made):
-        made.serve()
-        made.ask_to_end()  # as an upgrade does
-        made.stop(signal.SIGTERM)
-        made.pass_time(NS_PER_S)
-        assert made.process.asked_to_end == signal.SIGHUP
-        assert made.process.deadline_ns == STOP_LIMIT_NS
+def test_a_process_that_hangs_in_a_drain_has_the_limit_of_any_end(draining: Inside) -> None:
+    draining.stop(signal.SIGTERM)
+    begin_ns = time.monotonic_ns()
+    draining.pass_time(begin_ns)
+    for second in range(1, STILL_LOOKS_MAX + 9):
+        draining.look(begin_ns + second * LOOK_NS)
+    assert not draining.process.was_killed, "it may be about to end"
+    late_ns = draining.process.deadline_ns - begin_ns - STOP_LIMIT_NS
+    assert late_ns in range(STILL_LOOKS_MAX * LOOK_NS, (STILL_LOOKS_MAX + 2) * LOOK_NS)
 
 
-def test_a_process_that_hangs_in_a_drain_has_the_limit_of_any_end(tmp_path: Path) -> None:
-    made = Inside(tmp_path, drain_s=3600)
-    with contextlib.closing(made):
-        made.serve()
-        made.stop(signal.SIGTERM)
-        begin_ns = time.monotonic_ns()
-        made.pass_time(begin_ns)
-        for second in range(1, STILL_LOOKS_MAX + 9):
-            made.look(begin_ns + second * LOOK_NS)
-        assert not made.process.was_killed, "it may be about to end"
-        late_ns = made.process.deadline_ns - begin_ns - STOP_LIMIT_NS
-        assert late_ns in range(STILL_LOOKS_MAX * LOOK_NS, (STILL_LOOKS_MAX + 2) * LOOK_NS)
+def test_a_process_that_serves_after_it_was_asked_to_end_keeps_its_limit(inside: Inside) -> None:
+    def stop() -> None:
+        inside.stop(signal.SIGTERM)
+        inside.pass_time(NS_PER_S)
 
-
-def test_a_process_that_serves_after_it_was_asked_to_end_keeps_its_limit(tmp_path: Path) -> None:
-    made = Inside(tmp_path)
-    with contextlib.closing(made):
-
-        def stop() -> None:
-            made.stop(signal.SIGTERM)
-            made.pass_time(NS_PER_S)
-
-        made.serve(stop)
-        assert made.process.asked_to_end == signal.SIGTERM
-        assert made.process.deadline_ns == STOP_LIMIT_NS + NS_PER_S
+    inside.serve(stop)
+    assert inside.process.asked_to_end == signal.SIGTERM
+    assert inside.process.deadline_ns == STOP_LIMIT_NS + NS_PER_S
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, EXIT_GAVE_UP), (signal.SIGTERM, 0)])
@@ -322,3 +317,51 @@ def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None
         assert asker.recv(1000) == TAKEN
         answer = msgspec.json.decode(asker.recv(1000), type=UpgradeReport)
         assert "retry when it serves" in answer.text
+
+
+# ── when another process is started, with what, and when no more ──────────────────────────────────
+
+
+def test_the_first_death_is_followed_at_once_and_with_everything() -> None:
+    assert Restarts().ended(served_ns=1) == Again(0, keep=True)
+    assert Restarts().ended(served_ns=SOON_NS + 1) == Again(0, keep=True)
+
+
+def test_deaths_soon_after_the_start_wait_longer_and_end() -> None:
+    restarts = Restarts()
+    outcomes = [restarts.ended(served_ns=1) for _ in range(DEATHS_MAX + 1)]
+    pauses = [again.pause_ns for again in outcomes if isinstance(again, Again)]
+    assert len(pauses) == DEATHS_MAX
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == PAUSES_NS[-1]
+    assert outcomes[-1] is None
+
+
+def test_a_process_that_served_long_begins_the_count_anew() -> None:
+    restarts = Restarts()
+    for _ in range(10 * DEATHS_MAX):
+        assert restarts.ended(served_ns=1) == Again(0, keep=True)
+        assert isinstance(restarts.ended(served_ns=1), Again)
+        assert restarts.ended(served_ns=SOON_NS + 1) == Again(0, keep=True)
+
+
+def test_memory_with_which_none_comes_to_serve_is_let_go() -> None:
+    restarts = Restarts()
+    kept = []
+    for _ in range(WARM_ATTEMPTS_MAX + 1):
+        again = restarts.ended(served_ns=0)
+        assert isinstance(again, Again)
+        kept.append(again.keep)
+    assert kept == [True] * (WARM_ATTEMPTS_MAX - 1) + [False] * 2
+    assert restarts.ended(served_ns=1) == Again(PAUSES_NS[3], keep=True), "one that served"
+
+
+def test_one_that_says_why_it_cannot_start_is_tried_for_ever_with_all_that_was_kept() -> None:
+    restarts = Restarts()
+    outcomes = [restarts.refused() for _ in range(10 * DEATHS_MAX)]
+    assert all(again.keep for again in outcomes)
+    pauses = [again.pause_ns for again in outcomes]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (REFUSAL_PAUSES_NS[0], REFUSAL_PAUSES_NS[-1])
+    assert restarts.ended(served_ns=0) == Again(0, keep=True), "nor does it count for others"
+    assert restarts.refused().pause_ns == REFUSAL_PAUSES_NS[0]
