@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 
 from kvstore.testing import process
 from kvstore.testing.process import NodeProcess
-from tests.kit.nursery import ROOT, Forked, Nursery
+from tests.kit.nursery import ROOT, Forked, Inherited, Nursery
 
 KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
 """Of /proc/PID/status, what a process has from the one that made it."""
@@ -94,3 +95,15 @@ def test_nothing_forked_survives_the_tests_that_are_killed(tmp_path: Path) -> No
     assert len(made) == 2
     _, alive = psutil.wait_procs(made, 30)
     assert alive == []
+
+
+def test_variables_and_limits_are_as_they_were() -> None:
+    before = Inherited.now()
+    os.environ["LD_PRELOAD"] = "/nowhere"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    assert Inherited.now() != before
+    before.restore()
+    assert Inherited.now() == before
+    assert "LD_PRELOAD" not in os.environ or before.early["LD_PRELOAD"] == os.environ["LD_PRELOAD"]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 import re
+import subprocess
 import sys
 import textwrap
+import threading
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import contract, findings, goals, memcheck, report, run, smi
+from bench import record
+from bench.gpu import contract, findings, goals, memcheck, pack, report, run, smi
 from bench.gpu.report import Outcome
 from bench.gpu.run import Part
 
@@ -165,7 +170,7 @@ HANGS = (
     FINDS
     + """\
     import fcntl, os, threading
-    file = pathlib.Path(sys.argv[2]).with_suffix(".lock").open("w")
+    file = open(os.environ["LOCK"], "w")
     fcntl.flock(file, fcntl.LOCK_EX)
     os.fork()
     threading.Event().wait(60)
@@ -188,12 +193,13 @@ def test_a_part_that_hangs_or_crashes_stops_no_other_and_keeps_what_it_found(
         program("copies", FINDS),
     ]
     begin = time.monotonic()
-    found = run.run_all(todo, tmp_path, tmp_path / "log", os.environ)
+    environment = os.environ | {"LOCK": str(tmp_path / "lock")}
+    found = run.run_all(todo, tmp_path, tmp_path / "log", environment)
     assert time.monotonic() - begin < 15
     assert [each.code for each in found] == [-9, 1, -6, 0]
     assert [each.found for each in found] == [{"found": 5}, {}, {"found": 5}, {"found": 5}]
     assert found[0].why.startswith("killed after")
-    with (tmp_path / "edges.lock").open() as file:  # with all of its processes
+    with (tmp_path / "lock").open() as file:  # with all of its processes
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert found[1].tail == ("no such thing",)
     assert "no such thing" in (tmp_path / "log").read_text()
@@ -230,3 +236,138 @@ def test_memcheck_tells_accesses_from_calls_that_failed() -> None:
     assert memcheck.reported(end, 0) == {"findings": [], "failed_calls": []}
     assert memcheck.reported(end, 1)["findings"] == ["exit code 1"]
     assert memcheck.reported("", 0)["findings"] == ["the tool said nothing"]
+
+
+# ── a run that ends early, and findings that cannot be kept ───────────────────────────────────────
+
+
+RUN = """
+    import json, os, sys
+    from bench.gpu import run
+    run.describe_gpu = lambda: {"name": "a GPU"}
+    run.parts = lambda *_, **__: [
+        run.Part(name, [sys.executable, "-c", source], 30)
+        for name, source in json.loads(os.environ["PARTS"]).items()
+    ]
+    sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+def until_locked(path: Path) -> None:
+    """Wait until another process holds it."""
+    end, pause = time.monotonic() + 20, threading.Event()
+    while time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError), path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        pause.wait(0.02)
+    raise AssertionError("the part did not begin")
+
+
+def test_a_run_that_is_stopped_kills_its_part_and_keeps_what_there_is(tmp_path: Path) -> None:
+    """On a disk that has no room for its log."""
+    sources = {"edges": FINDS, "contract": HANGS, "kernels": FINDS}
+    parts = {name: textwrap.dedent(source) for name, source in sources.items()}
+    there = {"PYTHONPATH": str(record.ROOT), "LOCK": str(tmp_path / "lock")}
+    there |= {"PARTS": json.dumps(parts)}
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", textwrap.dedent(RUN), "--out", str(out), "--log", "/dev/full"]
+    with subprocess.Popen(
+        command, env=os.environ | there, stderr=subprocess.PIPE, text=True
+    ) as process:
+        until_locked(tmp_path / "lock")
+        early = json.loads(out.read_text())
+        process.terminate()
+        said = process.communicate(timeout=20)[1]
+    assert process.returncode == 1, said
+    assert "THE RUN IS NOT WHOLE: stopped by SIGTERM" in said
+    assert (early["is_complete"], [*early["parts"]]) == (False, ["edges"])
+    late = json.loads(out.read_text())
+    assert late["is_complete"] is False
+    assert late["parts"]["edges"]["found"] == late["parts"]["contract"]["found"] == {"found": 5}
+    assert late["parts"]["contract"]["why"] == "stopped by SIGTERM"
+    assert late["parts"]["kernels"]["why"] == "not run: stopped by SIGTERM"
+    with (tmp_path / "lock").open() as file:  # with all of its processes
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "is_complete", "expected"),
+    [
+        (True, True, report.RESULT),
+        (True, False, report.OTHER),
+        (False, True, report.OTHER),
+    ],
+)
+def test_only_a_run_of_all_parts_to_its_end_replaces_the_last_one(
+    expected: Path, *, is_whole: bool, is_complete: bool
+) -> None:
+    kept = report.Record(GPU, 7, is_whole=is_whole)
+    assert kept.place(is_complete=is_complete) == expected
+    assert kept._replace(is_rehearsal=True).place(is_complete=is_complete) is None
+
+
+@pytest.mark.parametrize("option", ["--out", "--log"])
+def test_a_place_that_cannot_be_written_is_named_before_anything_runs(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "run_all", None)
+    (tmp_path / "file").touch()
+    given = {"--log": str(tmp_path / "log"), option: str(tmp_path / "file" / "gpu")}
+    arguments = [each for pair in given.items() for each in pair]
+    assert run.main(["--rehearse", *arguments]) == run.NOTHING_MEASURED
+    said = capsys.readouterr().err
+    assert "cannot be written" in said
+    assert option in said
+
+
+# ── what travels to a machine that reaches no package registry ────────────────────────────────────
+
+
+def wheel(folder: Path, name: str, inside: str = "brought/__init__.py") -> Path:
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr(inside, "x = 1\n")
+    return folder / name
+
+
+def test_wheels_are_unpacked_for_the_python_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "PACK", tmp_path)
+    assert pack.unpack(tmp_path / "site") is None
+    wheel(tmp_path, "brought-1-py3-none-any.whl")
+    monkeypatch.setattr(pack, "PYTHON", (2, 7))
+    assert pack.unpack(tmp_path / "site") is None
+    monkeypatch.setattr(pack, "PYTHON", sys.version_info[:2])
+    assert pack.unpack(tmp_path / "site") == tmp_path / "site"
+    assert (tmp_path / "site" / "brought" / "__init__.py").read_text() == "x = 1\n"
+
+
+def test_a_pack_that_was_forgotten_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "PACK", tmp_path / "build" / "gpu-pack")
+    monkeypatch.setattr(pack, "MODULES", ("json", "os.path"))
+    assert pack.forgotten(None) == ""
+    monkeypatch.setattr(pack, "MODULES", ("json", "no_such", "nor_this.one"))
+    said = pack.forgotten(None)
+    assert said.startswith("build/gpu-pack is not here: make gpu-pack, and bring it along")
+    assert "no_such, nor_this.one" in said
+    assert pack.forgotten(tmp_path) == ""
+
+
+def test_a_pack_that_is_too_large_or_empty_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "PACK", tmp_path)
+    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
+    assert pack.main() == 1
+    wheel(tmp_path, "brought-1-py3-none-any.whl")
+    assert pack.main() == 0
+    monkeypatch.setattr(pack, "BYTES_MAX", 1000)
+    assert pack.main() == 1
