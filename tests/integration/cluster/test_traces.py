@@ -14,6 +14,7 @@ from kvstore.wire.messages import LeaseReply, PushClose, PushOpen, Story
 from tests.integration.node.conftest import eventually
 from tests.kit.collector import Collector, Received, check_tree, collecting
 from tests.kit.command import kvstore
+from tests.kit.gauges import samples
 from tests.kit.peers import PeerPair
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -145,7 +146,18 @@ def test_a_fetch_is_in_the_trace_of_its_client(system: System) -> None:
     assert route.attributes["kvstore.outcome"] == "done"
     assert "gen_ai.usage.input_tokens" not in route.attributes, "nobody has tokenized the prompt"
     assert (request.service, request.parent_id) == ("kvstore-node", route.span_id)
-    assert request.attributes["kvstore.miss.reason"] == "not asked"
+    assert request.attributes == {
+        "gen_ai.request.id": "cmpl-fetched",
+        "gen_ai.request.model": "model",
+        "gen_ai.usage.input_tokens": len(keys) * BLOCK_TOKENS,
+        "gen_ai.usage.cache_read.input_tokens": BLOCKS * BLOCK_TOKENS,
+        "kvstore.engine": "a",
+        "kvstore.tenant": "default",
+        "kvstore.miss.reason": "not asked",
+    }
+    assert request.end_ns - request.begin_ns == 80 * NS_PER_MS
+    result = 'kvstore_traced_requests_total{result="exported"}'
+    assert eventually(lambda: samples(system.pair.a)[result] == 1)
     assert fetch.parent_id == request.span_id
     assert fetch.attributes == {
         "kvstore.tier": "peer",

@@ -21,7 +21,6 @@ from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, V
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     OWN_ERRORS,
-    PATIENT,
     PREEMPTIONS,
     SHADOWED,
     damage,
@@ -212,24 +211,3 @@ def test_shadow_checks_compare_blocks_of_all_groups(
             assert not engine.metrics().get(OWN_ERRORS)
         full = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in prompts)
         no_alarm(node, "float32", compared_min=2 * full + 1)  # more than full attention has
-
-
-@pytest.mark.parametrize("shape", ["gpt-oss", "gemma3"][:ONE_OR_BOTH], scope="module")
-def test_two_ranks_give_the_same_tokens(
-    vllm: EngineNursery, hybrid: Hybrid, tmp_path: Path
-) -> None:
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
-            model=hybrid.model,
-            socket=node.socket,
-            connector_extra={**VERIFIED, **PATIENT},
-            arguments=("--tensor-parallel-size", "2"),
-        )
-        with vllm.start(config, log=tmp_path / "two.log") as engine:
-            few = Hybrid(hybrid.model, hybrid.prompts[:16], hybrid.answers[:16], [])
-            few.check(engine)
-            engine.forget()
-            few.check(engine)
-            full = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in few.prompts)
-            assert engine.hits().external_hits >= full * BLOCK_TOKENS / 2
-            assert not engine.metrics().get(OWN_ERRORS)

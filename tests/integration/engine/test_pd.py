@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ from tests.kit.engines import (
 )
 from tests.kit.gauges import look
 from tests.kit.pd_pair import ALL_REMOTE, PdPair, pd_pair, pd_router
-from tests.kit.scripted_worker import ScriptedWorker
 from tests.upstream.run import NoSources, fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -361,43 +359,6 @@ def test_a_killed_prefill_engine_costs_no_answer(
     ):
         assert ask_all(router, prompts, victim.kill) == truth
         assert ask_all(router, prompts, lambda: None) == truth
-    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
-
-
-def test_a_prefill_engine_without_the_connector_costs_no_answer(
-    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path
-) -> None:
-    """Its answers have no parameters. It is left alone after a few."""
-    forget(pair)
-    prompts = fresh(encode, "mute")
-    truth = answers_of_d(pair, prompts)
-    forget(pair)
-    with (
-        vllm.start(replace(pair.p.config, socket=None), log=tmp_path / "mute.log") as mute,
-        pd_router(tmp_path, mute.port, pair.d.port, policy=ALL_REMOTE) as process,
-    ):
-        router = CompletionClient(process.port)
-        assert [ask_all(router, prompts, lambda: None) for _ in range(2)] == [truth] * 2
-        (said,) = [line for line in process.log.splitlines() if "kv_transfer_params" in line]
-        assert "worker p: breaker open after prefills without" in said
-
-
-@pytest.mark.parametrize("legs", ["in-turn", "together"])
-def test_a_prefill_engine_that_refuses_costs_no_answer(
-    pair: PdPair, encode: Encode, tmp_path: Path, legs: str
-) -> None:
-    forget(pair)
-    prompts = fresh(encode, ("refuse", legs))
-    truth = answers_of_d(pair, prompts)
-    forget(pair)
-    with ScriptedWorker.start(tmp_path, "p") as engine:
-        engine.script("ok", models=[SERVED_NAME])  # it names node p, and computes nothing
-        port = int(engine.url.rpartition(":")[2])
-        with router_of(pair, legs, tmp_path, p_port=port) as router:
-            before = engine.seen()["requests"]
-            engine.script("refuse", status=422, models=[SERVED_NAME])
-            assert ask_all(router, prompts, lambda: None) == truth
-            assert engine.seen()["requests"] - before == len(prompts)
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +25,8 @@ from tests.integration.engine.support import (
     PATIENT,
     PREEMPTIONS,
     SHADOWED,
-    damage,
-    hits,
     inspect,
     no_alarm,
-    node_for,
     wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, complete_many
@@ -43,8 +39,6 @@ STEM_TOKENS = amount(STATE_BLOCK_TOKENS, nightly=20), amount(2, nightly=4) * STA
 """Shortest and longest: at least a block where they are few, so that each can be hit."""
 PROMPTS_PER_STEM = 4
 FEW = amount(1, nightly=3) * PROMPTS_PER_STEM
-HURT = amount(2, nightly=3) * PROMPTS_PER_STEM
-"""Prompts of which the node is hurt, again and again."""
 FEW_BLOCKS = amount(30, nightly=44)
 """Of all groups together: too few for as many requests as run at once."""
 FEW_TOKENS = amount(1536, nightly=2560)
@@ -59,13 +53,11 @@ class Answer(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """A model, prompts, and the answers of an engine that has all of them in its own cache, and of
-    one that has none."""
+    """A model, prompts, and the answers of an engine that has all of them in its own cache."""
 
     model: Path
     prompts: list[tuple[int, ...]]
     answers: list[Answer]
-    computed: list[Answer]
 
     def served(self, socket: Path, **changes: Any) -> EngineConfig:
         """An engine with the connector; it verifies every load unless `changes` say otherwise."""
@@ -102,8 +94,7 @@ def recurrent(
     ) as engine:
         for _ in range(2):
             ask(engine, prompts, forget=False)
-        answers = ask(engine, prompts, forget=False)
-        return Recurrent(model, prompts, answers, ask(engine, prompts, forget=True))
+        return Recurrent(model, prompts, ask(engine, prompts, forget=False))
 
 
 @pytest.fixture
@@ -147,47 +138,6 @@ def test_states_stored_amid_preemption_are_those_of_their_keys(
         assert len(other) <= len(compared) // 4, other
         assert not engine.metrics().get(OWN_ERRORS)
         wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
-
-
-def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
-    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
-) -> None:
-    config = recurrent.served(tmp_path / "node.sock")
-    hurt = slice(HURT)
-    prompts, own = recurrent.prompts[hurt], recurrent.answers[hurt]
-    computed = recurrent.computed[hurt]
-
-    def check(answers: list[Answer]) -> None:
-        # A load that failed is computed: the answer is that of one way or of the other.
-        for at, answer in enumerate(answers):
-            assert answer.tokens in (own[at].tokens, computed[at].tokens), at
-
-    with vllm.start(config, log=tmp_path / "engine.log") as engine, ThreadPoolExecutor(1) as pool:
-
-        def damage_is_met() -> bool:
-            if engine.metrics().get("vllm:kvstore_load_failures_total"):
-                return True
-            check(ask(engine, prompts, forget=True))
-            return False
-
-        for fault in (NodeProcess.kill, NodeProcess.pause, damage):
-            # Loads shall find the damage, not the scrub, which would drop it first.
-            with node_for(engine, tmp_path, flags=("--scrub", "off")) as node:
-                for _ in range(2):
-                    check(ask(engine, prompts, forget=False))
-                before = hits(engine)
-                load = pool.submit(ask, engine, prompts, forget=True)
-                while hits(engine) == before and not load.done():
-                    continue
-                fault(node)
-                check(load.result())
-                if fault is NodeProcess.pause:
-                    node.resume()
-                check(ask(engine, prompts, forget=True))
-                if fault is damage:
-                    # A busy machine computes what it does not find in time.
-                    wait_until(damage_is_met, "damage was met", seconds=240)
-        assert not engine.metrics().get(OWN_ERRORS)
 
 
 def test_shadow_checks_raise_no_alarm_where_recurrence_is_not_exact(

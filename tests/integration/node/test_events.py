@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
-import zmq
 
 from kvstore.installation import lacking
 from kvstore.testing.process import NodeFailed, NodeProcess, stop_process
@@ -133,38 +131,6 @@ def test_blocks_on_disk_are_told_and_told_again_after_a_restart(tmp_path: Path) 
             indexer.next_number = 0
             assert knows(indexer, "STORAGE", keys)
             assert indexer.keys("CPU") == set()
-
-
-def test_garbage_on_both_sockets_harms_nobody(tmp_path: Path) -> None:
-    keys = make_keys(4)
-    context = zmq.Context()
-    sockets: list[zmq.Socket[bytes]] = []
-    with (
-        NodeProcess.start(tmp_path, flags=TCP) as node,
-        RawEngine(node.socket) as engine,
-        Indexer(*event_endpoints(node)) as indexer,
-    ):
-        engine.open()
-        try:
-            for endpoint in event_endpoints(node):
-                for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH):
-                    socket = context.socket(kind)
-                    sockets.append(socket)
-                    socket.connect(endpoint)
-                    if kind == zmq.SUB:
-                        socket.setsockopt(zmq.SUBSCRIBE, os.urandom(200))
-                        continue
-                    for size in (0, 1, 7, 8, 9, 300, 1 << 20):
-                        socket.setsockopt(zmq.SNDTIMEO, 0)
-                        try:
-                            socket.send_multipart([b"", os.urandom(size), b""])
-                        except zmq.Again:
-                            break
-            engine.store(keys)
-            assert knows(indexer, "CPU", keys)
-            assert psutil.Process(node.pid).is_running()
-        finally:
-            context.destroy(linger=0)
 
 
 DEAF = """
