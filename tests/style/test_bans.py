@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.style.tree import Nodes, asked, nodes
+from tests.style.tree import ROOT, Nodes, asked, files, nodes
 
 BANNED_IMPORTS = dict.fromkeys(
     ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"),
@@ -139,3 +140,42 @@ def test_each_ban_is_seen(source: str) -> None:
 
 def test_sources_are_parsed_without_a_garbage_collection() -> None:
     assert not gc.isenabled(), "see no_collection in tests/conftest.py"
+
+
+# ── texts ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+# Written in pieces, so that this file does not find itself.
+PLACES = [
+    "/" + "work/",
+    "/" + "root/",
+    "/" + "home/",
+    "/" + "Users/",
+    "/" + "opt/pypi",
+    "py" + "pi.org",
+    "python" + "hosted.org",
+    "download.py" + "torch.org",
+    "hugging" + "face.co",
+    "crates" + ".io",
+    "npm" + "js.org",
+]
+_PLACES = re.compile("|".join(map(re.escape, PLACES)))
+
+
+def test_no_machine_and_no_registry_is_named() -> None:
+    found = []
+    for file in files():
+        try:
+            text = (ROOT / file).read_text()
+        except UnicodeDecodeError:
+            continue  # a picture
+        found += [
+            f"{file}:{number}: {line.strip()[:100]}"
+            for number, line in enumerate(text.splitlines(), start=1)
+            if _PLACES.search(line)
+        ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_each_place_is_seen() -> None:
+    assert all(_PLACES.search(f"see {place}x") for place in PLACES)

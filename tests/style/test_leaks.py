@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,46 +66,33 @@ def test_a_name_in_shared_memory_is_seen() -> None:
     assert baseline.wait() == []
 
 
-def test_what_another_program_uses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    baseline = Baseline()
-    path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
-    # As semaphores come about: mapped under one name, used under another.
-    mapper = """if True:
-        import mmap, os, sys
-        first = sys.argv[1] + "-first"
-        with open(first, "w+b") as file:
-            file.truncate(mmap.PAGESIZE)
-            mapping = mmap.mmap(file.fileno(), 0)
-        os.link(first, sys.argv[1])
-        os.unlink(first)
-        print(flush=True)
-        input()
-    """
-    command = [sys.executable, "-c", mapper, str(path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert f"/dev/shm/{path.name}" in baseline.leaks()
-        with monkeypatch.context() as patch:
-            patch.setattr("tests.leaks._children", set)  # as if the child were a stranger
-            assert not any(path.name in line for line in baseline.leaks())
-        child.communicate(b"\n")
-    path.unlink()
-    assert baseline.wait() == []
+# As semaphores come about: mapped under one name, used under another.
+MAPS = """if True:
+    import mmap, os, sys
+    first = sys.argv[1] + "-first"
+    with open(first, "w+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        mapping = mmap.mmap(file.fileno(), 0)
+    os.link(first, sys.argv[1])
+    os.unlink(first)
+"""
+# As simulations of another run: nothing of it is mapped.
+OPENS = """if True:
+    import os, sys
+    os.mkdir(sys.argv[1])
+    open(sys.argv[1] + "/file", "w").close()
+    os.open(sys.argv[1], os.O_RDONLY)
+"""
+OPENS_INSIDE = OPENS.replace("os.open(sys.argv[1]", 'os.open(sys.argv[1] + "/file"')
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_folder_that_another_program_works_in_is_not_ours(
-    monkeypatch: pytest.MonkeyPatch, *, inside: bool
+@pytest.mark.parametrize("program", [MAPS, OPENS, OPENS_INSIDE], ids=["maps", "opens", "inside"])
+def test_what_another_program_uses_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    """As simulations of another run: nothing of it is mapped."""
     baseline = Baseline()
     path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
-    path.mkdir()
-    (path / "file").touch()
-    holder = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); input()"
-    command = [sys.executable, "-c", holder, str(path / "file" if inside else path)]
+    command = [sys.executable, "-c", program + "    print(flush=True)\n    input()\n", str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
@@ -115,8 +103,7 @@ def test_a_folder_that_another_program_works_in_is_not_ours(
             assert not any(path.name in line for line in baseline.leaks())
         child.communicate(b"\n")
     assert f"/dev/shm/{path.name}" in baseline.leaks(), "nobody's any more"
-    (path / "file").unlink()
-    path.rmdir()
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert baseline.wait() == []
 
 
