@@ -131,17 +131,6 @@ def test_an_image_has_the_extras_of_its_role(role: str) -> None:
     assert "pip uninstall -y pip setuptools" in recipe
 
 
-def test_what_a_gpu_needs_is_asked_for() -> None:
-    (recipe,) = lines("node-build", "RUN")
-    assert lines("node-build", "ARG") == ["GPU=0"]
-    assert 'case "$GPU" in 0) cuda= ;; 1) cuda=,cuda ;; *)' in recipe
-    assert '"/src[node,events,trace$cuda]"' in recipe
-    assert (
-        "cuda"
-        in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    )
-
-
 def test_the_node_has_nixl_without_what_it_does_not_need() -> None:
     (recipe,) = lines("node-build", "RUN")
     (pattern,) = re.findall(r"grep '(.+)' /src/requirements/transfer.txt", recipe)
@@ -202,11 +191,6 @@ def test_each_starts_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
             assert str(node_config(given, monkeypatch).socket) == "/run/kvstore/node.sock"
         else:
             assert given == []
-
-
-def test_no_image_asks_itself_about_its_health() -> None:
-    """Each question would start a Python; Kubernetes has probes, and ignores HEALTHCHECK."""
-    assert "HEALTHCHECK" not in RECIPE.read_text()
 
 
 # ── manifests ────────────────────────────────────────────────────────────────────────────────────

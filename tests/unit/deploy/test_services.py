@@ -75,7 +75,6 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     ("right", "wrong", "named"),
     [
         ("ProtectSystem=strict", "ProtectSystm=strict", "Unknown key"),
-        ("KillMode=mixed", "KillMode=some", "kill mode"),
         (PROGRAM, "/opt/kvstore/bin/missing", "not executable"),
     ],
 )
