@@ -9,6 +9,7 @@ Keeps nothing on disk without a flag. The process is reaped in any case.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class RedisProcess(ChildServer):
     """One server."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, scheme: str) -> None:
-        super().__init__(process)
+        super().__init__(process, "", Path(os.devnull))  # what it says is in its pipe
         self.port = port
         self.url = f"{scheme}://127.0.0.1:{port}/0"
 

@@ -64,20 +64,20 @@ FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 class ScriptedWorker(ChildServer):
     """One such engine."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], ready_line: str) -> None:
-        super().__init__(process, ready_line)
+    def __init__(
+        self, name: str, process: subprocess.Popen[str], ready_line: str, log_file: Path
+    ) -> None:
+        super().__init__(process, ready_line, log_file)
         self.name = name
         self.url = ready_line.split()[-1]
 
     @classmethod
     def start(cls, directory: Path, name: str, *, port: int = 0) -> ScriptedWorker:
+        log = directory / f"worker-{name}.log"
         process, line = start_ready(
-            [__file__, str(port)],
-            log=directory / f"worker-{name}.log",
-            says="worker ready",
-            timeout_s=60,
+            [__file__, str(port)], log=log, says="worker ready", timeout_s=60
         )
-        return cls(name, process, line)
+        return cls(name, process, line, log)
 
     @property
     def flag(self) -> str:
