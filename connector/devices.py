@@ -142,10 +142,8 @@ def prove(copies: CopyEngine, groups: Sequence[GroupLayers], block_count: int) -
     memory = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES + size), np.uint8)
     try:
         copies.attach(memory, lambda: memory.size)
-        reasons = (
-            _Proof(copies, number, group, block_count, memory).reason()
-            for number, group in enumerate(groups)
-        )
+        caches = (cache_bytes(group.caches, block_count=block_count) for group in groups)
+        reasons = (_Proof(copies, n, its, memory).reason() for n, its in enumerate(caches))
         reason = next(filter(None, reasons), "")
         if not reason:
             copies.attach(memory[:0], lambda: 0)  # unpins it
@@ -158,23 +156,17 @@ class _Proof:
     """The proof of a KV cache group, which the engine's thread runs alone."""
 
     def __init__(
-        self,
-        copies: CopyEngine,
-        number: int,
-        group: GroupLayers,
-        block_count: int,
-        memory: NDArray[np.uint8],
+        self, copies: CopyEngine, number: int, layers: list[torch.Tensor], memory: NDArray[np.uint8]
     ) -> None:
-        """`memory`: room for a block that lies in two registrations."""
-        self._copies, self._number, self._block_count = copies, number, block_count
-        self._layers = cache_bytes(group.caches, block_count=block_count)
+        """`layers`: of `cache_bytes`; `memory`: room for a block that lies in two registrations."""
+        self._copies, self._number, self._layers = copies, number, layers
         size = copies.block_bytes(number)
         self._begin = CHUNK_BYTES - size // 2 if size <= CHUNK_BYTES else 0
         self._slot = memory[self._begin : self._begin + size]
 
     def reason(self) -> str:
         """See `prove`."""
-        first, last = 0, self._block_count - 1
+        first, last = 0, len(self._layers[0]) - 1
         near = [block for block in (first + 1, last - 1) if first < block < last]
         before = [self._read(block) for block in near]
         found = self._stores(last) or self._loads(first)

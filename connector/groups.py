@@ -89,10 +89,12 @@ class EngineGroups:
         )
         """Tokens of a block, by the engine's groups; 0: its blocks do not stand for certain tokens
         (recurrent states), or have no keys."""
-        alignment, self.key_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self.alignment, self.key_tokens = sizes
+        """Tokens that every hit is a multiple of, and tokens between two keys."""
         self.rules = None
         if len(self.served) > 1:
-            self.rules = EngineRules(vllm_config, kv_cache_config, self, alignment)
+            self.rules = EngineRules(vllm_config, kv_cache_config, self)
 
     def tables(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The tables of the groups that are served, out of those of all groups."""
@@ -122,17 +124,12 @@ class EngineRules:
     """`HitRules` by vLLM's coordinator of KV cache groups."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        groups: EngineGroups,
-        alignment: int,
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: EngineGroups
     ) -> None:
-        """`alignment`: number of tokens that every hit is a multiple of."""
         from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
         self._served, self._key_tokens = groups.served, groups.key_tokens
-        self._sizes, self._alignment = groups.block_sizes, alignment
+        self._sizes, self._alignment = groups.block_sizes, groups.alignment
         self._known = _KnownBlocks(groups.key_tokens)
         self._coordinator: Any = get_kv_cache_coordinator(
             replace(kv_cache_config, num_blocks=1),
@@ -143,7 +140,7 @@ class EngineRules:
             enable_kv_cache_events=False,
             dcp_world_size=1,
             pcp_world_size=1,
-            scheduler_block_size=alignment,
+            scheduler_block_size=groups.alignment,
             hash_block_size=groups.key_tokens,
         )
         for manager in self._coordinator.single_type_managers:

@@ -33,12 +33,15 @@ import msgspec
 from kvstore.connector.checks import NotServed
 from kvstore.connector.groups import is_state, kind_of, served_groups, specs_of
 from kvstore.types import Shard
+from kvstore.wire.messages import PROTOCOL_VERSION
 from kvstore.wire.space import Group, Space, name_group, shard_bytes
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvstore.connector.config import ConnectorConfig
 
 
 _NOT_THE_MODEL = frozenset(
@@ -96,6 +99,19 @@ class GroupLayers(NamedTuple):
     uncompared: Collection[int]
     """Layers, by their place in the order, that shadow checks leave out: their bytes may differ for
     the same key."""
+
+
+def hello_fields(config: ConnectorConfig, vllm_config: VllmConfig) -> dict[str, Any]:
+    """Fields that the Hellos of all processes of an engine share."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "engine_id": transfer.engine_id,
+        "nonce": vllm_config.instance_id or "0",
+        "tenant": config.tenant,
+    }
 
 
 def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:

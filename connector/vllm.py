@@ -25,11 +25,11 @@ from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ROLES, ConnectorConfig, event_endpoints, parse_config
 from kvstore.connector.devices import OpenCopies, open_copies
 from kvstore.connector.groups import EngineGroups
-from kvstore.connector.mapping import lookahead_tokens
+from kvstore.connector.mapping import hello_fields, lookahead_tokens
 from kvstore.connector.scheduler_side import TURN, Attendant, SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connector.worker_side import WorkerSide
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloScheduler
+from kvstore.wire.messages import HelloScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -414,19 +414,13 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 def _core_config(
     config: ConnectorConfig, vllm_config: VllmConfig, groups: EngineGroups
 ) -> SchedulerConfig:
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    assert transfer.engine_id is not None
     data_rank = vllm_config.parallel_config.data_parallel_index
     events, events_replay = event_endpoints(vllm_config.kv_events_config, data_rank)
     if groups.served[0]:
         # Readers take the events of the engine's first group for those of the prefix.
         events = events_replay = ""
     hello = HelloScheduler(
-        protocol=PROTOCOL_VERSION,
-        engine_id=transfer.engine_id,
-        nonce=vllm_config.instance_id or "0",
-        tenant=config.tenant,
+        **hello_fields(config, vllm_config),
         rank_count=vllm_config.parallel_config.world_size,
         process=secrets.token_hex(8),
         label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
@@ -434,7 +428,7 @@ def _core_config(
         events=events,
         events_replay=events_replay,
         address=config.address,
-        role=ROLES.get(transfer.kv_role or "", ""),
+        role=ROLES.get(vllm_config.kv_transfer_config.kv_role or "", ""),
     )
     return SchedulerConfig(
         hello=hello,

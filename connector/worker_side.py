@@ -21,10 +21,10 @@ from kvstore.client.core.rank import RankCore
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier, Handoff
-from kvstore.connector.mapping import describe, grouped, models_of
+from kvstore.connector.mapping import describe, grouped, hello_fields, models_of
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank
+from kvstore.wire.messages import HelloRank
 
 if TYPE_CHECKING:
     import torch
@@ -59,18 +59,8 @@ class WorkerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
-        self._hello = HelloRank(
-            protocol=PROTOCOL_VERSION,
-            engine_id=transfer.engine_id,
-            nonce=vllm_config.instance_id or "0",
-            tenant=config.tenant,
-            rank=vllm_config.parallel_config.rank,
-            process="",
-            groups=(),
-        )
+        its, rank = hello_fields(config, vllm_config), vllm_config.parallel_config.rank
+        self._hello = HelloRank(**its, rank=rank, process="", groups=())
         """Without what is known of this process once its cache exists."""
         self._serve_nothing("the rank has no cache yet")
         self._nothing = self._report = RankReport(self._hello.rank)

@@ -63,23 +63,16 @@ class Shadows:
         return min(part.found_blocks, end_tokens // self._config.block_tokens - part.first)
 
     def _compare(self, part: LookupPart, filled: FilledBlocks) -> None:
-        _, keys, block_ids, full_blocks = filled
         first, whole = part.first, self._whole_blocks(part)
         step = max(1, -(-whole // BLOCKS_MAX))
-        end = min(full_blocks - first, whole)
+        end = min(filled.full_blocks - first, whole)
         # The engine does not keep all blocks of a window or of recurrent layers.
         due = (b for b in range(part.checked, end) if not b % step)
-        blocks = [b for b in due if block_ids[first + b] != NULL_BLOCK]
+        blocks = [b for b in due if filled.block_ids[first + b] != NULL_BLOCK]
         part.checked = max(part.checked, end)
-        if not blocks:
-            return
-        self._stores.compare(
-            part,
-            blocks,
-            [block_ids[first + b] for b in blocks],
-            [bytes(keys[first + b]) for b in blocks],
-        )
-        part.jobs_out += 1
+        if blocks:
+            self._stores.compare(part, blocks, filled)
+            part.jobs_out += 1
 
     def finished(self, entry: OpenJob) -> None:
         """All ranks have ended this job: report its result to the node."""

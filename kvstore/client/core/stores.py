@@ -148,17 +148,13 @@ class EngineStores:
             **more,
         )
 
-    def compare(
-        self,
-        part: LookupPart,
-        blocks: Sequence[int],
-        block_ids: Sequence[int],
-        keys: Sequence[bytes],
-    ) -> None:
+    def compare(self, part: LookupPart, blocks: Sequence[int], filled: FilledBlocks) -> None:
         """Plan a comparison of blocks of a lease, by their index in it, with the engine's, after
         this step, which completes them. The job ends like a store, and its blocks are fenced like a
         store's."""
-        places = part.places(blocks)
+        places, first = part.places(blocks), part.first
+        block_ids = [filled.block_ids[first + block] for block in blocks]
+        keys = [bytes(filled.keys[first + block]) for block in blocks]
         job = self._made(block_ids, part.group, keys, compare=True, **places)
         self._comparing.append(OpenJob(job, part, blocks))
 

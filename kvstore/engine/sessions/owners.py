@@ -8,7 +8,7 @@ and which engines are not served; `sessions` acts on them (frees slots, sends da
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -44,10 +44,10 @@ class Asker(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...]
     head_bytes: tuple[int, ...]
     block_tokens: int
-    quota: QuotaGroup
-    engine: str
+    quota: QuotaGroup = OTHERS
+    engine: str = ANOTHER_NODE
     """Engine whose share of bounded resources is used."""
-    title: str
+    title: str = ANOTHER_NODE
     """Name for people, in explanations of evictions."""
     is_ahead: bool = False
     """Whether no request waits for the blocks yet: they take at most half of the room in motion."""
@@ -68,15 +68,10 @@ class Asker(msgspec.Struct, frozen=True):
 
 
 def asker(
-    address: tuple[str, SpaceId],
-    space: Space,
-    columns: Sequence[tuple[Shard, int]],
-    *,
-    quota: QuotaGroup = OTHERS,
-    engine: str = ANOTHER_NODE,
-    title: str = ANOTHER_NODE,
+    address: tuple[str, SpaceId], space: Space, columns: Sequence[tuple[Shard, int]], **whose: Any
 ) -> Asker:
-    """The asker for an engine or for another node. `columns`: shards and their scopes."""
+    """The asker for an engine or for another node. `columns`: shards and their scopes; `whose`:
+    quota, engine and title, if it is an engine."""
     sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
     return Asker(
         tenant=address[0],
@@ -87,9 +82,7 @@ def asker(
         block_bytes=sizes,
         head_bytes=space.head_bytes,
         block_tokens=space.block_tokens,
-        quota=quota,
-        engine=engine,
-        title=title,
+        **whose,
     )
 
 

@@ -115,6 +115,12 @@ def test_the_node_hears_what_was_compared_and_gets_its_lease_back() -> None:
     assert (counts["shadow_blocks"], counts["shadow_blocks_diverged"]) == (4, 1)
 
 
+def test_blocks_behind_those_of_the_engine_are_compared_with_their_own() -> None:
+    node, keys = shadowed(local=1)
+    (job,) = compute(node, keys, 3)
+    assert (job.block_ids, job.keys) == ((101, 102), b"".join(keys[1:3]))
+
+
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────
 
 

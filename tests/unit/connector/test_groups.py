@@ -109,6 +109,8 @@ def test_a_hit_is_as_long_as_in_the_engines_own_cache(shape: str) -> None:
             run = int(np.argmin([*present[groups.served[0]], False])) * groups.block_sizes[0]
             limits_it = run // own.alignment * own.alignment == plan.tokens
             assert (plan.lacking_group == 0) == limits_it, (plan, run)
+        else:
+            assert plan.lacking_group == 0, "nothing is lacked by a hit of all that was asked for"
     assert len(lengths) > 4, lengths
 
 
