@@ -154,16 +154,10 @@ def vouches_for(pidfd: int, peer_pid: int) -> bool:
     return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
 
 
-def _without_name() -> os.stat_result:
-    event = os.eventfd(0)
-    try:
-        return os.fstat(event)
-    finally:
-        os.close(event)
-
-
-_WITHOUT_NAME = _without_name()
+_event = os.eventfd(0)
+_WITHOUT_NAME: Final = os.fstat(_event)
 """The inode that all descriptors without a name share; asked once, while there are descriptors."""
+os.close(_event)
 
 
 def process_of(pidfd: int, otherwise: int) -> int:

@@ -31,7 +31,6 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.routing.events import Shared
 from kvstore.wire.load import LOADS, RouterLoads, decode_loads, encode_loads
 
-PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
@@ -48,7 +47,7 @@ class LoadExchange:
     it runs.
     """
 
-    pause_s: Final = PERIOD_S
+    pause_s: Final = 1.0
 
     def __init__(
         self, places: Sequence[str], tls: Tls | None, *, name: str, dispatcher: Dispatcher

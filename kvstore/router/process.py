@@ -47,6 +47,7 @@ from kvstore.router.engines.workers import PoolWatch
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.door import FrontDoor, OpenDoor, open_door, server_context
 from kvstore.router.front.intake import Bodies, RequestIntake, load_tenants
+from kvstore.router.front.legs import beside
 from kvstore.router.front.proxy import Origins, Proxy
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls, Spaces
 from kvstore.router.keys.parity import Parity
@@ -201,13 +202,9 @@ class Router:
             async with asyncio.timeout(self.config.drain_delay):
                 await is_hurried.wait()
         self._leave()
-        idle = asyncio.ensure_future(self.proxy.idle())
-        hurry = asyncio.ensure_future(is_hurried.wait())
-        await asyncio.wait(
-            (idle, hurry), timeout=self.config.drain_timeout, return_when=FIRST_COMPLETED
-        )
-        for each in (idle, hurry):
-            each.cancel()
+        limit_s = self.config.drain_timeout
+        async with beside(self.proxy.idle()) as idle, beside(is_hurried.wait()) as hurry:
+            await asyncio.wait((idle, hurry), timeout=limit_s, return_when=FIRST_COMPLETED)
         if self.proxy.in_flight:
             _log.warning("%d requests are cut off at the end", self.proxy.in_flight)
 

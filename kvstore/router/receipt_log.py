@@ -20,7 +20,6 @@ import msgspec
 from kvstore.errors import ConfigError
 from kvstore.routing.receipts import Receipt
 
-PAUSE_S: Final = 0.2
 TURN_COUNT: Final = 8
 """Receipts that are made in one turn of the loop: a millisecond with 64 workers."""
 
@@ -30,13 +29,14 @@ _log = logging.getLogger(__name__)
 class ReceiptFile:
     """Appends receipts to a file. `written_count`, `failed_count`: receipts."""
 
+    pause_s: Final = 0.2
+
     def __init__(self, path: Path | None, *, bytes_max: int) -> None:
         """`path`: None: receipts are dropped. `bytes_max`: of the file and the older one
         together.
         """
         self._path, self._half_bytes = path, bytes_max // 2
         self._appending = asyncio.Lock()
-        self.pause_s = PAUSE_S
         self.written_count = 0
         self.failed_count = 0
 

@@ -55,28 +55,25 @@ class Stay(msgspec.Struct):
     at_ns: int
 
 
-class Stays:
+class Stays(Latest[bytes, Stay]):
     """Pool and worker of the last request of each session."""
 
     def __init__(self, fleet: Fleet) -> None:
+        super().__init__(STAYS_MAX)
         self._fleet = fleet
-        self._stays = Latest[bytes, Stay](STAYS_MAX)
-
-    def __len__(self) -> int:
-        return len(self._stays)
 
     def find(self, request: RouteRequest, now_ns: int) -> Stay | None:
         """Stay of the request's session; None: the session has none, or its last request was more
         than `session_ttl_s` ago.
         """
-        stay = self._stays.get(session_name(request))
+        stay = self.get(session_name(request))
         ttl_ns = self._fleet.policy.session_ttl_s * NS_PER_S
         return stay if stay is not None and now_ns - stay.at_ns < ttl_ns else None
 
     def keep(self, request: RouteRequest, pool: str, worker: str, now_ns: int) -> None:
         """Note that a request of a session goes to this worker of this pool, or ended there now."""
         if name := session_name(request):
-            self._stays[name] = Stay(pool, worker, now_ns)
+            self[name] = Stay(pool, worker, now_ns)
 
     def home(self, before: str, chosen: str, failed: Collection[str]) -> str:
         """Worker that a session stays at: `before`, the one of its last request, with policy
@@ -96,7 +93,7 @@ class Stays:
 
     def end(self, request: RouteRequest) -> None:
         """The client says that its session is over: forget the stay."""
-        self._stays.pop(session_name(request), None)
+        self.pop(session_name(request), None)
 
 
 def session_name(request: RouteRequest) -> bytes:
@@ -136,15 +133,12 @@ class Pin(msgspec.Struct):
     due_ns: int
 
 
-class PromptPins:
+class PromptPins(Latest[PinName, Pin]):
     """All pins in effect, in the order in which they are due; see the module."""
 
     def __init__(self, fleet: Fleet) -> None:
+        super().__init__(PINS_MAX)
         self._fleet = fleet
-        self._pins = Latest[PinName, Pin](PINS_MAX)
-
-    def __len__(self) -> int:
-        return len(self._pins)
 
     def take(self, request: RouteRequest, worker: str, now_ns: int) -> HintAnswer:
         """Pin the prompt of a request that goes to `worker`. Returns for how long and how many
@@ -153,22 +147,22 @@ class PromptPins:
         settings = self._fleet.policy.ahead
         keys = request.keys[: KEYS_MAX * KEY_BYTES]
         name = (request.tenant, session_name(request) or keys[-KEY_BYTES:])
-        is_new = name not in self._pins
+        is_new = name not in self
         if request.pin_s < 0:
             return HintAnswer(refused="invalid")
         if not settings.is_on:
             return HintAnswer(refused="off")
         if not keys or request.answer is None or request.parts:
             return HintAnswer(refused="no-keys")
-        count = sum(tenant == request.tenant for tenant, _ in self._pins)
+        count = sum(tenant == request.tenant for tenant, _ in self)
         if is_new and count >= settings.pins_per_tenant:
             return HintAnswer(refused="tenant-full")
-        if is_new and len(self._pins) >= PINS_MAX:
+        if is_new and len(self) >= PINS_MAX:
             return HintAnswer(refused="full")
         ttl_s = min(request.pin_s, settings.pin_s_max)
         due_ns = now_ns + int(settings.touch_s * NS_PER_S)
         until_ns = now_ns + int(ttl_s * NS_PER_S)
-        self._pins[name] = Pin(name, worker, keys, request.request_id, until_ns, due_ns)
+        self[name] = Pin(name, worker, keys, request.request_id, until_ns, due_ns)
         tokens = len(keys) // KEY_BYTES * request.block_tokens
         return HintAnswer(pinned_s=ttl_s, pinned_tokens=tokens)
 
@@ -177,20 +171,20 @@ class PromptPins:
         Pins that have expired, or whose worker has left, are dropped.
         """
         found: list[tuple[Pin, WorkerSpec]] = []
-        for pin in list(self._pins.values())[:DUE_MAX] if self._pins else ():
+        for pin in list(self.values())[:DUE_MAX] if self else ():
             if pin.due_ns > now_ns:
                 break
-            del self._pins[pin.name]
+            del self[pin.name]
             state = self._fleet.state(pin.worker)
             if pin.until_ns > now_ns and state is not None:
                 pin.due_ns = now_ns + int(self._fleet.policy.ahead.touch_s * NS_PER_S)
-                self._pins[pin.name] = pin
+                self[pin.name] = pin
                 found.append((pin, state.spec))
         return found
 
     def end_session(self, request: RouteRequest) -> None:
         """Drop the pin of a session; no error if there is none."""
-        self._pins.pop((request.tenant, session_name(request)), None)
+        self.pop((request.tenant, session_name(request)), None)
 
 
 # ── preparations ──────────────────────────────────────────────────────────────────────────────────

@@ -99,10 +99,10 @@ def _check_ahead(ahead: Ahead) -> None:
 
 def _check_pins(pins: PromptPins) -> None:
     """Raises AssertionError if a bound is broken."""
-    assert len(pins._pins) <= PINS_MAX
-    assert all(len(pin.keys) <= KEYS_MAX * KEY_BYTES for pin in pins._pins.values())
+    assert len(pins) <= PINS_MAX
+    assert all(len(pin.keys) <= KEYS_MAX * KEY_BYTES for pin in pins.values())
 
 
 def _check_stays(stays: Stays) -> None:
     """Raises AssertionError if a bound is broken."""
-    assert len(stays._stays) <= STAYS_MAX
+    assert len(stays) <= STAYS_MAX

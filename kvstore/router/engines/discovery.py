@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -32,7 +32,6 @@ from kvstore.router.keys.index_calls import Listed
 from kvstore.routing.values import WorkerRole
 from kvstore.wire.load import is_base_url
 
-PERIOD_S: Final = 5.0
 INDEX: Final = "index"
 """Name of the source of engines that nodes list in the index."""
 EXPOSED: Final = (
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 class Discovery:
     """All sources of one router; `once` is repeated by its owner."""
 
-    pause_s: Final = PERIOD_S
+    pause_s: Final = 5.0
 
     def __init__(self, config: RouterConfig, workers: Workers) -> None:
         self._names, self._workers = config.names, workers
@@ -111,9 +110,8 @@ class Discovery:
         except OSError as error:
             self.failed(source, str(error))
             return
-        urls = [urlunsplit((parts.scheme, place, "", "", "")) for place in places]
-        its = {url: urlsplit(url).netloc for url in urls}
-        self.found(source, (replace(name, name=place, url=url) for url, place in its.items()))
+        urls = {place: f"{parts.scheme}://{place}" for place in places}
+        self.found(source, (replace(name, name=place, url=url) for place, url in urls.items()))
 
 
 def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:

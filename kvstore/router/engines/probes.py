@@ -287,6 +287,7 @@ class Probes:
             self._awake_s = now_s
         self._looked_s = now_s
         present = list(self._workers)
+        self._open = {its: under for its, under in self._open.items() if not under[1].done()}
         for gone in {*self._open, *self._readings}.difference(present):  # nobody waits for it
             if gone in self._open:
                 self._open[gone][1].cancel()
@@ -304,17 +305,12 @@ class Probes:
                 break
             if worker not in self._open:
                 self._budget -= 1
-                task = self._tasks.run(self._probe(worker))
-                self._open[worker] = now_s, task
-                task.add_done_callback(functools.partial(self._over, worker))
+                self._open[worker] = now_s, self._tasks.run(self._probe(worker))
             share = 1.0
             if not worker.probe_count:  # the second one at a moment of its own: not all at once
                 share = xxhash.xxh32_intdigest(worker.name.encode()) / 2**32
             worker.probe_due_s = now_s + period_s * share
             worker.probe_count += 1
-
-    def _over(self, worker: Worker, _: object) -> None:
-        del self._open[worker]
 
     def look_now(self, worker: Worker) -> None:
         """A request failed at this worker: it is probed next, behind those that are due."""

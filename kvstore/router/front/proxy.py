@@ -264,6 +264,7 @@ class Proxy:
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, dispatcher.workers, engines
         self._intake, self._origins = intake, origins
+        self._authorization = engines.authorization or ("" if intake.tenants else None)
         self._parity, self._probes = parity, probes
         self._begun_s = int(time.time())
         self.name = engines.name
@@ -675,10 +676,6 @@ class Proxy:
         worker.predicted_tokens += predicted
         worker.cached_tokens += cached
         self._parity.observed(worker, job.read.model, predicted, cached)
-
-    @property
-    def _authorization(self) -> str | None:
-        return self._engines.authorization or ("" if self._intake.tenants else None)
 
 
 def _without_slash(request: web.BaseRequest) -> web.Response | None:

@@ -29,7 +29,6 @@ from kvstore.router.keys.index_calls import Spaces, plan_of
 from kvstore.router.keys.rendering import COMPARE_TIMEOUT_S, Rendering
 from kvstore.wire.requests import ADAPTER_QUESTION, adapter_digest
 
-PAUSE_S: Final = 1.0
 PERIOD_S: Final = 300.0
 RETRY_S: Final = 10.0
 """Pause of a worker's comparison after a failure."""
@@ -59,7 +58,7 @@ class _Answer(msgspec.Struct):
 class Parity:
     """See the module; `once` is repeated by its owner."""
 
-    pause_s: Final = PAUSE_S
+    pause_s: Final = 1.0
 
     def __init__(self, rendering: Rendering, spaces: Spaces) -> None:
         self._rendering, self._spaces = rendering, spaces
