@@ -258,7 +258,8 @@ def compiled() -> SimpleNamespace:
     from numba import types
 
     int32s, int64s = types.int32[::1], types.int64[::1]
-    kinds = dict.fromkeys(("rows", "cells", "sets", "set_cells", "slots", "scratch"), int32s)
+    flat = "rows", "cells", "sets", "set_cells", "items", "slots", "scratch"
+    kinds = dict.fromkeys(flat, int32s)
     kinds |= {"meta": int64s, "keys": types.Array(types.int32, 1, "C", readonly=True)}
     # The functions call each other by name: in a namespace of their own they call machine code, of
     # which there is one piece each because the types of all arguments are said beforehand.

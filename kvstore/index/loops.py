@@ -180,25 +180,36 @@ def unlink(rows: Ints, row: int) -> None:
     rows[older * ROW + NEWER] = newer
 
 
-def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
-    """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
-    base, count = row * ROW, meta[CELL_COUNT]
-    unlink(rows, row)
-    hole = home_of(meta, rows, base, rows[base + SCOPE])
-    while cells[hole] != row:
-        hole = hole + 1 if hole + 1 < count else 0
+def home(items: Ints, meta: Ints, item: int, size: int) -> int:
+    """First cell of the probe for a row (`size` ROW), or for a set (CHUNK), which has its hash."""
+    if size == CHUNK:
+        return (items[item * CHUNK + HASH] * meta[SET_CELL_COUNT]) >> 31
+    return home_of(meta, items, item * ROW, items[item * ROW + SCOPE])
+
+
+def take_out(items: Ints, cells: Ints, meta: Ints, item: int, size: int, cell_count: int) -> None:
+    """Take a row or a set out of its table. Later cells of its probe move up: no tombstones."""
+    hole = home(items, meta, item, size)
+    while cells[hole] != item:
+        hole = hole + 1 if hole + 1 < cell_count else 0
     probe = hole
     while True:
-        probe = probe + 1 if probe + 1 < count else 0
+        probe = probe + 1 if probe + 1 < cell_count else 0
         other = cells[probe]
         if other == 0:
             break
-        wanted = home_of(meta, rows, other * ROW, rows[other * ROW + SCOPE])
         # Up to the hole, if its probe passes there: it begins at least as far back as the hole.
-        if (probe - wanted) % count >= (probe - hole) % count:
+        if (probe - home(items, meta, other, size)) % cell_count >= (probe - hole) % cell_count:
             cells[hole] = other
             hole = probe
     cells[hole] = 0
+
+
+def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
+    """Forget a row whose set is empty."""
+    base = row * ROW
+    unlink(rows, row)
+    take_out(rows, cells, meta, row, ROW, meta[CELL_COUNT])
     rows[base + SCOPE] = 0
     rows[base + OLDER] = meta[ROW_FREE]
     meta[ROW_FREE] = row
@@ -328,21 +339,7 @@ def release(sets: Ints, set_cells: Ints, meta: Ints, old: int) -> None:
         return
     if old == meta[MEMO_FROM] or old == meta[MEMO_TO]:
         meta[MEMO_FROM] = -1
-    count = meta[SET_CELL_COUNT]
-    hole = (sets[old * CHUNK + HASH] * count) >> 31
-    while set_cells[hole] != old:
-        hole = hole + 1 if hole + 1 < count else 0
-    probe = hole
-    while True:
-        probe = probe + 1 if probe + 1 < count else 0
-        other = set_cells[probe]
-        if other == 0:
-            break
-        wanted = (sets[other * CHUNK + HASH] * count) >> 31
-        if (probe - wanted) % count >= (probe - hole) % count:
-            set_cells[hole] = other
-            hole = probe
-    set_cells[hole] = 0
+    take_out(sets, set_cells, meta, old, CHUNK, meta[SET_CELL_COUNT])
     chunk = old
     while chunk:
         following = sets[chunk * CHUNK + NEXT]
