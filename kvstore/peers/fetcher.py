@@ -123,9 +123,7 @@ class Fetcher:
                 if match.file_blocks and not match.holder.engine
             }
             if not found.keys() <= self._addresses.keys():  # it has just joined
-                with contextlib.suppress(TimeoutError):  # who waits has no time for more
-                    async with asyncio.timeout(LOCATE_TIMEOUT_S):
-                        await self._look()
+                await self._look_anew()
             candidates = tuple(
                 Candidate(node, blocks)
                 for node, blocks in found.items()
@@ -298,12 +296,17 @@ class Fetcher:
         """Peer address of a member; empty if it is none or has none. If it is unknown, members are
         read anew."""
         if not self._addresses.get(node) and self.index is not None:
-            if self._looking is None or self._looking.done():  # one for all that wait
-                self._looking = self._tasks.run(self._look())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOCATE_TIMEOUT_S):
-                    await asyncio.shield(self._looking)
+            await self._look_anew()
         return self._addresses.get(node, "")
+
+    async def _look_anew(self) -> None:
+        """Read the members once for all that wait for it; who waits has no time for more than
+        LOCATE_TIMEOUT_S."""
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.run(self._look())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                await asyncio.shield(self._looking)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
