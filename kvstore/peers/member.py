@@ -20,7 +20,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-import grpc
 import msgspec
 
 from kvstore.arena import Arena
@@ -152,7 +151,14 @@ class Peering:
         self.carrier = PushCarrier(context, self.fetcher, self.block_server.sessions)
         self.preparer = Preparer(context)
         self.transfer_worker.changed = self._transfer_worker_changed
-        self._server = _server()
+        self._server = make_server(
+            # Sessions are quiet for long, and peers look after them: by default a server hangs up
+            # on who asks more often than every five minutes.
+            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+            *PINGS,
+            message_bytes_max=MESSAGE_BYTES_MAX,
+            calls_max=STREAMS_PER_CONNECTION_MAX,
+        )
         handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
         return joined(at.host, listen(self._server, joined(*at), tls, "--peer-listen"))
@@ -213,15 +219,14 @@ class Peering:
             if its.count
         ]
 
-    def with_fetches(self, load: Load) -> Load:
-        """The node's load, completed with that of its fetches."""
+    def load_of_fetches(self) -> dict[str, int]:
+        """Fields of the node's load that are about its fetches."""
         fetches = self._context.stages.timings["fetch"]
-        return msgspec.structs.replace(
-            load,
-            fetched_bytes=fetches.size_bytes,
-            fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
-            fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
-        )
+        return {
+            "fetched_bytes": fetches.size_bytes,
+            "fetch_p50_us": fetches.percentile_ns(50) // NS_PER_US,
+            "fetch_p99_us": fetches.percentile_ns(99) // NS_PER_US,
+        }
 
     def metrics(self) -> Values:
         """Metrics of fetches, pushes and the transfer worker."""
@@ -244,17 +249,6 @@ class Peering:
         """Trouble to report on /healthz; empty while all is well."""
         troubles = self._note, self.transfer_worker.trouble, self._context.stages.trouble
         return "; ".join(filter(None, troubles))
-
-
-def _server() -> grpc.aio.Server:
-    return make_server(
-        # Sessions are quiet for long, and peers look after them: by default a server hangs up
-        # on who asks more often than every five minutes.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-        *PINGS,
-        message_bytes_max=MESSAGE_BYTES_MAX,
-        calls_max=STREAMS_PER_CONNECTION_MAX,
-    )
 
 
 def _options(config: NodeConfig, transport: TransportConfig) -> dict[str, str]:
@@ -380,9 +374,9 @@ class ClusterMember:
 
     def with_peers(self, load: Load) -> Load:
         """The node's load, completed with that of feeds and peers."""
-        links, reached = len(self.feeder.links), self.feeder.connected_count
-        load = msgspec.structs.replace(load, replicas=links, replicas_reached=reached)
-        return load if self.peering is None else self.peering.with_fetches(load)
+        its = {"replicas": len(self.feeder.links), "replicas_reached": self.feeder.connected_count}
+        its |= self.peering.load_of_fetches() if self.peering is not None else {}
+        return msgspec.structs.replace(load, **its)
 
     def transfers(self) -> list[TransferReport]:
         """Durations of transfers between this node and others, a row per kind; empty without

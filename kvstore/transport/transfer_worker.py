@@ -162,10 +162,15 @@ DATAGRAMS_PER_TURN: Final = 64
 
 def run(sock: socket.socket) -> int:
     """Serve the node at the other end until it ends; returns the exit status."""
-    begun = _hear_begin(sock)
-    if begun is None:
+    buffer = bytearray(wire.DATAGRAM_BYTES_MAX)
+    size, descriptors, _ = receive_datagram(sock, buffer, 2)
+    if not size:
         return 1
-    begin, fd = begun
+    begin = wire.decode_from_node(bytes(buffer[:size]))
+    assert isinstance(begin, wire.Begin), begin
+    # The second one stays open until the end: by it the node knows that this process may write to
+    # the arena.
+    fd, _ = descriptors
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
@@ -180,21 +185,6 @@ def run(sock: socket.socket) -> int:
         return 2
     TransferWorkerLoop(sock, transport, begin, idle=PageTables(fd, arena, source).fill).run()
     return 0
-
-
-def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
-    """The node's first message, and the descriptor of the arena; None: the node has ended. A second
-    descriptor, by which the node knows that this process may write to the arena, stays open until
-    the end.
-    """
-    buffer = bytearray(wire.DATAGRAM_BYTES_MAX)
-    size, descriptors, _ = receive_datagram(sock, buffer, 2)
-    if not size:
-        return None
-    begin = wire.decode_from_node(bytes(buffer[:size]))
-    assert isinstance(begin, wire.Begin), begin
-    arena_fd, _ = descriptors
-    return begin, arena_fd
 
 
 class TransferWorkerLoop:
