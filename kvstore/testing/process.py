@@ -129,7 +129,9 @@ def start_ready(
 class ChildServer:
     """A child process that serves; reaped at the end of its `with`."""
 
-    def __init__(self, process: subprocess.Popen[str], ready_line: str, log_file: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], ready_line: str = "", log_file: Path | None = None
+    ) -> None:
         """`log_file`: file that its stderr goes to."""
         self.process = process
         self.ready_line = ready_line
@@ -169,7 +171,7 @@ class ChildServer:
     @property
     def log(self) -> str:
         """Its stderr so far."""
-        return self.log_file.read_text(encoding="utf-8")
+        return self.log_file.read_text(encoding="utf-8") if self.log_file is not None else ""
 
     @property
     def metrics_url(self) -> str:
@@ -237,6 +239,7 @@ class NodeProcess(ChildServer):
 
     @property
     def directory(self) -> Path:
+        assert self.log_file is not None
         return self.log_file.parent
 
     @property
