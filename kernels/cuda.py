@@ -87,7 +87,7 @@ class CudaKernels:
         """`arch`: such as `sm_90`. `folder`: of machine code, as of `launches.cubin`. `driver`:
         as of `cuda_driver`, which is the default."""
         self._arch, self._folder = arch, folder
-        self._driver = driver or cuda_driver()
+        self._call = functools.partial(_driver_call, driver or cuda_driver())
         self._libraries: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
         self._loading = threading.Lock()
@@ -119,9 +119,6 @@ class CudaKernels:
         size = (*grid, 1, THREADS, 1, 1, 0)
         function = self.load(kernel)
         self._call("cuLaunchKernel", function, *size, stream, ctypes.addressof(pointers), 0)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return _driver_call(self._driver, name, *arguments)
 
 
 class CudaDevice:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -34,6 +33,7 @@ from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Settings
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.installation import is_installed
 
 DEMO_NEEDS = ("vllm", "psutil")
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -355,7 +355,7 @@ def _start(name: str, module: str, **flags: Any) -> NoReturn:
     """Run a program of `kvstore.demo`, and exit with its status; with 2: a package is missing. Only
     here it is imported: a node needs neither the engine nor the test kit that it is made of.
     """
-    missing = [need for need in DEMO_NEEDS if importlib.util.find_spec(need) is None]
+    missing = [need for need in DEMO_NEEDS if not is_installed(need)]
     if missing:
         fail(
             f"'kvstore {name}' runs a real vLLM, and this Python has no"

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import secrets
 import signal
 import ssl
@@ -271,8 +270,6 @@ def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
     for tls in {config.tls, config.front}:
         warn_of_its_end(tls, renewal="the router reads it at its next start")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if is_installed("uvloop"):
         import uvloop

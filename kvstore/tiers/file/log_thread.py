@@ -54,7 +54,6 @@ class LogThread:
         self._config, self._clock, self._lock = parts.config, parts.clock, parts.lock
         self._directory, self._catalog = parts.directory, parts.catalog
         self._outbox, self._health = parts.outbox, parts.health
-        self._segment_bytes = parts.config.segment_size
         self.writer = writer
         """Its `voids` may be asked from any thread."""
         self._queue: deque[_Work] = deque()
@@ -253,7 +252,7 @@ class LogThread:
 
     def _make_room(self) -> None:
         """Ask about the oldest segment if room runs short; delete at once what holds nothing."""
-        needed = FREE_SEGMENTS_MIN * self._segment_bytes
+        needed = FREE_SEGMENTS_MIN * self._config.segment_size
         while self.is_recovered and self._asked is None:
             coming = self._catalog.hidden_bytes  # frees itself when its grace is over
             if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:

@@ -10,9 +10,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 
 from kvstore import __main__ as program
+from kvstore.cli.main import cli
 from kvstore.installation import pip_install
 from tests.style.tree import files
 
@@ -200,3 +202,22 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"kvstore: \S+/settings\.py cannot be read: install it .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        (["index", "--insecure"], "kvstore.indexer.replica.run_index"),
+        (["router", "--worker", "a=http://127.0.0.1:1"], "kvstore.router.process.run_router"),
+    ],
+)
+def test_a_server_has_its_limits_and_log_before_it_runs(arguments: list[str], run: str) -> None:
+    calls = mock.Mock()
+    with (
+        mock.patch(run, calls.run),
+        mock.patch("kvstore.net.process.harden_process", calls.harden),
+        mock.patch("kvstore.obs.logs.setup", calls.log),
+    ):
+        done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert [call[0] for call in calls.mock_calls] == ["log", "harden", "run"]
