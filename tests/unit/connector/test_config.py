@@ -1,15 +1,19 @@
-"""Configuration mistakes raise one sentence that names what to change; nothing is silent."""
+"""Configuration mistakes raise one sentence that names what to change; nothing is silent. KV events
+are read where the engine listens."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.connector.config import parse_config
+from kvstore.connector.config import event_endpoints, parse_config
+
+if TYPE_CHECKING:
+    from vllm.config.kv_events import KVEventsConfig
 
 
 @pytest.mark.parametrize(
@@ -153,3 +157,45 @@ def test_full_attention_is_served_alone_or_beside_windows() -> None:
         check_engine(engine(drafts=drafts), groups(full, window))
     with pytest.raises(ValueError, match="--prefix-match-unit"):
         check_engine(engine(), groups(full, hash_tokens=64))
+
+
+# ── where the node reads KV events, by --kv-events-config, or one line why it does not ───────────
+
+
+def config(endpoint: str = "tcp://*:5557", **changes: Any) -> KVEventsConfig:
+    from vllm.config.kv_events import KVEventsConfig
+
+    return KVEventsConfig(**{"enable_kv_cache_events": True, "endpoint": endpoint} | changes)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "rank", "expected"),
+    [
+        ("tcp://*:5557", None, 0, ("tcp://127.0.0.1:5557", "")),
+        ("tcp://*:5557", "tcp://*:6557", 2, ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:6559")),
+        ("tcp://[::]:5557", "tcp://127.0.0.1:7", 0, ("tcp://[::1]:5557", "tcp://127.0.0.1:7")),
+        ("ipc:///run/e.kv", "ipc:///run/r:1", 0, ("ipc:///run/e.kv", "ipc:///run/r:1")),
+    ],
+)
+def test_what_the_engine_listens_on_is_reached_on_this_machine(
+    endpoint: str, replay: str | None, rank: int, expected: tuple[str, str]
+) -> None:
+    assert event_endpoints(config(endpoint, replay_endpoint=replay), rank) == expected
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("endpoint", "rank"),
+    [("tcp://127.0.0.1:5557", 0), ("tcp://*:0", 0), ("ipc:///run/e.kv", 1)],
+)
+def test_where_the_node_cannot_read_is_one_line(
+    endpoint: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "kvstore.connector.config.logger.warning", lambda text, *more: said.append(text % more)
+    )
+    assert event_endpoints(config(endpoint), rank) == ("", "")
+    (line,) = said
+    assert f"KV events at {endpoint} are not read by the node" in line

@@ -250,19 +250,6 @@ def test_a_node_that_talks_nonsense_is_left_and_tried_again(node: ScriptedNode, 
     node.peer.send(b"\xc1")
     assert node.is_hung_up()
     node.open_session(6)
-
-
-def test_a_node_may_be_silent_for_as_long_as_the_configuration_says() -> None:
-    handoff = Handoff(RankCore(CONFIG))
-    copies = host_copies(list(np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)))
-    made = Copier(handoff, copies, ConnectorConfig(heartbeat_timeout_ms=300))
-    assert made._dial._limit_ns == 300 * NS_PER_MS
-    handoff.wake.close()
-
-
-@ON_HOST
-def test_a_message_for_a_scheduler_ends_the_connection(node: ScriptedNode, rank: Rank) -> None:
-    node.open_session(5)
     node.welcome()  # twice
     assert node.is_hung_up()
 
@@ -359,3 +346,11 @@ def test_memory_that_arrives_later_is_mapped_ahead_too(node: ScriptedNode, path:
             node.receive(Quiet)
         assert rank.copier._populated == size_bytes
     rank.stop()
+
+
+def test_a_node_may_be_silent_for_as_long_as_the_configuration_says() -> None:
+    handoff = Handoff(RankCore(CONFIG))
+    copies = host_copies(list(np.zeros((LAYERS, BLOCKS, PAGE), np.uint8)))
+    made = Copier(handoff, copies, ConnectorConfig(heartbeat_timeout_ms=300))
+    assert made._dial._limit_ns == 300 * NS_PER_MS
+    handoff.wake.close()

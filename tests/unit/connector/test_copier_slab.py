@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.messages import Seal
 from kvstore.wire.record import checksum_of, header
+from tests.integration.node.conftest import eventually
 from tests.kit.copy_parties import noise
 from tests.kit.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
@@ -93,13 +94,6 @@ def load(rank: Rank, checksums: bytes = b"") -> bytes:
     rank.load((3,), [SLOT], session=5, checksums=checksums)
     (result,) = rank.loaded().loads
     return rank.block(3) if result.loaded_blocks else b""
-
-
-def eventually(check: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + WAIT_S
-    while not check() and time.monotonic() < end_s:
-        threading.Event().wait(0.01)
-    return check()
 
 
 def take_back(node: ScriptedNode) -> None:

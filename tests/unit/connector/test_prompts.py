@@ -1,4 +1,5 @@
-"""Images by name: real vllm requests, their identifiers made by vllm's own hasher."""
+"""Prompts with images by name, cache salts or embeddings: real vllm requests, their identifiers
+made by vllm's own hasher."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvstore.connector.prompts import why_left_out
 from kvstore.engine.why.reasons import reason_of
+from kvstore.index.chain import block_keys
 from kvstore.wire import messages as m
 from tests.unit.connector.real_requests import real_request
 from tests.unit.connector.test_scheduler_side import (
@@ -107,3 +109,46 @@ def test_a_session_that_gets_an_image_later_is_left_out_from_there_on(
     session.mm_features.extend(request(1, "mine").mm_features)
     assert side.get_num_new_matched_tokens(session, 0) == (0, False)
     assert not [message for message in link.sent if isinstance(message, m.LeaseAsk)]
+
+
+# ── cache salts and prompt embeddings: vLLM's own keys hold them ─────────────────────────────────
+
+
+TOKENS = list(range(3 * BLOCK_TOKENS))
+
+
+def keys(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
+    """Of a request of three blocks, which is not left out."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    made = real_request("r", None if "prompt_embeds" in settings else TOKENS, **settings)
+    assert why_left_out(made, "hashed") == ""
+    return list(made.block_hashes)
+
+
+@pytest.mark.engine
+def test_a_salt_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [keys(monkeypatch, cache_salt=salt) for salt in (None, "a", "b")]
+    assert len({key for its in found for key in its}) == 9
+    expected = [
+        block_keys(TOKENS, block_tokens=BLOCK_TOKENS, seed="0", cache_salt=salt)
+        for salt in ("", "a", "b")
+    ]
+    assert found == [list(its) for its in expected]
+
+
+@pytest.mark.engine
+def test_embeddings_are_in_the_keys_from_the_block_on_that_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    same, other = (torch.ones(len(TOKENS), 4) for _ in range(2))
+    other[BLOCK_TOKENS + 1, 2] = 2
+    found = [keys(monkeypatch, prompt_embeds=each) for each in (same, same.clone(), other)]
+    assert found[0] == found[1]
+    assert [one == another for one, another in zip(found[0], found[2], strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not set(found[0]) & set(keys(monkeypatch))

@@ -1,4 +1,5 @@
-"""A rank whose cache has several KV cache groups, which lie over each other in the same memory."""
+"""Ranks whose cache has several KV cache groups, which lie over each other in the same memory, or a
+draft model, whose layers lie beside the model's in every block."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from kvstore.connector.copier import Handoff
 from kvstore.connector.mapping import describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Seal
+from kvstore.wire.space import shard_bytes
 from tests.kit.scripted_node import ScriptedNode
 from tests.unit.client import rank_kit
 from tests.unit.connector.test_worker_side import (
@@ -25,9 +27,12 @@ from tests.unit.connector.test_worker_side import (
     BLOCKS,
     CONTENT,
     HEADS,
+    LAYERS,
     NAMES,
     TOKENS,
     Layer,
+    described,
+    drafting,
     finish,
     job,
     kv_cache_config,
@@ -176,3 +181,56 @@ def test_groups_on_several_stages_are_not_served() -> None:
     engine.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(NotServed, match="stages"):
         describe(engine, config, kv_caches(), weights=["w"])
+
+
+# ── draft models ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unknown_draft_method_is_refused_and_none_of_its_files_is_read(tmp_path: Path) -> None:
+    speculative = SimpleNamespace(method="extract_hidden_states", draft_model_config=None)
+    side = WorkerSide(
+        ConnectorConfig(socket=str(tmp_path / "node.sock")),
+        vllm_config("/a", speculative=speculative),
+        kv_cache_config(),
+    )
+    side.register_kv_caches(kv_caches())
+    assert "extract_hidden_states" in side.unserved
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("draft_model", "draft_model.model.layers.0.self_attn.attn"),
+        ("eagle", f"model.layers.{LAYERS}.self_attn.attn"),
+        ("mtp", "model.mtp.layers.0.self_attn.attn"),
+    ],
+)
+def test_layers_of_a_draft_model_are_part_of_the_blocks(method: str, name: str) -> None:
+    found, layers = drafting(method, name)
+    space = found.space
+    # Two heads in each layer of the model, one in the draft's: one head, of two sizes.
+    assert (space.layer_count, space.kv_head_count) == (LAYERS + 1, 1)
+    small = TOKENS * CONTENT * 4
+    assert sorted(space.head_bytes) == [small, *[2 * small] * LAYERS]
+    assert shard_bytes(space, found.shard) == found.block_bytes == BLOCK + small
+    its = space.head_bytes.index(small)
+    assert layers.uncompared == (frozenset() if method == "draft_model" else frozenset({its}))
+    others = [described(), drafting(method, name, weights="e")[0], drafting("eagle3", name)[0]]
+    spaces = {each.space for each in others}
+    assert len(spaces | {space}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "word"),
+    [
+        ("a.layer", {}, "names"),
+        # The model's heads are on one rank each, the draft's only head is on both.
+        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2}, "several ranks"),
+        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2, "heads": 2}, "which"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_placed_is_not_served(
+    name: str, more: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(NotServed, match=word):
+        drafting("eagle", name, **more)
