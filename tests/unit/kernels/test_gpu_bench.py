@@ -34,27 +34,11 @@ SIZES = [1, 17, 240, 1025, 70_000, PIECE_BYTES + 1]
 SHAPE, BLOCKS = Shape(3, 512), 6
 
 
-class HostMemory:
+class HostMemory(HostKernels):
     """`bench.gpu.kernels.Memory`: the real kernels, as a program of the host."""
-
-    def __init__(self, program: Path) -> None:
-        self._kernels = HostKernels(program)
-        self.launch = self._kernels.launch
-
-    def put(self, data: Bytes) -> int:
-        return self._kernels.put(data)
-
-    def get(self, address: int, size: int) -> bytes:
-        return self._kernels.get(address, size)
-
-    def free(self) -> None:
-        self._kernels.free()
 
     def wait(self) -> None:
         """Every call has waited."""
-
-    def close(self) -> None:
-        self._kernels.close()
 
 
 @pytest.fixture
