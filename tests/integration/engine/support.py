@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.kernels.host import BOUNDS
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.node.conftest import eventually
-from tests.kit.engines import EngineServer
+from tests.kit.engines import EngineConfig, EngineServer
 from tests.kit.gauges import look
 from tests.kit.peers import metric
 
@@ -40,6 +42,7 @@ __all__ = [
     "metric",
     "no_alarm",
     "node_for",
+    "served",
     "serves",
     "wait_until",
 ]
@@ -74,6 +77,20 @@ def node_for(
         wait_until(lambda: attached(engine, node), "the engine attached", seconds=60)
         engine.forget()
         yield node
+
+
+@contextmanager
+def served(
+    vllm: EngineNursery, directory: Path, config: EngineConfig, *, dram: str = "512MiB"
+) -> Iterator[tuple[EngineServer, NodeProcess]]:
+    """An engine and its own node. In the end the connector has met no bug of its own, and every
+    lease was given back."""
+    with NodeProcess.start(directory, dram=dram) as node:
+        its = replace(config, socket=node.socket)
+        with vllm.start(its, log=directory / "engine.log") as engine:
+            yield engine, node
+            assert not engine.metrics().get(OWN_ERRORS)
+        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
 
 
 def has_all_its_memory(node: NodeProcess) -> bool:

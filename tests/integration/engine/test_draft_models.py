@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import OWN_ERRORS, inspect, wait_until
+from tests.integration.engine.support import served
 from tests.kit.engines import EngineConfig, complete_many
 from tests.kit.side_models import build_eagle, build_twin
 
@@ -43,37 +42,31 @@ def test_a_draft_models_cache_is_stored_and_loaded_with_the_models(
         draft = build_twin(tmp_path / "draft", tiny_model)
     speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
     chosen, answers = prompts[:PROMPTS], reference.answers[:PROMPTS]
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
-            model=tiny_model,
-            socket=node.socket,
-            connector_extra=VERIFIED,
-            arguments=("--speculative-config", json.dumps(speculative)),
-        )
-        with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            first = complete_many(engine, chosen, max_tokens=MAX_TOKENS, concurrency=8)
-            assert [done.tokens for done in first] == answers
-            drafted = engine.metrics()[DRAFTED]
-            assert drafted > 0
-            # The same hits, most of them from the engine's own cache, then none: equal drafts.
-            accepted, loaded = [], []
-            for _ in range(2):
-                before = engine.metrics().get(ACCEPTED, 0), engine.hits().external_hits
-                done = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in chosen]
-                assert [each.tokens for each in done] == answers
-                assert [each.cached_tokens for each in done] == [
-                    _hit_tokens(prompt, method) for prompt in chosen
-                ]
-                accepted.append(engine.metrics().get(ACCEPTED, 0) - before[0])
-                loaded.append(engine.hits().external_hits - before[1])
-                engine.forget()
-            assert accepted[0] == accepted[1]
-            assert method == "eagle" or accepted[0] > 0.9 * drafted / 3, (
-                "guesses of a twin are right"
-            )
-            assert loaded[1] > 4 * loaded[0]
-            assert not engine.metrics().get(OWN_ERRORS)
-        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
+    config = EngineConfig(
+        model=tiny_model,
+        connector_extra=VERIFIED,
+        arguments=("--speculative-config", json.dumps(speculative)),
+    )
+    with served(vllm, tmp_path, config) as (engine, _):
+        first = complete_many(engine, chosen, max_tokens=MAX_TOKENS, concurrency=8)
+        assert [done.tokens for done in first] == answers
+        drafted = engine.metrics()[DRAFTED]
+        assert drafted > 0
+        # The same hits, most of them from the engine's own cache, then none: equal drafts.
+        accepted, loaded = [], []
+        for _ in range(2):
+            before = engine.metrics().get(ACCEPTED, 0), engine.hits().external_hits
+            done = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in chosen]
+            assert [each.tokens for each in done] == answers
+            assert [each.cached_tokens for each in done] == [
+                _hit_tokens(prompt, method) for prompt in chosen
+            ]
+            accepted.append(engine.metrics().get(ACCEPTED, 0) - before[0])
+            loaded.append(engine.hits().external_hits - before[1])
+            engine.forget()
+        assert accepted[0] == accepted[1]
+        assert method == "eagle" or accepted[0] > 0.9 * drafted / 3, "guesses of a twin are right"
+        assert loaded[1] > 4 * loaded[0]
 
 
 def _hit_tokens(prompt: tuple[int, ...], method: str) -> int:

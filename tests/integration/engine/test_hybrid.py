@@ -28,6 +28,7 @@ from tests.integration.engine.support import (
     inspect,
     no_alarm,
     node_for,
+    served,
     wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, complete_many
@@ -143,26 +144,22 @@ def test_tokens_are_equal_and_hits_as_long_as_they_can_be(
 def test_with_few_blocks_and_preemption_tokens_stay_equal(
     vllm: EngineNursery, hybrid: Hybrid, shape: str, tmp_path: Path
 ) -> None:
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
-            model=hybrid.model,
-            socket=node.socket,
-            connector_extra=VERIFIED,
-            kv_blocks=FEW_BLOCKS[shape],
-            max_num_seqs=CONCURRENCY,
-            max_model_len=1536,
-        )
-        with vllm.start(config, log=tmp_path / "few.log") as engine:
-            for turn in range(8):  # how many requests meet is up to the machine
-                hybrid.check(engine, long=True)
-                hybrid.check(engine)
-                engine.forget()
-                if turn and engine.metrics()[PREEMPTIONS] > 0:
-                    break
-            assert engine.metrics()[PREEMPTIONS] > 0
-            assert engine.hits().external_hits > 0
-            assert not engine.metrics().get(OWN_ERRORS)
-        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
+    config = EngineConfig(
+        model=hybrid.model,
+        connector_extra=VERIFIED,
+        kv_blocks=FEW_BLOCKS[shape],
+        max_num_seqs=CONCURRENCY,
+        max_model_len=1536,
+    )
+    with served(vllm, tmp_path, config) as (engine, _):
+        for turn in range(8):  # how many requests meet is up to the machine
+            hybrid.check(engine, long=True)
+            hybrid.check(engine)
+            engine.forget()
+            if turn and engine.metrics()[PREEMPTIONS] > 0:
+                break
+        assert engine.metrics()[PREEMPTIONS] > 0
+        assert engine.hits().external_hits > 0
 
 
 @pytest.mark.parametrize("shape", ["gpt-oss", "gemma3"][:ONE_OR_BOTH], scope="module")
@@ -195,19 +192,16 @@ def test_shadow_checks_compare_blocks_of_all_groups(
     vllm: EngineNursery, hybrid: Hybrid, shape: str, tmp_path: Path
 ) -> None:
     prompts = hybrid.prompts[:16]
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
-            model=hybrid.model,
-            socket=node.socket,
-            connector_extra=SHADOWED,
-            arguments=("--max-num-batched-tokens", "600"),
-        )
-        with vllm.start(config, log=tmp_path / "shadow.log") as engine:
-            for _ in range(2):
-                complete_many(engine, prompts, max_tokens=1, concurrency=3)
-                engine.forget()
-            assert engine.hits().external_hits == 0, "every hit is computed"
-            wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
-            assert not engine.metrics().get(OWN_ERRORS)
-        full = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in prompts)
+    config = EngineConfig(
+        model=hybrid.model,
+        connector_extra=SHADOWED,
+        arguments=("--max-num-batched-tokens", "600"),
+    )
+    full = sum((len(prompt) - 1) // BLOCK_TOKENS for prompt in prompts)
+    with served(vllm, tmp_path, config) as (engine, node):
+        for _ in range(2):
+            complete_many(engine, prompts, max_tokens=1, concurrency=3)
+            engine.forget()
+        assert engine.hits().external_hits == 0, "every hit is computed"
+        wait_until(lambda: not inspect(node, "leases"), "every comparison has ended")
         no_alarm(node, "float32", compared_min=2 * full + 1)  # more than full attention has

@@ -9,24 +9,22 @@ chunks end there, and where a second prompt has left the first one; so hits begi
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvstore.demo.workload import Encode, text_tokens
-from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
-    OWN_ERRORS,
-    PATIENT,
     PREEMPTIONS,
     SHADOWED,
     inspect,
     no_alarm,
+    served,
     wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, complete_many
@@ -59,10 +57,10 @@ class Recurrent(NamedTuple):
     prompts: list[tuple[int, ...]]
     answers: list[Answer]
 
-    def served(self, socket: Path, **changes: Any) -> EngineConfig:
-        """An engine with the connector; it verifies every load unless `changes` say otherwise."""
+    def config(self, **changes: Any) -> EngineConfig:
+        """Of an engine that verifies every load unless `changes` say otherwise."""
         changes = {"connector_extra": VERIFIED, **changes}
-        return EngineConfig(model=self.model, dtype="bfloat16", socket=socket, **changes)
+        return EngineConfig(model=self.model, dtype="bfloat16", **changes)
 
 
 def ask(engine: EngineServer, prompts: Sequence[tuple[int, ...]], *, forget: bool) -> list[Answer]:
@@ -97,30 +95,21 @@ def recurrent(
         return Recurrent(model, prompts, ask(engine, prompts, forget=False))
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        yield node
-
-
 def test_hits_and_tokens_are_those_of_the_engines_own_cache(
-    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
-    config = recurrent.served(node.socket)
-    with vllm.start(config, log=tmp_path / "engine.log") as engine:
+    with served(vllm, tmp_path, recurrent.config()) as (engine, _):
         for _ in range(2):
             ask(engine, recurrent.prompts, forget=False)
         assert ask(engine, recurrent.prompts, forget=True) == recurrent.answers
         assert sum(each.cached_tokens > 0 for each in recurrent.answers) > STEMS
-        assert not engine.metrics().get(OWN_ERRORS)
-        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
 
 
 def test_states_stored_amid_preemption_are_those_of_their_keys(
-    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
-    config = recurrent.served(node.socket, kv_blocks=FEW_BLOCKS, max_model_len=FEW_TOKENS)
-    with vllm.start(config, log=tmp_path / "few.log") as engine:
+    config = recurrent.config(kv_blocks=FEW_BLOCKS, max_model_len=FEW_TOKENS)
+    with served(vllm, tmp_path, config) as (engine, _):
         for _ in range(2):
             complete_many(engine, recurrent.prompts, max_tokens=ANSWER_TOKENS, concurrency=16)
         assert engine.metrics()[PREEMPTIONS] > 0, "blocks were few"
@@ -136,38 +125,30 @@ def test_states_stored_amid_preemption_are_those_of_their_keys(
         assert [(a, own) for a, own in compared if a.tokens[0] != own.tokens[0]] == []
         other = [(a, own) for a, own in compared if a.tokens != own.tokens]
         assert len(other) <= len(compared) // 4, other
-        assert not engine.metrics().get(OWN_ERRORS)
-        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
 
 
 def test_shadow_checks_raise_no_alarm_where_recurrence_is_not_exact(
-    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
-    config = recurrent.served(node.socket, connector_extra=SHADOWED)
     few = recurrent.prompts[:FEW]
-    with vllm.start(config, log=tmp_path / "shadow.log") as engine:
+    config = recurrent.config(connector_extra=SHADOWED)
+    with served(vllm, tmp_path, config) as (engine, node):
         for _ in range(3):
             ask(engine, few, forget=True)
         assert engine.hits().external_hits == 0, "every hit is computed"
-        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
-        assert not engine.metrics().get(OWN_ERRORS)
-    no_alarm(node, "bfloat16", compared_min=1)
+        wait_until(lambda: not inspect(node, "leases"), "every comparison has ended")
+        no_alarm(node, "bfloat16", compared_min=1)
 
 
 def test_two_ranks_load_what_they_would_have_had_themselves(
-    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
-    config = recurrent.served(
-        node.socket,
-        connector_extra={**VERIFIED, **PATIENT},
-        arguments=("--tensor-parallel-size", "2"),
-    )
     few = recurrent.prompts[:FEW]
-    with vllm.start(config, log=tmp_path / "two.log") as engine:
+    config = recurrent.config(arguments=("--tensor-parallel-size", "2"))
+    with served(vllm, tmp_path, config) as (engine, _):
         for _ in range(2):
             ask(engine, few, forget=False)
         own = ask(engine, few, forget=False)
         assert ask(engine, few, forget=True) == own
         assert any(each.cached_tokens for each in own)
         assert engine.hits().external_hits > 0
-        assert not engine.metrics().get(OWN_ERRORS)

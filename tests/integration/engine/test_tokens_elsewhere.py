@@ -18,15 +18,14 @@ import pytest
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
-from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, Reference
+from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
-    OWN_ERRORS,
-    PATIENT,
     PREEMPTIONS,
     blocks_in_dram,
     inspect,
+    served,
     wait_until,
 )
 from tests.kit.engines import EngineConfig, EngineServer, abandon, complete_many
@@ -34,7 +33,6 @@ from tests.kit.models import build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-VERIFIED: dict[str, object] = {**PATIENT, "verify_every": 1, "log_requests": True}
 DRAFTS = (
     "--speculative-config",
     '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":2}',
@@ -58,18 +56,15 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
         for _ in range(amount(12, nightly=60))
     ]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
-    with NodeProcess.start(tmp_path, dram="256MiB") as node:
-        config = EngineConfig(
-            model=tiny_model, dtype="bfloat16", socket=node.socket, connector_extra=VERIFIED
-        )
-        with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            complete_many(engine, prompts, max_tokens=1, concurrency=8)
-            own = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
-            assert engine.hits().external_hits == 0
-            blocks = sum(length // BLOCK_TOKENS for length in lengths)
-            wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
-            engine.forget()
-            ours = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+    config = EngineConfig(model=tiny_model, dtype="bfloat16", connector_extra=VERIFIED)
+    with served(vllm, tmp_path, config, dram="256MiB") as (engine, node):
+        complete_many(engine, prompts, max_tokens=1, concurrency=8)
+        own = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+        assert engine.hits().external_hits == 0
+        blocks = sum(length // BLOCK_TOKENS for length in lengths)
+        wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
+        engine.forget()
+        ours = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
     hit_tokens = [length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths]
     assert [done.cached_tokens for done in own] == hit_tokens
     assert [done.cached_tokens for done in ours] == hit_tokens
@@ -83,30 +78,27 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
-            model=tiny_model,
-            socket=node.socket,
-            max_model_len=1280,
-            kv_blocks=24,  # three requests at their longest; eight are begun
-            max_num_seqs=8,
-            connector_extra=VERIFIED,
-            arguments=("--max-num-batched-tokens", "160", *DRAFTS),
-        )
-        with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            _hold_conversations(engine, reference)
-            _ask_all(engine, prompts, reference)
-            _abandon_some(engine, prompts)
-            wait_until(lambda: not inspect(node, "leases"), "aborted requests gave leases back")
-            _ask_all(engine, prompts, reference)
-            engine.forget(external=True)
-            before = engine.hits().external_hits
-            short = [p for p in prompts if len(p) < BLOCK_TOKENS]
-            for prompt in (prompts[0], short[0]):
-                assert engine.complete(prompt, max_tokens=1).cached_tokens == 0
-            assert engine.hits().external_hits == before, "served after reset_external"
-            _ask_all(engine, prompts, reference)
-            assert not engine.metrics().get(OWN_ERRORS)
+    config = EngineConfig(
+        model=tiny_model,
+        max_model_len=1280,
+        kv_blocks=24,  # three requests at their longest; eight are begun
+        max_num_seqs=8,
+        connector_extra=VERIFIED,
+        arguments=("--max-num-batched-tokens", "160", *DRAFTS),
+    )
+    with served(vllm, tmp_path, config) as (engine, node):
+        _hold_conversations(engine, reference)
+        _ask_all(engine, prompts, reference)
+        _abandon_some(engine, prompts)
+        wait_until(lambda: not inspect(node, "leases"), "aborted requests gave leases back")
+        _ask_all(engine, prompts, reference)
+        engine.forget(external=True)
+        before = engine.hits().external_hits
+        short = [p for p in prompts if len(p) < BLOCK_TOKENS]
+        for prompt in (prompts[0], short[0]):
+            assert engine.complete(prompt, max_tokens=1).cached_tokens == 0
+        assert engine.hits().external_hits == before, "served after reset_external"
+        _ask_all(engine, prompts, reference)
 
 
 def _hold_conversations(engine: EngineServer, reference: Reference) -> None:
@@ -187,31 +179,28 @@ def test_a_prompt_of_many_blocks_and_one_that_is_abandoned_half_way(
         [rng.randrange(256) for _ in range(count * block_tokens + 5)]
         for count in (blocks, *[few] * ABANDONED_MAX)
     )
-    with NodeProcess.start(tmp_path, dram="1GiB") as node:
-        config = EngineConfig(
-            model=model,
-            socket=node.socket,
-            max_model_len=(blocks + 8) * block_tokens,
-            connector_extra=VERIFIED,
-            arguments=("--block-size", str(block_tokens), "--max-num-batched-tokens", "4096"),
-        )
-        with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            half, held = _abandoned_half_way(engine, node, shorter, few)
-            resumed = engine.complete(half, max_tokens=4)
-            # One of those blocks may be that of the warm-up, stored meanwhile.
-            assert (held - 1) * block_tokens <= resumed.cached_tokens < few * block_tokens
-            engine.forget(external=True)
-            computed = engine.complete(half, max_tokens=4)
-            assert computed.cached_tokens == 0
-            assert computed.tokens == resumed.tokens
+    config = EngineConfig(
+        model=model,
+        max_model_len=(blocks + 8) * block_tokens,
+        connector_extra=VERIFIED,
+        arguments=("--block-size", str(block_tokens), "--max-num-batched-tokens", "4096"),
+    )
+    with served(vllm, tmp_path, config, dram="1GiB") as (engine, node):
+        half, held = _abandoned_half_way(engine, node, shorter, few)
+        resumed = engine.complete(half, max_tokens=4)
+        # One of those blocks may be that of the warm-up, stored meanwhile.
+        assert (held - 1) * block_tokens <= resumed.cached_tokens < few * block_tokens
+        engine.forget(external=True)
+        computed = engine.complete(half, max_tokens=4)
+        assert computed.cached_tokens == 0
+        assert computed.tokens == resumed.tokens
 
-            cold = engine.complete(long, max_tokens=4)
-            engine.forget()
-            for after_s in (0.05, 0.1, 0.15, 0.2, 0.25):  # a load takes about 0.1 s
-                _abandon(engine, long, after_s=after_s)
-            engine.forget()
-            warm = engine.complete(long, max_tokens=4)
-        wait_until(lambda: not inspect(node, "leases"), "aborted requests gave leases back")
+        cold = engine.complete(long, max_tokens=4)
+        engine.forget()
+        for after_s in (0.05, 0.1, 0.15, 0.2, 0.25):  # a load takes about 0.1 s
+            _abandon(engine, long, after_s=after_s)
+        engine.forget()
+        warm = engine.complete(long, max_tokens=4)
     assert cold.cached_tokens == 0
     assert warm.cached_tokens == blocks * block_tokens
     assert warm.tokens == cold.tokens
