@@ -21,6 +21,7 @@ SMALL_FILES = {
     "kvstore/config/defaults.py": "imports nothing, so that `--help` comes at once",
     "kvstore/descriptors.py": "engines, node, supervisor and transfer worker share it",
     "kvstore/engine/agenda.py": "timers of all parts of the engine",
+    "kvstore/engine/config.py": "each part of the engine takes it",
     "kvstore/errors.py": "vocabulary of all packages",
     "kvstore/index/chain.py": "router and commands make keys without the index",
     "kvstore/installation.py": "what is missing, asked before anything of it is imported",
