@@ -106,7 +106,7 @@ class CoreChooser:
 
     @property
     def holds(self) -> bool:
-        return len(self.core.room) > 0
+        return bool(self.core.room.entries)
 
     def _step(self, event: RouteEvent, now_s: float) -> list[Sending]:
         sent = []

@@ -63,11 +63,8 @@ class Dispatcher:
             AbandonWorker: self.workers.give_up,
         }
         """Handlers by type of the commands that answer no request of a caller."""
-        self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
-
-    @property
-    def held_count(self) -> int:
-        return len(self._waiting)
+        self.held: dict[str, asyncio.Future[Routed | Rejected]] = {}
+        """Requests that wait for a decision, by id."""
 
     def note(self, event: RouteEvent) -> None:
         """Apply an event whose answers, if any, are for requests other than the caller's."""
@@ -82,7 +79,7 @@ class Dispatcher:
         alone.
         """
         commands = self.core.step(Late(request_id), self.clock())
-        self._deliver((each for each in commands if not isinstance(each, Raced)), "")
+        self._deliver(commands, "")
         return next((command for command in commands if isinstance(command, Raced)), None)
 
     async def ask(self, event: Arrived | LegFailed) -> Routed | Rejected:
@@ -95,7 +92,7 @@ class Dispatcher:
         if found is not None:
             return found
         asked: asyncio.Future[Routed | Rejected] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = asked
+        self.held[request_id] = asked
         try:
             return await asked
         except asyncio.CancelledError:
@@ -103,7 +100,7 @@ class Dispatcher:
                 self.note(RequestEnded(request_id, Ending.ABORTED))
             raise
         finally:
-            del self._waiting[request_id]
+            del self.held[request_id]
 
     def _deliver(
         self, commands: Iterable[RouteCommand], request_id: str
@@ -124,8 +121,7 @@ class Dispatcher:
             if command.request_id == request_id:
                 found = command
                 continue
-            assert not isinstance(command, Raced), "answers `late` alone"
-            asked = self._waiting.get(command.request_id)
+            asked = self.held.get(command.request_id)
             if asked is not None and not asked.done():
                 asked.set_result(command)
         return found
@@ -133,7 +129,7 @@ class Dispatcher:
     async def tick(self) -> None:
         """One tick of the core and the pause after it; the caller repeats it."""
         self.note(RouteTick())
-        await asyncio.sleep(TICK_S if self._waiting else IDLE_TICK_S)
+        await asyncio.sleep(TICK_S if self.held else IDLE_TICK_S)
 
 
 class RoutedLife(msgspec.Struct):

@@ -67,8 +67,8 @@ class LoadExchange:
         self._own = set[str]()
         """Addresses that lead back to this router."""
         self._follows: dict[str, asyncio.Task[None]] = {}
-        self._routers: dict[str, str] = {}
-        """Address → name of the router that is followed there."""
+        self.routers: dict[str, str] = {}
+        """Address → name of the router that is followed there, whose loads are known."""
         self.troubles = Troubles(_log, "loads of the router at %s are not counted: %s")
         """Routers whose loads are not known, by address, and places without an address."""
         self._report = RouterLoads(name, ())
@@ -76,11 +76,6 @@ class LoadExchange:
         self.listener_count = 0
         """Number of `loads` streams that are open."""
         self._is_closed = False
-
-    @property
-    def peer_count(self) -> int:
-        """Routers whose loads are known."""
-        return len(self._routers)
 
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +159,7 @@ class LoadExchange:
                 why = reason_of(error, unimplemented=_NO_LOADS)
             finally:
                 call.cancel()
-                router = self._routers.pop(address, "")
+                router = self.routers.pop(address, "")
                 if router:
                     self._dispatcher.note(Shared(router, ()))
         self.troubles.note(address, why)
@@ -177,11 +172,11 @@ class LoadExchange:
         if report.router == self._name:
             self._own.add(address)
             return False
-        elsewhere = (name for place, name in self._routers.items() if place != address)
+        elsewhere = (name for place, name in self.routers.items() if place != address)
         if report.router in elsewhere:
             return False
-        if self._routers.get(address) != report.router:
-            self._routers[address] = report.router
+        if self.routers.get(address) != report.router:
+            self.routers[address] = report.router
             _log.info("loads of the router at %s are counted", address)
         self.troubles.note(address, "")
         self._dispatcher.note(Shared(report.router, report.loads))

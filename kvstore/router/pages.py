@@ -78,7 +78,7 @@ def _metrics(router: Router) -> Values:
         "router_prefills_total": proxy.prefills,
         "router_races_total": proxy.races,
         "router_in_flight": proxy.in_flight,
-        "router_held": router.dispatcher.held_count,
+        "router_held": len(router.dispatcher.held),
         "router_ttft_seconds": {kind: its.buckets(TTFTS) for kind, its in router.ttfts.items()},
         "router_connections": door.connection_count,
         "router_connections_refused_total": door.refused_count,
@@ -96,7 +96,7 @@ def _metrics(router: Router) -> Values:
         found["router_index_late_total"] = router.index.late_count
         found["router_index_used"] = int(not (router.index.trouble or router.index.lost))
     found["router_traced_requests_total"] = router.traces.counts if router.traces else {}
-    found["router_peers"] = router.exchange.peer_count
+    found["router_peers"] = len(router.exchange.routers)
     if router.config.index:
         found["router_prepares_total"] = router.ahead.counts
         found["router_prepared_blocks_total"] = router.ahead.blocks
@@ -204,8 +204,8 @@ def _state(router: Router) -> dict[str, Any]:
         name: its.percentile_ns(50) / NS_PER_MS if its.count else None
         for name, its in router.ttfts.items()
     }
-    facts = {"in flight": router.proxy.in_flight, "held": router.dispatcher.held_count}
-    facts["other routers"] = router.exchange.peer_count
+    facts = {"in flight": router.proxy.in_flight, "held": len(router.dispatcher.held)}
+    facts["other routers"] = len(router.exchange.routers)
     rejected = sum(n for k, n in router.proxy.counts.items() if k.startswith(_REJECTED))
     remote = sum(router.proxy.splits[reason] for reason in SplitReason if reason.is_remote)
     state: dict[str, Any] = {"role": "router", "facts": facts}

@@ -165,12 +165,12 @@ class RouterCore:
         if now_ns >= self.planner.due_ns:
             self.planner.plan(now_ns)
         self.fleet.pass_time(now_ns)
-        commands = self._expire(now_ns) if len(self.room) else []
+        commands = self._expire(now_ns) if self.room.entries else []
         if not isinstance(event, its.RequestEvent):
             commands += self._handlers[type(event)](event, now_ns) or ()
         elif (opened := self.open.get(event.request_id)) is not None:
             commands += self._under_way[type(event)](opened, event, now_ns) or ()
-        if len(self.room) and not isinstance(event, its.Arrived):
+        if self.room.entries and not isinstance(event, its.Arrived):
             commands += self._pump(now_ns)
         commands += self.fleet.take_changes()
         return commands

@@ -54,9 +54,6 @@ class WaitingRoom:
         self._by_class = Counter[str]()
         self._taken_ns: deque[int] = deque(maxlen=_RATE_SAMPLES)
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
     def is_full(self, service: str) -> bool:
         """Whether a request of the class has no room, nor one that it would displace."""
         its = self.policy.classes[service]

@@ -73,7 +73,7 @@ def test_loads_go_by_the_address_of_an_engine_and_leave_with_their_router() -> N
         )
         with listener(loads_at(other)) as router:
             until(lambda: counted(router) == {"z": [700, 2]})
-            assert router.on_loop(lambda: router.router.exchange.peer_count) == 1
+            assert router.on_loop(lambda: len(router.router.exchange.routers)) == 1
             other.core.flying = (EngineLoad(ENGINE, 0, 0, 1),)
             until(lambda: counted(router) == {"z": [0, 1]})
             assert "loads of the router" not in health(router)
@@ -82,7 +82,7 @@ def test_loads_go_by_the_address_of_an_engine_and_leave_with_their_router() -> N
             until(lambda: heard(router)[-1] == Shared(name, ()))
             assert counted(router) == {"z": [0, 0]}
             until(lambda: f"loads of the router at {place} are not counted: " in health(router))
-            assert router.on_loop(lambda: router.router.exchange.peer_count) == 0
+            assert router.on_loop(lambda: len(router.router.exchange.routers)) == 0
 
 
 def test_data_parallel_ranks_at_one_address_are_apart() -> None:

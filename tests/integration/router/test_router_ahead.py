@@ -104,7 +104,7 @@ class Waiting:
         thread = threading.Thread(target=ask)
         thread.start()
         try:
-            until(lambda: self.router.on_loop(lambda: len(self.router.core.room)) == 1)
+            until(lambda: self.router.on_loop(lambda: len(self.router.core.room.entries)) == 1)
             yield
         finally:
             self.note()

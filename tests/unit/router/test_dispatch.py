@@ -34,12 +34,12 @@ class Site:
         assert isinstance(sent, Routed)
         asking = asyncio.create_task(self.dispatcher.ask(Arrived(request("waits"))))
         await asyncio.sleep(0)
-        assert self.dispatcher.held_count == 1
+        assert len(self.dispatcher.held) == 1
         return asking
 
     def check_empty(self) -> None:
         check(self.core)
-        assert self.dispatcher.held_count == 0
+        assert len(self.dispatcher.held) == 0
         assert not self.core.open
         assert not self.core.fleet.flights
 

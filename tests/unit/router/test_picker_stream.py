@@ -118,7 +118,7 @@ class Site:
     def check(self) -> None:
         """No stream is open: nothing is left of any."""
         assert not self.core.open
-        assert not self.dispatcher.held_count
+        assert not self.dispatcher.held
         assert self.left == ROOM
         assert [self.core.fleet.in_flight(worker.name) for worker in self.workers] == [0, 0]
         check(self.core)

@@ -206,7 +206,7 @@ def test_a_client_that_leaves_while_it_is_held_is_ended(workers: list[VirtualWor
     with VirtualRouter([workers[0].flag]) as router:
         router.core.holds = True
         asked = router.begin()
-        until(lambda: router.router.dispatcher.held_count == 1)
+        until(lambda: len(router.router.dispatcher.held) == 1)
         asked.leave()
         until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
         router.core.holds = False

@@ -398,6 +398,6 @@ class Oracle:
                 del counts[gone]
         assert max(queued.values(), default=0) <= QUEUE_MAX
         assert max(running.values(), default=0) <= RUNNING_MAX
-        assert len(self.core.room) <= HELD_MAX
+        assert len(self.core.room.entries) <= HELD_MAX
         assert self.waiting == self.core.room.entries.keys()
         assert self.requests.keys() == self.core.open.keys()

@@ -110,7 +110,7 @@ def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
     for number, priority in enumerate((0, 5, -5, 0)):
         put(room, f"r{number}", 400, number=number, priority=priority)
     found = []
-    while len(room):
+    while room.entries:
         found += order(room, 0)
         room.remove(room.entries[found[-1]])
     assert found == ["r2", "r0", "r3", "r1"]

@@ -185,7 +185,7 @@ def test_the_default_class_waits_without_end_and_without_a_bound() -> None:
     routed(arrive(core, request("first")))
     for n in range(200):
         core.step(Arrived(request(f"r{n}", 16)), S)
-    assert len(core.room) == 200
+    assert len(core.room.entries) == 200
     assert turn(core, RouteTick(), 86_400 * S) == []
     [sent] = turn(core, RequestEnded("first", Ending.DONE), 86_400 * S)
     assert routed(sent).request_id == "r0"
@@ -203,7 +203,7 @@ def test_those_that_expire_are_found_among_those_that_never_do() -> None:
     assert len(core.room._expiry) == 2
     expired = turn(core, RouteTick(), 3 * S)
     assert {rejected(each).request_id for each in expired} == {"r0", "r1000"}
-    assert len(core.room) == 15
+    assert len(core.room.entries) == 15
 
 
 def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
@@ -279,4 +279,4 @@ def test_a_policy_with_less_room_answers_those_that_have_none() -> None:
     commands = core.adopt(smaller, 2 * S)
     check(core)
     assert [rejected(c).reason for c in commands] == ["evicted-priority"] * 2
-    assert len(core.room) == 1
+    assert len(core.room.entries) == 1
