@@ -54,7 +54,7 @@ class OneLine(logging.Formatter):
 
 
 class Troubles(dict[str, str]):
-    """What fails, and why. As a text one sentence for operators; empty: nothing fails."""
+    """Failures by name, with their reasons; as a text one sentence, empty if nothing fails."""
 
     def __init__(self, log: logging.Logger, sentence: str) -> None:
         """`sentence`: has places for both, in the text and in the log."""

@@ -283,7 +283,6 @@ class RouterCore:
 
     def _send(self, opened: OpenRequest, placed: Placement, now_ns: int) -> Routed:
         request = opened.request
-        name = request.request_id
         self.room.remove(opened)
         self.room.taken(request.tenant, placed.uncached, now_ns, was_held=opened.is_held)
         opened.is_held = False
@@ -299,7 +298,7 @@ class RouterCore:
         self.stays.keep(request, opened.pool, home, now_ns)
         assert placed.draft is not None
         return Routed(
-            request_id=name,
+            request_id=request.request_id,
             worker=placed.worker,
             model=opened.side.body_model,
             prefill_worker=placed.prefill_worker or None,

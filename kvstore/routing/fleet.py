@@ -271,17 +271,16 @@ class Fleet:
         worker, now_ns = flight.worker, flight.sent_ns
         row = self.row_of[worker]
         state = self.workers[row]
-        queue = state.queue
         if state.breaker.is_open:
             state.breaker.allows(now_ns)
             self._news[worker] = None
         state.rests_until_ns = 0
         state.request_count += 1
         column = self.columns[:, row]
-        if not queue:
+        if not state.queue:
             column[FleetColumn.HEAD_S] = flight.work_s
             column[FleetColumn.HEAD_NS] = now_ns
-        queue[flight] = self.flights[flight] = None
+        state.queue[flight] = self.flights[flight] = None
         if flight.begins_ns is not None:
             heapq.heappush(self._quiet, (flight.begins_ns, next(self._numbers), flight))
         column[FleetColumn.QUEUED] += 1

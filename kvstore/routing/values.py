@@ -173,7 +173,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a worker that the core takes from its source unchanged."""
 
     url: str = ""
-    """Base URL of the engine, by which routers tell each other of its load."""
+    """Base URL of the engine, by which routers exchange its load."""
     pool: str = "default"
     models: tuple[str, ...] = ()
     """Base models that it serves; empty: any."""
