@@ -89,7 +89,6 @@ class _Follower:
         self.serial = serial
         self.feed = EngineFeed(source, say, counters)
         self._context = context
-        self._counters = counters
         self._live: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._replay: zmq.Socket[bytes] | None = None
@@ -124,7 +123,7 @@ class _Follower:
                 self._hear_replay(_take(self._replay), now_ms)
                 self._ask()
         except zmq.ZMQError as error:  # no descriptors are left, a message is too long, …
-            self._counters.refused += error.errno == errno.EMSGSIZE
+            self.feed.counters.refused += error.errno == errno.EMSGSIZE
             _log.warning("engine %s: its KV events cannot be read: %s", self.source.engine, error)
             self._close_until(now_ms + REOPEN_MS_MAX)
 
@@ -198,7 +197,7 @@ class _Follower:
             case [_, number, payload] if len(number) == SEQUENCE_BYTES and number != END:
                 self.feed.heard(int.from_bytes(number, "big"), payload, now_ms)
             case _:
-                self._counters.refused += 1
+                self.feed.counters.refused += 1
 
     def _hear_replay(self, frames: list[bytes], now_ms: int) -> None:
         # vLLM puts the topic before the number, kvstore's own publisher nothing.
@@ -213,7 +212,7 @@ class _Follower:
             ):
                 self.feed.replayed(int.from_bytes(number, "big"), payload, now_ms)
             case _:
-                self._counters.refused += 1
+                self.feed.counters.refused += 1
 
 
 class EngineMemory:

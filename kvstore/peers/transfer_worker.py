@@ -85,6 +85,7 @@ class WatchedTransfer:
         self.peer, self.size_bytes, self.deadline_ns, self.end = peer, size_bytes, deadline_ns, end
         self.limbo = False
         self.overdue = False
+        """Whether its peer was forgotten at the first deadline; the other is GRACE_NS later."""
 
 
 class Watch:
@@ -127,11 +128,10 @@ class Watch:
         for each in self.transfers.values():
             if now_ns < each.deadline_ns:
                 continue
-            if each.overdue and now_ns >= each.deadline_ns + GRACE_NS:
+            if each.overdue:
                 return Recycle(f"a read from {each.peer} has no end")
-            if not each.overdue:
-                each.overdue = True
-                overdue.add(each.peer)
+            each.overdue, each.deadline_ns = True, each.deadline_ns + GRACE_NS
+            overdue.add(each.peer)
         # The end of these only the transfer worker's death would prove.
         limbo = (each.size_bytes for each in self.transfers.values() if each.limbo)
         if sum(limbo) > self._limbo_max:
@@ -140,7 +140,7 @@ class Watch:
 
     def next_ns(self) -> int:
         """Time at which to look again at the latest, in ns."""
-        times = [each.deadline_ns + GRACE_NS * each.overdue for each in self.transfers.values()]
+        times = [each.deadline_ns for each in self.transfers.values()]
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
     def died(self, now_ns: int) -> int:

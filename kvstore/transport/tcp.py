@@ -216,6 +216,8 @@ class _TcpEnd(ABC):
     """Either end: bytes to send, and places of the bytes that come next."""
 
     stream: Stream | None = None
+    """Connection; None for an owner until the first transfer, and after a failure until the
+    next."""
 
     def __init__(self) -> None:
         self.start_over()
@@ -305,8 +307,6 @@ class TcpOwner(_TcpEnd):
         """`done`: takes the number of each transfer that is done."""
         super().__init__()
         self.found, self.address, self._done = found, address, done
-        self.stream = None
-        """Connection; None until the first transfer, and after a failure until the next."""
         self._waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
         self._asked: deque[tuple[int, int, list[memoryview]]] = deque()
         """(number, bytes that will come, their places) of each request without a whole answer, in
@@ -405,7 +405,7 @@ class Tcp(BackEnd[TcpOwner]):
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
             raise TransportError(f"no certificate can name {peer}")
-        return TcpOwner(found, address, self._done)
+        return TcpOwner(found, address, lambda number: self._outcomes.append(Done(number)))
 
     def _begin(self, number: int, to: TcpOwner, pieces: Pieces, direction: Direction) -> None:
         if len(pieces.length) > PIECES_MAX:
@@ -525,9 +525,6 @@ class Tcp(BackEnd[TcpOwner]):
         if more:
             self._again.add(end)
             self._wake.set()
-
-    def _done(self, number: int) -> None:
-        self._outcomes.append(Done(number))
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Close the connection to an owner, and fail its transfers: nothing of it writes
