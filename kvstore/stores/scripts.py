@@ -278,8 +278,7 @@ return redis.call('DEL', record)
 """Arguments: node, version, its slots. Deletes the node's record and makes its slots void."""
 
 SWEEP: Final = _script(
-    _SAME_EPOCH
-    + f"""
+    f"""{_SAME_EPOCH}{_COUNTS}
 -- A script that has written goes on though the store is full: what is swept makes room.
 redis.call('SREM', P .. 'void', '')
 local pass = P .. 'pass'
@@ -290,13 +289,10 @@ if slots == '' then return 0 end
 if known[3] ~= ARGV[3] then cursor = 0 end
 local found = redis.call('SCAN', cursor, 'MATCH', P .. 'b:*', 'COUNT', {ROWS_AT_ONCE})
 redis.call('HSET', pass, 'slots', slots, 'cursor', found[1], 'run', ARGV[3])
-"""
-    + _COUNTS
-    + """
-local void = {}
+local void = {{}}
 for at = 1, #slots, 4 do void[string.sub(slots, at, at + 3)] = true end
 for _, name in ipairs(found[2]) do
-  local value, left = redis.call('GET', name), {}
+  local value, left = redis.call('GET', name), {{}}
   for place = 1, #(value or ''), 5 do
     if not void[string.sub(value, place, place + 3)] then
       left[#left + 1] = string.sub(value, place, place + 4)
