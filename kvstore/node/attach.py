@@ -404,7 +404,10 @@ class Attach:
             self._epoll.register(descriptors[0], select.EPOLLIN)
             connection.is_rank = isinstance(hello, HelloRank)
             if connection.is_rank:
-                self._remember(connection.number, bytes(self._view[:size]), descriptors[0])
+                # Before the engine hears of it, since its grants must outlive this process.
+                if not self._register(connection.number, bytes(self._view[:size]), descriptors[0]):
+                    raise ProtocolError("the node's supervisor does not read")
+                self._registered.add(connection.number)
             connection.pidfd = descriptors.pop()
         except BlockingIOError:
             return []
@@ -433,13 +436,6 @@ class Attach:
             connection.engine = hello.engine_id[:ENGINE_CHARACTERS_MAX]
             _log.info("engine %s attached (connection %d)", connection.engine, number)
         return [Received(number, hello, process)]
-
-    def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:
-        """Register a rank before the engine hears of it, since its grants must outlive this
-        process. Raises ProtocolError: that is impossible."""
-        if not self._register(number, hello, pidfd):
-            raise ProtocolError("the node's supervisor does not read")
-        self._registered.add(number)
 
     # ── datagrams ────────────────────────────────────────────────────────────────────────────────
 

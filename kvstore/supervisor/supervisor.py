@@ -167,8 +167,10 @@ class Supervisor:
         return max(0.0, (min(filter(None, times)) - now_ns) / NS_PER_S)
 
     def _time_passes(self, now_ns: int) -> None:
-        if self._stopping:
-            self._stop_node(now_ns)
+        if self._stopping and self._process is not None:
+            self._end_process(self._process, now_ns, 0 if self._is_urgent else self._start.drain_s)
+        elif self._stopping:
+            self._exit_code = self._exit_code or 0
         elif self._begin_at_ns and now_ns >= self._begin_at_ns:
             self._begin_at_ns = 0
             self._begin_process()
@@ -211,12 +213,6 @@ class Supervisor:
                 " I/O of the disk tier; another begins when it is gone",
                 process.pid,
             )
-
-    def _stop_node(self, now_ns: int) -> None:
-        if self._process is not None:
-            self._end_process(self._process, now_ns, 0 if self._is_urgent else self._start.drain_s)
-        elif self._exit_code is None:
-            self._exit_code = 0
 
     def _end_process(self, process: Process, now_ns: int, drain_s: int = 0) -> None:
         """Send a signal once: SIGTERM, on which a node that can drain does, or SIGHUP, also when it
