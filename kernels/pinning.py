@@ -93,14 +93,11 @@ class PinnedChunks:
     def has(self, begin: int, end: int) -> bool:
         """Whether bytes [begin, end) of the memory are pinned. If not, the thread is asked to pin
         them; if it cannot, `trouble_of` says why."""
-        if (
-            begin // CHUNK_BYTES == (end - 1) // CHUNK_BYTES
-            and begin // CHUNK_BYTES in self._pinned
-        ):
-            return True  # of most blocks
-        missing = [chunk for chunk in _chunks(begin, end) if chunk not in self._pinned]
-        self._ask([chunk for chunk in missing if chunk not in self._asked])
-        return not missing
+        chunks = _chunks(begin, end)
+        if self._pinned.issuperset(chunks):
+            return True
+        self._ask([chunk for chunk in chunks if chunk not in self._asked])
+        return False
 
     def trouble_of(self, begin: int, end: int) -> str:
         """Why these bytes could not be pinned; empty: they are, or may be soon."""

@@ -134,7 +134,11 @@ def listening_socket(path: Path, *, mode: int, backlog: int) -> socket.socket:
     Raises:
         ConfigError: another file is in its place, or it cannot be made.
     """
-    remove_socket_file(path)
+    refuse_what_is_not_ours(path, option="--socket")
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
     kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     sock = socket.socket(socket.AF_UNIX, kind)
     try:
@@ -178,15 +182,6 @@ def _warn_of_others(directory: Path) -> None:
             _log.warning(
                 "other users may replace files in %s: choose another --socket, or chmod o-w", place
             )
-
-
-def remove_socket_file(path: Path) -> None:
-    """Remove the socket of a dead node. Raises ConfigError when another file is in its place."""
-    refuse_what_is_not_ours(path, option="--socket")
-    try:
-        path.unlink(missing_ok=True)
-    except PermissionError:
-        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
 
 
 def refuse_what_is_not_ours(path: Path, *, option: str) -> None:

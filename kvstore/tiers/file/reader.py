@@ -144,11 +144,8 @@ class Reader:
         return done
 
     def _is_good(self, file: SegmentFile, order: ReadFile, index: int, row: int, page: int) -> bool:
-        found, scope, key = (
-            file.parsed(self._headers.page(row), page),
-            order.scope,
-            order.key(index),
-        )
+        found = file.parsed(self._headers.page(row), page)
+        scope, key = order.scope, order.key(index)
         if not isinstance(found, BlockPage) or found.key != key or found.scope != scope:
             return False
         payload = self._payload(int(order.slots[index]) * PAGE_BYTES, scope.block_bytes)

@@ -67,6 +67,16 @@ def test_another_failure_does_not_put_a_second_try_off() -> None:
     tried.pins.close()
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_bytes_are_pinned_when_all_their_chunks_are(is_first: bool) -> None:
+    tried = Tried(lambda chunk, count: FAILS if (chunk == 0) is is_first else "")
+    begin, end = CHUNK_BYTES - 1, CHUNK_BYTES + 1
+    while not (tried.want(int(is_first)) and tried.pins.trouble_of(begin, end)):
+        assert not tried.pins.has(begin, end)
+    assert not tried.pins.has(begin, end)
+    tried.pins.close()
+
+
 def test_nothing_is_pinned_ahead_while_there_is_trouble() -> None:
     """Each would fail, and hold the driver's locks."""
     tried = Tried(lambda chunk, count: FAILS)
