@@ -246,6 +246,10 @@ class PushPair:
         self.sort()
         return row.slot, row.generation
 
+    def prefill_here(self) -> None:
+        """The prefill is on d, too."""
+        self.prefill, self.p = Peer(self.d, "prefill"), self.d
+
     def lose_session(self) -> None:
         """d's session at p ends."""
         self.to_p.clear()
@@ -271,6 +275,16 @@ class PushPair:
                 self.hear_d()
             else:
                 self.land()
+
+    def pump_until_it_lands(self) -> None:
+        """Until a copy out of the landing slab is asked for."""
+        while not self.lands:
+            if self.to_p:
+                self.hear_p()
+            elif self.flights:
+                self.write(next(iter(self.flights)))
+            else:
+                self.hear_d()
 
     def at_rest(self) -> None:
         """Nothing is left of any push on either side."""

@@ -70,22 +70,6 @@ def _quiet(node: Node, peer: Peer) -> list[Event]:
     return [Received(ConnectionId(peer.ranks[0]), Quiet(asked))]
 
 
-def _seal(node: Node, peer: Peer) -> list[Event]:
-    return [peer.sealed(1, 2, 3)]
-
-
-def _pinned(node: Node, peer: Peer) -> list[Event]:
-    return [Received(ConnectionId(peer.ranks[0]), Pinned(4096))]
-
-
-def _end(node: Node, peer: Peer) -> list[Event]:
-    return [Ended(ConnectionId(peer.ranks[0]))]
-
-
-def _exit(node: Node, peer: Peer) -> list[Event]:
-    return [Exited(ConnectionId(peer.ranks[0]))]
-
-
 def _from_rank(kind: type[Drop | Distrust | Verified]) -> Make:
     def make(node: Node, peer: Peer) -> list[Event]:
         places = peer.unused()[:2] if kind is Drop else peer.seal(1, 2)
@@ -110,13 +94,13 @@ def _from_scheduler(message: EngineMessage) -> Make:
 Make = Callable[[Node, Peer], list[Event]]
 EVENTS: dict[str, Make] = {
     "quiet": _quiet,
-    "seal": _seal,
-    "end": _end,
-    "exit": _exit,
+    "seal": lambda _, peer: [peer.sealed(1, 2, 3)],
+    "end": lambda _, peer: [Ended(ConnectionId(peer.ranks[0]))],
+    "exit": lambda _, peer: [Exited(ConnectionId(peer.ranks[0]))],
     "drop": _from_rank(Drop),
     "distrust": _from_rank(Distrust),
     "verified": _from_rank(Verified),
-    "pinned": _pinned,
+    "pinned": lambda _, peer: [Received(ConnectionId(peer.ranks[0]), Pinned(4096))],
     "hint": _from_scheduler(Hint(request=1, keys=keys(1, 2, 3, 4))),
     "ask": _from_scheduler(LeaseAsk(lease=1, keys=keys(1, 2, 3, 4))),
     "renew": _from_scheduler(LeaseRenew(leases=[9])),

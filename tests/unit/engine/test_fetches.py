@@ -34,6 +34,12 @@ from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys, pairs
 from tests.unit.engine.peers import PeerNode
 
 
+def seek(node: PeerNode, peer: Peer, *numbers: int, at: str) -> None:
+    """An engine names blocks, and the index a node that holds all of them."""
+    peer.hint(*numbers)
+    node.locate((at, len(numbers)))
+
+
 def told_of(node: PeerNode, peer: Peer) -> list[LeaseMore]:
     return [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
 
@@ -128,8 +134,7 @@ def test_what_a_fetch_shows_of_a_peer_counts_though_others_took_its_place(
     monkeypatch.setattr(fetches_module, "PEERS_MAX", 2)
     node, peer = attached(PeerNode())
     for number, name in enumerate(("slow", "b", "c"), start=1):
-        peer.hint(number)
-        node.locate((name, 1))
+        seek(node, peer, number, at=name)
     assert node.engine._fetches._peers.keys() == {"b", "c"}
     node.now_ns += 10**10
     node.arrive()
@@ -144,15 +149,13 @@ def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
     node, peer = attached(PeerNode())
     node.hear(peer.scheduler, Measured(compute_ns_per_token=1_000_000, load_ns_per_token=10))
     for number in (1, 2):
-        peer.hint(number)
-        node.locate(("slow", 1))
+        seek(node, peer, number, at="slow")
     node.now_ns += 10**11
     node.arrive()
     node.arrive()
     asked = 0
     for seconds in range(60):
-        peer.hint(100 + seconds)
-        node.locate(("slow", 1))
+        seek(node, peer, 100 + seconds, at="slow")
         if node.fetches:
             asked += 1
             node.now_ns += 10**11
@@ -169,8 +172,7 @@ def test_one_slow_fetch_among_quick_ones_stops_no_others_and_one_that_hung_does(
     numbers = itertools.count(1)
 
     def is_fetched(took_ns: int) -> bool:
-        peer.hint(next(numbers))
-        node.locate(("far", 1))
+        seek(node, peer, next(numbers), at="far")
         was_fetched = bool(node.fetches)
         if was_fetched:
             node.now_ns += took_ns
@@ -207,18 +209,14 @@ def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:
 def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> None:
     node, peer = attached(PeerNode())
     for failures in range(3):
-        peer.hint(100 + failures)
-        node.locate(("bad", 1))
+        seek(node, peer, 100 + failures, at="bad")
         node.arrive([False], peer_failed=True)
-        peer.hint(200 + failures)
-        node.locate(("bad", 1))
+        seek(node, peer, 200 + failures, at="bad")
         assert not node.fetches
         node.tick((AVOID_FIRST_NS << failures) / 10**6)
-    peer.hint(300)
-    node.locate(("bad", 1))
+    seek(node, peer, 300, at="bad")
     node.arrive()
-    peer.hint(301)
-    node.locate(("bad", 1))
+    seek(node, peer, 301, at="bad")
     assert node.fetches, "it is well again"
 
 
@@ -231,8 +229,7 @@ def test_what_ends_with_one_session_is_one_failure(monkeypatch: pytest.MonkeyPat
     for _ in range(6):
         node.arrive([False], peer_failed=True)
     node.tick(AVOID_FIRST_NS / 10**6)
-    peer.hint(50)
-    node.locate(("far", 1))
+    seek(node, peer, 50, at="far")
     assert node.fetches, "a moment's trouble is over after a second"
 
 

@@ -44,7 +44,7 @@ def in_a_queue(here: bool) -> PushPair:
     """A transfer whose prefill waits for those of other requests, on another node or `here`."""
     pair = PushPair(slots=64)
     if here:
-        pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+        pair.prefill_here()
     pair.open()
     pair.expect(1, node="d" if here else "p", ms=600_000)
     pair.pump()
@@ -92,11 +92,17 @@ def test_that_an_engine_computes_is_said_sometimes_and_of_what_is_open() -> None
     assert [end.reason for end in pair.ends] == ["aborted"]
 
 
-def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> None:
+@pytest.fixture
+def pair() -> PushPair:
+    """Two transfers, the second of which waits for room."""
     pair = opened("first", slots=64, landing=4)
     pair.open("next")
     pair.expect(1, 2, transfer="first", ms=600_000)
     pair.expect(3, transfer="next", ms=600_000)
+    return pair
+
+
+def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come(pair: PushPair) -> None:
     for number in (1, 2):
         assert not pair.ends
         pair.pump()
@@ -111,11 +117,7 @@ def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> Non
     pair.at_rest()
 
 
-def test_who_waits_for_room_here_does_not_wait_for_words_without_blocks() -> None:
-    pair = opened("first", slots=64, landing=4)
-    pair.open("next")
-    pair.expect(1, 2, transfer="first", ms=600_000)
-    pair.expect(3, transfer="next", ms=600_000)
+def test_who_waits_for_room_here_does_not_wait_for_words_without_blocks(pair: PushPair) -> None:
     pair.pump()
     for number in range(100, 104):
         pair.pass_time(STALLED_NS / NS_PER_MS / 2)
@@ -290,7 +292,7 @@ def test_a_tick_looks_for_so_many_blocks_of_prefills_here(monkeypatch: pytest.Mo
     for module in (awaited, pushes):
         monkeypatch.setattr(module, "LOOK_COST_MAX", 1)
     pair = PushPair()
-    pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.prefill_here()
     pair.open()
     for first in (1, 3, 5):
         pair.expect(first, first + 1, node="d", ms=600_000)
@@ -331,7 +333,7 @@ def test_a_tick_looks_at_so_many_sides_of_pushes(
 def test_what_no_watch_reports_is_found_when_its_transfer_is_named(here: bool) -> None:
     pair = opened(slots=64)
     if here:
-        pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+        pair.prefill_here()
     pair.expect(1, node="d" if here else "p", ms=600_000)
     pair.pump()
     arrivals = pair.p.engine._arrivals

@@ -61,9 +61,7 @@ def pushed() -> Way:
     pair.store(1)
     pair.expect(1)
     pair.decode.lease(1, 1)
-    pair.hear_p()
-    pair.write(next(iter(pair.flights)))
-    pair.hear_d()
+    pair.pump_until_it_lands()
 
     def end(good: bool) -> None:
         pair.land(good)

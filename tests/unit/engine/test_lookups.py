@@ -13,7 +13,6 @@ from kvstore.types import SLOT_BYTES_MIN, Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     KEYS_PER_DATAGRAM_MAX,
-    LeaseAsk,
     LeaseRelease,
     LeaseRenew,
     encode,
@@ -56,15 +55,6 @@ def test_a_hint_has_one_bit_per_key(count: int) -> None:
     _, peer = attached(Node(slots=128))
     peer.seal(*(i for i in range(count) if i % 3 == 0))
     assert peer.hint(*range(count)) == [i % 3 == 0 for i in range(count)]
-
-
-def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
-    node, peer = attached(Node())
-    peer.seal(1, 2)
-    assert peer.hint(1, 2, 1) == [True, True, True]
-    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
-    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
-    assert node.engine.leases() == []
 
 
 # ── the order in which blocks go ─────────────────────────────────────────────────────────────────

@@ -17,7 +17,11 @@ from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import DEFAULTS, Node, Peer, attached, short
 from tests.unit.engine.test_machine import Machine
 
-CREDITS = 4
+SLOTS, PIECE = 64, 4
+LONG = 3 * SLOTS
+KEPT = SLOTS * 3 // 4
+"""What a lookup must find of it: all but what is served for writing, and freed ahead of need."""
+QUOTAS = [(), (("e", SLOTS * SLOT_BYTES_MIN * 7 // 8),)]
 
 
 def test_any_order_of_events_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,15 +30,24 @@ def test_any_order_of_events_keeps_the_promises(monkeypatch: pytest.MonkeyPatch)
     verify_machine(Machine, examples=25, steps=50)
 
 
+def of(**config: Any) -> Peer:
+    """An engine of a node that grants it a piece at a time."""
+    return Peer(Node(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE, **config))
+
+
+def pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[at : at + PIECE] for at in range(0, len(numbers), PIECE)]
+
+
 def seal_all(peer: Peer, numbers: Sequence[int]) -> None:
     """As many at a time as there are credits."""
-    for at in range(0, len(numbers), CREDITS):
-        peer.seal(*numbers[at : at + CREDITS])
+    for piece in pieces(numbers):
+        peer.seal(*piece)
 
 
 def survivors(policy: str) -> set[int]:
     """Of ten blocks that were used twice, those left after a scan of three arenas."""
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy=policy))
+    peer = of(policy=policy)
     seal_all(peer, range(10))
     for _ in range(2):
         peer.hint(*range(10))
@@ -51,7 +64,7 @@ def test_a_scan_takes_what_is_used_from_lru_only() -> None:
 def test_what_comes_back_soon_after_it_went_counts_as_used_again(
     policy: str, *, stays: bool
 ) -> None:
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy=policy))
+    peer = of(policy=policy)
     seal_all(peer, (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)))
     assert all(peer.hint(number) == [stays] for number in range(10))
 
@@ -68,7 +81,7 @@ def test_what_was_read_from_disk_counts_as_used_again() -> None:
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:
-    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=CREDITS, policy="reuse"))
+    peer = of(policy="reuse")
     peer.seal(0)
     peer.hint(0)
     for number in range(1000, 1000 + 64 * 12):
@@ -102,21 +115,6 @@ def test_as_many_go_as_are_asked_for_however_far_apart_they_are() -> None:
 # ── a chain loses its end first ──────────────────────────────────────────────────────────────────
 
 
-SLOTS, PIECE = 64, 4
-LONG = 3 * SLOTS
-KEPT = SLOTS * 3 // 4
-"""What a lookup must find of it: all but what is served for writing, and freed ahead of need."""
-QUOTAS = [(), (("e", SLOTS * SLOT_BYTES_MIN * 7 // 8),)]
-
-
-def node(**config: Any) -> Node:
-    return Node(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE, **config)
-
-
-def pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
-    return [numbers[at : at + PIECE] for at in range(0, len(numbers), PIECE)]
-
-
 def found(peer: Peer, lease: int, numbers: Sequence[int]) -> int:
     return len(peer.lease(lease, *numbers).slots) // 4
 
@@ -138,16 +136,15 @@ def test_a_place_is_reserved_once_and_as_many_as_there_are_slots_within_bounds(
 def test_a_prompt_longer_than_dram_keeps_its_start(
     policy: str, quotas: tuple[tuple[str, int], ...]
 ) -> None:
-    peer = Peer(node(policy=policy, quotas=quotas, block_count_max=LONG))
+    peer = of(policy=policy, quotas=quotas, block_count_max=LONG)
     peer.hint(*range(LONG))
-    for piece in pieces(range(LONG)):
-        peer.seal(*piece)
+    seal_all(peer, range(LONG))
     assert found(peer, 1, range(LONG)) >= KEPT * (7 if quotas else 8) // 8
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_of_prompts_stored_in_turns_nothing_is_kept_that_cannot_be_hit(policy: str) -> None:
-    peer = Peer(node(policy=policy, block_count_max=LONG))
+    peer = of(policy=policy, block_count_max=LONG)
     prompts = [range(1000 * n, 1000 * n + LONG) for n in range(3)]
     for prompt in prompts:
         peer.hint(*prompt)

@@ -122,13 +122,7 @@ def test_stages_that_end_here_are_timed(pair: PushPair) -> None:
     pair.open()
     pair.expect(1)
     pair.store(1)
-    while not pair.lands:
-        if pair.to_p:
-            pair.hear_p()
-        elif pair.flights:
-            pair.write(next(iter(pair.flights)))
-        else:
-            pair.hear_d()
+    pair.pump_until_it_lands()
     pair.d.now_ns += 7 * NS_PER_MS
     before = len(pair.d.said)
     pair.land()

@@ -54,13 +54,7 @@ def test_groups_keep_apart() -> None:
     pair.sort()
     pair.d.hear(pair.decode.scheduler, PushExpect("r", "p", keys(1), 5000, group=1))
     pair.sort()
-    while not pair.lands:
-        if pair.to_p:
-            pair.hear_p()
-        elif pair.flights:
-            pair.write(next(iter(pair.flights)))
-        else:
-            pair.hear_d()
+    pair.pump_until_it_lands()
     assert pair.lands[0].targets[0].space == fingerprint(second, weights_epoch="")
     pair.pump()
     assert [(end.group, end.blocks, end.reason) for end in pair.ends] == [(1, 1, "")]
@@ -239,8 +233,7 @@ def test_a_read_that_fails_is_repeated_at_the_next_look_only() -> None:
 
 def test_on_one_node_nothing_is_moved() -> None:
     pair = PushPair()
-    prefill = Peer(pair.d, "prefill")
-    pair.prefill, pair.p = prefill, pair.d
+    pair.prefill_here()
     pair.open()
     pair.expect(1, 2, node="d")
     assert pair.decode.lease(1, 1, 2).promoting == 2
@@ -255,8 +248,7 @@ def test_on_one_node_nothing_is_moved() -> None:
 
 def test_an_engine_without_a_session_ends_no_wait_of_another() -> None:
     pair = PushPair()
-    prefill = Peer(pair.d, "prefill")
-    pair.prefill, pair.p = prefill, pair.d
+    pair.prefill_here()
     stranger = pair.d.connect(Hellos("stranger").scheduler_hello(), 0)
     pair.open()
     pair.expect(1, node="d")

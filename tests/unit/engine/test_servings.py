@@ -36,6 +36,7 @@ def test_nothing_is_served_of_what_is_not_there_or_anothers() -> None:
     node, _ = stored(1)
     assert node.serve(1, 9).slots == b""
     assert node.serve(2, 1, tenant="u").slots == b""
+    assert node.serve(4, 1, 1).slots == b"", "a key is named twice"
     node.state.off["t", SPACE] = Off(None)
     assert node.serve(3, 1).slots == b""
     assert node.give_back(3) == []
@@ -78,11 +79,6 @@ def test_a_serving_ends_with_its_time_and_says_so() -> None:
     assert not node.engine.leases()
     assert node.give_back(1) == [], "too late: nothing is vouched for"
     assert node.engine.counters.servings_expired == 1
-
-
-def test_a_key_named_twice_is_served_nothing() -> None:
-    node, _ = stored(1)
-    assert node.serve(1, 1, 1).slots == b""
 
 
 def test_servings_of_a_peer_are_bounded() -> None:

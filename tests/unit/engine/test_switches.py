@@ -54,6 +54,15 @@ def compared(
     return peer.node.hear(peer.scheduler, message)
 
 
+def switched_off() -> tuple[Node, Peer]:
+    """Block 1 of lease 7 diverged."""
+    node, peer = attached(Node())
+    peer.seal(1)
+    peer.lease(7, 1)
+    compared(peer, 7, 0)
+    return node, peer
+
+
 def off(node: Node) -> list[tuple[str, SpaceId, Tier | None]]:
     return node.engine.spaces_off()
 
@@ -86,10 +95,8 @@ def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
 
 
 def test_while_it_is_off_nothing_is_served_stored_or_granted() -> None:
-    node, peer = attached(Node())
-    (place,) = peer.seal(1)
-    peer.lease(7, 1)
-    compared(peer, 7, 0)
+    node, peer = switched_off()
+    (place,) = peer.used
     assert node.raised[place[0]] > place[1], "who reads it sees that"
     grants = node.count(peer.scheduler, Grant)
     sealed = peer.seal(*range(2, 2 + len(peer.unused())))
@@ -104,10 +111,7 @@ def test_while_it_is_off_nothing_is_served_stored_or_granted() -> None:
 
 
 def test_clear_of_the_space_ends_it() -> None:
-    node, peer = attached(Node())
-    peer.seal(1)
-    peer.lease(7, 1)
-    compared(peer, 7, 0)
+    node, peer = switched_off()
     node.step(Clear(space=OTHER_SPACE, tenant=None))
     assert off(node), "that of another space does not"
     node.step(Clear(space=SPACE, tenant=None))
@@ -238,10 +242,7 @@ def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.Monke
 
 
 def test_explain_says_that_the_space_is_off() -> None:
-    node, peer = attached(Node())
-    peer.seal(1)
-    peer.lease(7, 1)
-    compared(peer, 7, 0)
+    node, peer = switched_off()
     peer.lease(8, 1, 2)
     row = told(node, peer, blocks=2, leases=[8])
     (part,) = node.engine.explain.request(row.number)[1]

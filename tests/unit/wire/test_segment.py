@@ -1,19 +1,23 @@
-"""The on-disk form: what is written is read, and every way to be broken is seen."""
+"""The on-disk form: what is written is read, and every way to be broken is seen; the checksum of a
+block is the same however its bytes come, and another one for anything else."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import (
     PAGE_COVERED,
+    PIECE_BYTES,
     BlockPage,
     Scope,
     Void,
+    checksum_of,
     page_is_whole,
     parse_page,
     parse_prefix,
@@ -34,6 +38,7 @@ from kvstore.wire.segment import (
     segment_page,
     store_page,
 )
+from tests.kit import reference
 from tests.kit.reference import table_of
 
 ID = b"i" * 16
@@ -224,3 +229,68 @@ def test_the_bytes_of_version_2_are_still_read() -> None:
     assert records[1] == Void("golden", None, place_of(1, 3))
     assert isinstance(records[2], BlockPage)
     assert records[2].key == b"\2" * 32
+
+
+# ── the checksum of a block ───────────────────────────────────────────────────────────────────────
+
+
+HEADER = b"an address"
+SIZES = (
+    *(1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1),
+    *(2 * PIECE_BYTES, 3 * PIECE_BYTES + 4097),
+)
+
+
+def payload(size: int) -> bytes:
+    return np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+
+
+def pieces(data: bytes) -> list[tuple[int, bytes]]:
+    begins = range(0, len(data), PIECE_BYTES)
+    return [(index, data[at : at + PIECE_BYTES]) for index, at in enumerate(begins)]
+
+
+@given(size=st.sampled_from(SIZES), cuts=st.lists(st.floats(0, 1), max_size=8))
+@example(size=2 * PIECE_BYTES, cuts=[0.5, 0.5, 0.25, 1.0])
+def test_however_the_bytes_come(size: int, cuts: list[float]) -> None:
+    data = payload(size)
+    expected = reference.checksum(HEADER, data)
+    at = [0, *sorted(int(cut * size) for cut in cuts), size]
+    parts = [memoryview(data)[a:b] for a, b in itertools.pairwise(at)]
+    assert checksum_of(HEADER, parts) == expected
+
+
+def test_every_place_counts() -> None:
+    """Bits on both sides of each border, order and number of pieces, address."""
+    data = bytearray(payload(3 * PIECE_BYTES))
+    first, second, third = (bytes(piece) for _, piece in pieces(bytes(data)))
+    sums = [
+        checksum_of(HEADER, its)
+        for its in (
+            [first, second, third],
+            [second, first, third],
+            [first, second],
+            [first, second, third, b"\0"],
+            [first],
+            [],
+        )
+    ]
+    sums.append(checksum_of(HEADER + b"\0", [data]))
+    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES - 1, len(data) - 1):
+        data[at] ^= 1
+        sums.append(checksum_of(HEADER, [data]))
+        data[at] ^= 1
+    assert len(set(sums)) == len(sums)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (100, "49e697e7b6c5011567bb36adc30fd60c"),
+        (2 * PIECE_BYTES + 100, "b4535522ff41f174d62b12767d967dfb"),
+    ],
+)
+def test_the_form_is_the_one_of_this_version(size: int, expected: str) -> None:
+    """Another value: raise RECORD_VERSION, SEGMENT_VERSION, LAYOUT_VERSION, PROTOCOL_VERSION."""
+    data = np.arange(size, dtype=np.uint32).astype(np.uint8).tobytes()
+    assert checksum_of(HEADER, [data]).hex() == expected

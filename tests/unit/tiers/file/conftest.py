@@ -19,8 +19,7 @@ def closed_at_the_end() -> Iterator[None]:
     for driver in OPENED:
         if isinstance(driver.disk, FaultyDisk):
             driver.disk.fail.clear()
-            driver.disk.hang.clear()
-            driver.disk.release.set()
+            driver.disk.go_on()
         driver.close()
     OPENED.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import select
@@ -84,6 +85,11 @@ class FaultyDisk(Disk):
         if name in self.fail and (error := self.fail[name](offset)) is not None:
             raise error
 
+    def go_on(self) -> None:
+        """Nothing hangs any more."""
+        self.hang.clear()
+        self.release.set()
+
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         self._before("open", 0)
         return super().open(name, flags, dir_fd)
@@ -99,6 +105,17 @@ class FaultyDisk(Disk):
     def fsync(self, fd: int) -> None:
         self._before("fsync", 0)
         super().fsync(fd)
+
+
+def failing(code: int, *, first: int = 1, times: int = 1 << 30) -> Callable[[int], OSError | None]:
+    """From the call of this number on so many fail, then no more."""
+    calls = itertools.count(1)
+
+    def fail(_offset: int) -> OSError | None:
+        is_one = first <= next(calls) < first + times
+        return OSError(code, os.strerror(code)) if is_one else None
+
+    return fail
 
 
 class OpenFails(FaultyDisk):

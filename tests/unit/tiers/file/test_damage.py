@@ -54,6 +54,12 @@ def restore(directory: Path, files: dict[str, bytes]) -> None:
         (directory / name).write_bytes(data)
 
 
+def changed(data: bytes, at: int, new: bytes | None = None) -> bytes:
+    """With other bytes there; without any a bit is flipped."""
+    new = bytes([data[at] ^ 1]) if new is None else new
+    return data[:at] + new + data[at + len(new) :]
+
+
 def found(directory: Path, *, all_good: bool = False) -> list[int]:
     """Open, read all that is known and return what was good. A wrong byte fails in `read`."""
     driver = Driver(directory).recovered()
@@ -126,9 +132,8 @@ def test_flipped_bits_cost_at_most_what_they_hit(store: Path, seed: int) -> None
 
 def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
     files = stored(store)
-    data = bytearray(files[segment_name(1)])
-    data[3 * PAGE_BYTES] ^= 1
-    restore(store, files | {segment_name(1): bytes(data)})
+    first = segment_name(1)
+    restore(store, files | {first: changed(files[first], 3 * PAGE_BYTES)})
     driver = Driver(store).recovered()
     assert driver.read([0, 1]) == [False, True]
     gone = [event for event in driver.seen if isinstance(event, FileGone)]
@@ -157,24 +162,17 @@ def test_swapped_names(store: Path) -> None:
 def test_a_record_spliced_into_another_segment(store: Path) -> None:
     files = stored(store)
     one, two = segment_name(1), segment_name(2)
-    record = slice(PAGE_BYTES, 18 * PAGE_BYTES)
-    data = bytearray(files[two])
-    data[record] = files[one][record]
-    restore(store, files | {two: bytes(data)})
-    assert found(store) == [n for n in range(COUNT) if n != 7]
-    header = slice(PAGE_BYTES, 2 * PAGE_BYTES)
-    data = bytearray(files[two])
-    data[header] = files[one][header]
-    restore(store, files | {two: bytes(data)})
-    assert found(store) == [n for n in range(COUNT) if n != 7]
+    for pages in (17, 1):  # all of it, or its header
+        other = files[one][PAGE_BYTES : (1 + pages) * PAGE_BYTES]
+        restore(store, files | {two: changed(files[two], PAGE_BYTES, other)})
+        assert found(store) == [n for n in range(COUNT) if n != 7]
 
 
 def test_a_payload_exchanged_within_a_segment(store: Path) -> None:
     files = stored(store)
     one = segment_name(1)
-    data = bytearray(files[one])
-    data[2 * PAGE_BYTES : 18 * PAGE_BYTES] = files[one][19 * PAGE_BYTES : 35 * PAGE_BYTES]
-    restore(store, files | {one: bytes(data)})
+    other = files[one][19 * PAGE_BYTES : 35 * PAGE_BYTES]
+    restore(store, files | {one: changed(files[one], 2 * PAGE_BYTES, other)})
     assert found(store) == list(range(1, COUNT))
 
 
@@ -187,14 +185,11 @@ def test_an_older_version_of_a_segment(store: Path) -> None:
 
 
 def test_another_store_and_another_version(store: Path, tmp_path: Path) -> None:
-    files = stored(store)
+    files, two = stored(store), segment_name(2)
     others = stored(tmp_path / "other")
-    restore(store, files | {segment_name(2): others[segment_name(2)]})
-    assert found(store) == [*range(7), 14, 15]
-    data = bytearray(files[segment_name(2)])
-    data[4] = 9
-    restore(store, files | {segment_name(2): bytes(data)})
-    assert found(store) == [*range(7), 14, 15]
+    for other in (others[two], changed(files[two], 4, bytes([9]))):
+        restore(store, files | {two: other})
+        assert found(store) == [*range(7), 14, 15]
 
 
 def _sparse(path: Path) -> None:
@@ -259,14 +254,6 @@ def test_links_lead_no_write_outside(store: Path, tmp_path: Path, name: str) -> 
         driver.close()
     assert list(outside.iterdir()) == [victim]
     assert victim.read_bytes() == b"precious"
-
-
-def test_one_process_per_directory(store: Path) -> None:
-    driver = Driver(store).recovered()
-    with pytest.raises(ConfigError, match="in use by another node"):
-        Driver(store)
-    driver.close()
-    Driver(store).recovered().close()
 
 
 def test_a_lock_that_is_held_passes_from_process_to_process(store: Path) -> None:
@@ -419,11 +406,9 @@ def test_quarantine_is_bounded(store: Path) -> None:
 
 
 def test_fsck_counts_and_saves(store: Path) -> None:
-    files = stored(store)
-    data = bytearray(files[segment_name(1)])
-    data[3 * PAGE_BYTES] ^= 1
-    data[40 * PAGE_BYTES] ^= 1
-    restore(store, files | {segment_name(1): bytes(data)})
+    files, one = stored(store), segment_name(1)
+    data = changed(changed(files[one], 3 * PAGE_BYTES), 40 * PAGE_BYTES)
+    restore(store, files | {one: data})
     report = fsck(store)
     assert report.status == 1
     assert report.problems == {"damaged records": 2}
@@ -444,21 +429,9 @@ def test_fsck_does_not_bring_back_what_was_cleared(store: Path) -> None:
     driver.write([50])
     driver.close()
     for name in (segment_name(1), segment_name(3)):
-        data = bytearray((store / name).read_bytes())
-        data[3 * PAGE_BYTES] ^= 1
-        (store / name).write_bytes(data)
+        (store / name).write_bytes(changed((store / name).read_bytes(), 3 * PAGE_BYTES))
     assert fsck(store, quarantine=True).moved == 2
     assert found(store) == [50]
-
-
-def test_fsck_of_no_store_and_of_a_running_one(store: Path, tmp_path: Path) -> None:
-    assert fsck(tmp_path / "nothing").status == 2
-    assert fsck(tmp_path).status == 2
-    driver = Driver(store).recovered()
-    driver.write([1])
-    assert fsck(store).status == 0
-    with pytest.raises(ConfigError, match="in use"):
-        fsck(store, quarantine=True)
 
 
 GOLDEN = Path(__file__).parents[3] / "golden"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,21 +21,20 @@ from tests.unit.tiers.file.kit import (
     Driver,
     FaultyDisk,
     OpenFails,
+    failing,
     key,
     reopen,
     u64,
 )
 
 
-def failing(code: int, *, times: int = 1 << 30) -> Callable[[int], OSError | None]:
-    """Fails that many calls, then no more."""
-    left = [times]
-
-    def fail(_offset: int) -> OSError | None:
-        left[0] -= 1
-        return OSError(code, os.strerror(code)) if left[0] >= 0 else None
-
-    return fail
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A closed store with block 1."""
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    return tmp_path / "store"
 
 
 def test_memory_that_is_not_there_says_nothing_against_the_disk(
@@ -179,8 +177,7 @@ def test_a_hung_read_is_late_and_ends_when_it_ends(start: Start, disk: FaultyDis
     assert driver.wait(FileLate).job == hung
     assert driver.wait(FileRead).job == waiting, "what had not begun ends at once"
     assert not any(isinstance(e, FileRead) and e.job == hung for e in driver.seen)
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     assert driver.wait(FileRead, lambda e: e.job == hung).good == b"\1"
     assert sum(isinstance(event, FileLate) for event in driver.seen) == 1, "late once"
 
@@ -197,8 +194,7 @@ def test_a_hung_write_is_late_and_those_behind_it_end(start: Start, disk: Faulty
     assert driver.wait(FileLate).job == hung
     ended = driver.wait(FileWritten)
     assert (ended.job, u64(ended.locations)) == (waiting, [0])
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     assert u64(driver.wait(FileWritten, lambda e: e.job == hung).locations) != [0]
     assert sum(isinstance(event, FileLate) for event in driver.seen) == 1, "late once"
 
@@ -210,8 +206,7 @@ def test_the_end_waits_for_a_hung_disk_no_longer_than_told(start: Start, disk: F
     assert disk.hanging.acquire(timeout=PATIENCE_S)
     driver.close()
     assert any(thread.is_alive() for thread in driver.tier._threads)
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     for thread in driver.tier._threads:
         thread.join(PATIENCE_S)
     driver.tier._catalog.close()
@@ -226,8 +221,7 @@ def test_queues_are_bounded_by_bytes_and_count(start: Start, disk: FaultyDisk) -
     assert driver.start_write([1])
     assert driver.start_write([2])
     assert not driver.start_write([3])
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
 
 
 def test_every_failing_call_in_turn(tmp_path: Path) -> None:
@@ -260,15 +254,12 @@ def test_every_failing_call_in_turn(tmp_path: Path) -> None:
             pytest.fail("the sweep did not come to an end")
 
 
-def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Path) -> None:
+def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(store: Path) -> None:
     """Found by the seeded world: no node started there ever again."""
-    driver = Driver(tmp_path / "store")
-    driver.write([1])
-    driver.close()
-    (tmp_path / "store" / "store").write_bytes(bytes(4096))
+    (store / "store").write_bytes(bytes(4096))
     with pytest.raises(ConfigError, match="No space left"):
-        Driver(tmp_path / "store", disk=OpenFails("store.new", errno.ENOSPC))
-    driver = Driver(tmp_path / "store").recovered()
+        Driver(store, disk=OpenFails("store.new", errno.ENOSPC))
+    driver = Driver(store).recovered()
     assert driver.write([2]) != [0]
 
 
@@ -298,44 +289,35 @@ def test_a_file_that_cannot_be_closed_well_ends_no_writing(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_store_on_a_disk_that_takes_no_more_files_is_served(tmp_path: Path, code: int) -> None:
-    driver = Driver(tmp_path / "store")
-    driver.write([1])
-    driver.close()
-    again = Driver(tmp_path / "store", disk=OpenFails("probe", code)).recovered()
+def test_a_store_on_a_disk_that_takes_no_more_files_is_served(store: Path, code: int) -> None:
+    again = Driver(store, disk=OpenFails("probe", code)).recovered()
     assert again.has(1)
 
 
 def test_a_full_disk_without_a_quarantine_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator looked at what was in it, and deleted all."""
-    driver = Driver(tmp_path / "store")
-    driver.write([1])
-    driver.close()
-    (tmp_path / "store" / "quarantine").rmdir()
-    (tmp_path / "store" / "seg-00000009.kv").write_bytes(bytes(8192))
+    (store / "quarantine").rmdir()
+    (store / "seg-00000009.kv").write_bytes(bytes(8192))
 
     def fail(*_arguments: object, **_more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.tiers.file.directory.os.mkdir", fail)
-        again = Driver(tmp_path / "store").recovered()
+        again = Driver(store).recovered()
     assert again.has(1)
-    assert (tmp_path / "store" / "seg-00000009.kv").exists(), "there is nowhere to put it"
+    assert (store / "seg-00000009.kv").exists(), "there is nowhere to put it"
     again.close()
-    Driver(tmp_path / "store").recovered().close()
-    assert len(list((tmp_path / "store" / "quarantine").iterdir())) == 1
+    Driver(store).recovered().close()
+    assert len(list((store / "quarantine").iterdir())) == 1
 
 
-def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "store")
-    driver.write([1])
-    driver.close()
+def test_an_identity_that_cannot_be_opened_for_a_moment_stays(store: Path) -> None:
     with pytest.raises(ConfigError, match="Too many open files"):
-        Driver(tmp_path / "store", disk=OpenFails("store", errno.EMFILE))
-    driver = Driver(tmp_path / "store").recovered()
+        Driver(store, disk=OpenFails("store", errno.EMFILE))
+    driver = Driver(store).recovered()
     assert driver.has(1)
 
 
@@ -375,8 +357,7 @@ def test_reads_are_bounded_by_bytes_and_count_and_those_waiting_at_the_end_are_m
     closing.start()
     assert driver.wait(FileRead).job == waiting
     assert driver.wait(FileRead).good == b"\0"
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     closing.join(PATIENCE_S)
     driver.take()
     assert [e.job for e in driver.seen if isinstance(e, FileRead)] == [waiting, hung]
@@ -397,8 +378,7 @@ def test_what_waits_behind_a_hung_write_is_done_before_the_end(
     pause = threading.Event()
     while not driver.tier._reads.is_closed:
         pause.wait(0.01)
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     closing.join(PATIENCE_S)
     driver.take()
     (written,) = [e for e in driver.seen if isinstance(e, FileWritten) and e.job == behind]

@@ -63,13 +63,6 @@ def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> 
     assert {name for _, name in again.known} == {key(2)}
 
 
-def test_a_clear_is_durable_when_it_says_so(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "store").recovered()
-    driver.write([1])
-    driver.void(None, None)
-    assert driver.tier.wait_for_voids(20)
-
-
 def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     disk = FaultyDisk()
     driver = Driver(tmp_path / "store", disk=disk).recovered()
@@ -278,7 +271,9 @@ def test_fsck_says_how_to_save_what_is_good(tmp_path: Path) -> None:
 def test_fsck_explains_a_segment_that_is_not_closed(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
     driver.write([1])
-    said = fsck(tmp_path / "store").text()
+    report = fsck(tmp_path / "store")
+    said = report.text()
+    assert report.status == 0
     assert "1 not closed; no damage" in said
     assert "is not closed is no damage: a node is running and writes to one" in said
     (segment,) = (tmp_path / "store").glob("*.kv")
@@ -320,6 +315,7 @@ def test_fsck_of_another_directory_says_so_to_people_and_programs(tmp_path: Path
     report = fsck(tmp_path)
     sentence = f"{tmp_path} is no disk tier: give the directory of a node's --file"
     assert (report.status, report.text()) == (2, sentence)
+    assert fsck(tmp_path / "nothing").status == 2
     (row,) = json.loads(reports_as_json([report]))["directories"]
     assert row["files"] == [sentence]
 

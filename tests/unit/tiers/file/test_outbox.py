@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import select
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 
@@ -49,27 +47,6 @@ def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
     assert not select.select([outbox], [], [], 0)[0]
     for _ in range(KNOWN_MAX):  # none waits: there is room again
         outbox.known(KNOWN, own=False)
-
-
-def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
-    events = [FileWritten(job, b"") for job in range(3)]
-    outbox.put(*events)
-    assert next(outbox.take()) == events[0]
-    assert select.select([outbox], [], [], 0)[0]
-    assert list(outbox.take()) == events[1:]
-    assert not select.select([outbox], [], [], 0)[0]
-
-
-def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [FileWritten(job, b"") for job in range(2)]
-    outbox.put(*events)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "eventfd_read", mock.Mock(side_effect=InterruptedError))
-        taken = outbox.take()
-        assert next(taken) == events[0]
-        with pytest.raises(InterruptedError):
-            next(taken)
-    assert list(outbox.take()) == events[1:]
 
 
 def test_what_is_found_while_the_tier_is_closed_ends_the_recovery(outbox: Outbox) -> None:

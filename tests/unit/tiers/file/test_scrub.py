@@ -14,10 +14,10 @@ import pytest
 
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim, RecoveryDone, Scrubbed
 from kvstore.tiers.file import scrub as scrub_module
-from kvstore.tiers.file.config import ScrubRate
+from kvstore.tiers.file.config import AUTO, AUTO_BYTES_PER_S_MAX, DAY_S, ScrubRate
 from kvstore.tiers.file.parts import Parts
 from kvstore.types import PAGE_BYTES
-from kvstore.units import KIB
+from kvstore.units import GIB, KIB, MIB, TIB
 from tests.unit.tiers.file.conftest import Start
 from tests.unit.tiers.file.kit import BLOCK_BYTES, PATIENCE_S, Driver, FaultyDisk, key, u64
 
@@ -171,7 +171,7 @@ def test_it_waits_while_others_want_the_disk(
     driver = start(scrub=None, reader_count=1)
     driver.write(range(10))
     turns: list[bool] = []
-    scrub = _by_hand(driver, disk, lambda: turns.append(True))
+    scrub = _by_hand(driver, lambda: turns.append(True))
     disk.hang.add(call)
     job = driver.start_read([1]) if call == "preadv" else driver.start_write([77])
     assert job
@@ -181,14 +181,13 @@ def test_it_waits_while_others_want_the_disk(
     pause = threading.Event()
     pause.wait(0.3)
     assert turns == [], "nothing was read"
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert turns
 
 
-def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> scrub_module.Scrub:
+def _by_hand(driver: Driver, on_read: Callable[[], None] = lambda: None) -> scrub_module.Scrub:
     """A scrub of the driver's tier that says when it reads."""
     tier = driver.tier
 
@@ -229,7 +228,7 @@ def test_it_reads_no_faster_than_told(start: Start, monkeypatch: pytest.MonkeyPa
     waited: list[float] = []
     driver = start(scrub=None)
     driver.write(range(10))
-    scrub = _by_hand(driver, FaultyDisk(), lambda: None)
+    scrub = _by_hand(driver)
     scrub._rate = ScrubRate(BLOCK_BYTES, daily=False)
     monkeypatch.setattr(scrub, "_wait", waited.append)
     scrub.run_pass()
@@ -247,7 +246,7 @@ def test_it_tells_as_it_goes(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(scrub_module, "TELL_BYTES", 2 * BLOCK_BYTES)
     driver = start(scrub=None)
     driver.write(range(5))
-    _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
+    _by_hand(driver).run_pass()
     driver.take()
     said = [e for e in driver.seen if isinstance(e, Scrubbed)]
     assert [(e.blocks, e.pass_ended) for e in said] == [(2, False), (2, False), (1, True)]
@@ -257,7 +256,7 @@ def test_a_segment_that_somebody_took_away_is_passed_over(start: Start) -> None:
     driver = start(scrub=None, failures_max=1)
     driver.write(range(10))
     min(driver.config.directory.glob("seg-*.kv")).unlink()
-    _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
+    _by_hand(driver).run_pass()
     driver.take()
     assert [e.blocks for e in driver.seen if isinstance(e, Scrubbed)] == [3]
     assert gone(driver) == []
@@ -274,7 +273,32 @@ def test_what_it_read_through_the_page_cache_does_not_stay_there(
     )
     driver = start(scrub=None)
     driver.write(range(5))
-    scrub = _by_hand(driver, FaultyDisk(), lambda: None)
+    scrub = _by_hand(driver)
     scrub._direct = direct
     scrub.run_pass()
     assert len(set(pages)) == forgotten
+
+
+# ── how fast it reads ────────────────────────────────────────────────────────────────────────────
+
+
+def pass_s(rate: ScrubRate, held_bytes: int) -> float:
+    return rate.seconds(held_bytes, held_bytes=held_bytes)
+
+
+def test_a_rate_is_kept_whatever_is_held() -> None:
+    rate = ScrubRate(64 * MIB, daily=False)
+    assert rate.seconds(16 * MIB, held_bytes=0) == 0.25
+    assert rate.seconds(16 * MIB, held_bytes=TIB) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "expected_s"),
+    [
+        (512 * GIB, DAY_S),
+        (16 * TIB, 16 * TIB / AUTO_BYTES_PER_S_MAX),  # as fast as it may, which is six days
+        (64 * MIB, 64),  # a megabyte a second is no burden
+    ],
+)
+def test_a_pass_takes_a_day_within_bounds(held_bytes: int, expected_s: float) -> None:
+    assert pass_s(AUTO, held_bytes) == pytest.approx(expected_s)

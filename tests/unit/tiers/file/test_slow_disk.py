@@ -197,8 +197,7 @@ def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Start, disk: F
     assert [state.value for state in driver.tier.breakers] == ["closed", "open"]
     assert not driver.start_write([1]), "not even a small one"
     assert driver.read([1, 2, 3]) == [True, True, True]
-    disk.hang.clear()
-    disk.release.set()
+    disk.go_on()
     driver.wait(FileWritten, lambda e: any(u64(e.locations)))
     driver.clock.advance_ms(1_001)
     assert 0 not in driver.write([4])
@@ -273,11 +272,3 @@ def test_a_write_that_one_breaker_refuses_is_no_probe_of_another(health: Health)
     assert not health.allows_write(1_200 * NS_PER_MS), "room may be tried, reads not yet"
     assert health.allows_write(1_500 * NS_PER_MS)
     assert health.wrote() == [Resumed(writes_only=True), Resumed(writes_only=False)]
-
-
-def test_room_that_comes_back_does_not_mend_a_failing_disk(health: Health) -> None:
-    health.failed_writing(0, NO_ROOM)
-    for _ in range(2):
-        health.failed_writing(0, IO_ERROR)
-    assert health.room_again() == []
-    assert health.states == (BreakerState.CLOSED, BreakerState.OPEN)

@@ -1,8 +1,10 @@
-"""The file tier in good times: round trips, restarts, superseding, reclaim, clear."""
+"""The file tier in good times: round trips, restarts, superseding, reclaim; and clears that meet a
+full segment, each other, or segments that are still being read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,21 +25,21 @@ from kvstore.types import Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
 from tests.unit.tiers.file.conftest import Start
-from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, SEGMENT_BYTES, Driver, key, reopen, u64
+from tests.unit.tiers.file.kit import (
+    BLOCK_BYTES,
+    PATIENCE_S,
+    SCOPE,
+    SEGMENT_BYTES,
+    Driver,
+    FaultyDisk,
+    key,
+    reopen,
+    u64,
+)
 
 OTHER = Scope("u", SCOPE.space, SCOPE.shard, BLOCK_BYTES)
 ODD = Scope("t", b"o" * 32, Shard(0, 1, 0, 1), 5_000)
 """Fills its last page only in part."""
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_what_is_written_is_read_back(start: Start, *, direct: bool) -> None:
-    driver = start(direct=direct)
-    places = driver.write([1, 2, 3])
-    assert len(set(places)) == 3
-    assert 0 not in places
-    assert driver.read([3, 1, 2]) == [True] * 3
-    assert driver.tier.is_direct <= direct
 
 
 def test_a_block_that_does_not_fill_its_pages(start: Start) -> None:
@@ -55,10 +57,12 @@ def test_a_block_that_does_not_fill_its_pages(start: Start) -> None:
 def test_an_orderly_end_loses_nothing(start: Start, tmp_path: Path, *, direct: bool) -> None:
     driver = start(direct=direct)
     for first in range(0, 40, 10):
-        driver.write(range(first, first + 10))
+        places = driver.write(range(first, first + 10))
+        assert len(set(places) - {0}) == 10
     driver.write([3], OTHER)
     driver.close()
     again = start(direct=direct)
+    assert again.tier.is_direct <= direct
     assert len(again.known) == 41
     assert again.read(range(40)) == [True] * 40
     assert again.read([3], OTHER) == [True]
@@ -235,3 +239,80 @@ def test_a_block_too_large_for_a_segment_is_not_written(start: Start) -> None:
     assert job
     written = driver.wait(FileWritten)
     assert u64(written.locations) == [0]
+
+
+# ── clears ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_clear_that_does_not_fit_any_more_begins_a_segment(tmp_path: Path) -> None:
+    """Whatever was cleared before has left less room: at some number none is left."""
+    segments = 0
+    for before in range(20):
+        driver = Driver(tmp_path / str(before)).recovered()
+        driver.write(range(7))
+        for _ in range(before):
+            driver.void("nobody", None)
+        driver.void(SCOPE.tenant, None)
+        assert driver.tier.wait_for_voids(PATIENCE_S)
+        driver.close()
+        sizes = [path.stat().st_size for path in (tmp_path / str(before)).glob("seg-*.kv")]
+        assert max(sizes) <= SEGMENT_BYTES, "a segment, its footer included, is no longer than told"
+        segments = len(sizes)
+        again = Driver(tmp_path / str(before)).recovered()
+        assert again.known == {}
+        again.close()
+        if segments == 2:
+            break
+    assert segments == 2
+
+
+def test_many_clears_become_one_of_everything_older(tmp_path: Path) -> None:
+    """A cache may forget, never lie: no list of voids grows without bound."""
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    for number in range(9):
+        driver.void(f"nobody-{number}", None)
+    assert driver.tier.wait_for_voids(PATIENCE_S)
+    (void,) = driver.tier._log.writer.voids
+    assert (void.tenant, void.space) == (None, None)
+    for begin in (10, 20):
+        driver.write(range(begin, begin + 7))
+    driver.close()
+    again = Driver(tmp_path / "store").recovered()
+    found = {name for _, name in again.known}
+    assert key(1) not in found
+    assert {key(number) for number in range(20, 27)} <= found
+
+
+class HeldRecovery(FaultyDisk):
+    """Who reads old segments waits."""
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if threading.current_thread().name == "file-recovery":
+            self.hanging.release()
+            assert self.release.wait(PATIENCE_S)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    driver.void(SCOPE.tenant, None)
+    assert driver.tier.wait_for_voids(PATIENCE_S)
+    (void,) = driver.tier._log.writer.voids
+    driver.close()
+    disk = HeldRecovery()
+    driver = Driver(tmp_path / "store", disk=disk)
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    (early,) = driver.write([2])
+    assert early
+    disk.release.set()
+    driver.wait(RecoveryDone)
+    late = early
+    while late >> 32 == early >> 32:
+        (late,) = driver.write([3])
+    segment = driver.tier._catalog.get(late >> 32)
+    assert segment is not None
+    assert segment.found is not None
+    assert void in segment.found.voids
+    assert driver.read([2, 3]) == [True, True]

@@ -60,6 +60,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "DISK_PAUSE_S", 0.0)
 
 
+def fail_stat(patch: pytest.MonkeyPatch, what: object, code: int, *, times: int = 1 << 30) -> None:
+    """`os.stat` of this name or path fails, so many times."""
+    look, left = os.stat, [times]
+
+    def fail(path: Any, **more: Any) -> os.stat_result:
+        if path == what and left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code))
+        return look(path, **more)
+
+    patch.setattr(os, "stat", fail)
+
+
 def segments(store: Path) -> list[str]:
     return sorted(path.name for path in store.glob("seg-*.kv"))
 
@@ -77,15 +90,9 @@ def found(driver: Driver) -> list[int]:
 def test_a_file_that_cannot_be_looked_at_stops_no_start(
     store: Path, which: int, monkeypatch: pytest.MonkeyPatch, *, opens: bool
 ) -> None:
-    name, look = segments(store)[which], os.stat
-
-    def fail(path: Any, **more: Any) -> os.stat_result:
-        if path == name:
-            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
-        return look(path, **more)
-
+    name = segments(store)[which]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fail)
+        fail_stat(patch, name, errno.EUCLEAN)
         disk = Disk() if opens else OpenFails(name, errno.EUCLEAN)
         driver = Driver(store, disk=disk).recovered()
     if opens:
@@ -104,16 +111,10 @@ def test_a_file_that_cannot_be_looked_at_stops_no_start(
 def test_a_dead_file_that_cannot_be_looked_at_stops_no_start(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead, look = store / "dead-0123456789abcdef.kv", os.stat
+    dead = store / "dead-0123456789abcdef.kv"
     dead.touch()
-
-    def fail(path: Any, **more: Any) -> os.stat_result:
-        if path == dead.name:
-            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
-        return look(path, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fail)
+        fail_stat(patch, dead.name, errno.EUCLEAN)
         Driver(store).recovered().close()
     assert dead.exists()
     Driver(store).recovered().close()
@@ -123,17 +124,9 @@ def test_a_dead_file_that_cannot_be_looked_at_stops_no_start(
 def test_a_file_that_proves_too_long_is_put_aside(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, look = segments(store)[0], os.stat
+    name = segments(store)[0]
     os.truncate(store / name, SEGMENT_BYTES_LIMIT + PAGE_BYTES)
-    fails = [1]
-
-    def fail(path: Any, **more: Any) -> os.stat_result:
-        if path == name and fails:
-            fails.pop()
-            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
-        return look(path, **more)
-
-    monkeypatch.setattr(os, "stat", fail)
+    fail_stat(monkeypatch, name, errno.EUCLEAN, times=1)
     Driver(store).recovered()
     assert [aside.startswith(f"{name}.too-long.") for aside in put_aside(store)] == [True]
 
@@ -144,19 +137,13 @@ def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(
 ) -> None:
     more: dict[str, Any] = {"shared": shared, "node": "a" if shared else ""}
     Driver(tmp_path / "store", **more).close()
-    look = os.stat
-
-    def fail_stat(path: Any, **more: Any) -> os.stat_result:
-        if path == tmp_path / "store" / "store":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return look(path, **more)
 
     def fail_names(_directory: Directory, *, keep_bytes: int) -> dict[int, int]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         if shared:
-            patch.setattr(os, "stat", fail_stat)
+            fail_stat(patch, tmp_path / "store" / "store", errno.EIO)
         else:
             patch.setattr(Directory, "segments", fail_names)
         with pytest.raises(
@@ -223,49 +210,51 @@ def test_who_waits_for_the_disk_can_be_stopped(
     assert found(again) == list(STORED)
 
 
-@pytest.mark.parametrize("disk_is_away", [True, False])
-def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
-    store: Path, *, disk_is_away: bool
+class Reclaiming:
+    """A full store, the oldest segment of which is asked about and goes."""
+
+    def __init__(self, store: Path) -> None:
+        self.store, self.disk = store, BadPlaces({})
+        self.driver = Driver(store, disk=self.disk, capacity_bytes=4 * MIB).recovered()
+        self.driver.on_reclaim = self.let_go
+        self.asked: list[str] = []
+        self.oldest = segments(store)[0]
+
+    def let_go(self, event: FileReclaim) -> None:
+        self.asked.append(f"seg-{event.segment:08}.kv")
+        self.driver.reclaim(event.segment, [])
+
+    def fill(self) -> list[bool]:
+        """Whether each of many blocks was written."""
+        return [self.driver.write([number]) != [0] for number in range(100, 140)]
+
+    def is_there(self) -> bool:
+        return self.oldest in segments(self.store)
+
+
+def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(store: Path) -> None:
+    full = Reclaiming(store)
+    full.disk.fails = dict.fromkeys([full.oldest, "store"], 1 << 30)
+    assert not full.fill()[-1], "no room"
+    assert full.is_there()
+    assert full.driver.wait(Suspended).writes_only
+    full.disk.fails.clear()
+    full.driver.clock.advance_ms(60_000)
+    assert full.driver.write([200]) != [0]
+    assert not full.is_there()
+    assert full.oldest in full.asked, "what it holds is asked about, if it can be known"
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_segment_that_cannot_be_read_goes_and_is_offered_before_if_the_disk_came_back(
+    store: Path, times: int
 ) -> None:
-    disk = BadPlaces({})
-    driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
-    asked = []
-
-    def let_go(event: FileReclaim) -> None:
-        asked.append(f"seg-{event.segment:08}.kv")
-        driver.reclaim(event.segment, [])
-
-    driver.on_reclaim = let_go
-    oldest = segments(store)[0]
-    disk.fails = dict.fromkeys([oldest, *(["store"] if disk_is_away else [])], 1 << 30)
-    written = [driver.write([number]) != [0] for number in range(100, 140)]
-    assert (oldest in segments(store)) == disk_is_away
-    if disk_is_away:
-        assert not written[-1], "no room"
-        assert driver.wait(Suspended).writes_only
-        disk.fails.clear()
-        driver.clock.advance_ms(60_000)
-        assert driver.write([200]) != [0]
-        assert oldest not in segments(store)
-    assert (oldest in asked) == disk_is_away, "what it holds is asked about, if it can be known"
-
-
-def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(store: Path) -> None:
-    disk = BadPlaces({})
-    driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
-    asked = []
-
-    def let_go(event: FileReclaim) -> None:
-        asked.append(event.segment)
-        driver.reclaim(event.segment, [])
-
-    driver.on_reclaim = let_go
-    oldest = segments(store)[0]
-    disk.fails = {oldest: 1}  # and the directory can be read right after
-    for number in range(100, 140):
-        driver.write([number])
-    assert oldest not in segments(store)
-    assert asked[0] == 1, "its records are offered before it goes"
+    full = Reclaiming(store)
+    full.disk.fails = {full.oldest: times}  # and the directory can be read right after
+    full.fill()
+    assert not full.is_there()
+    assert (full.asked[0] == full.oldest) == (times == 1)
+    assert (full.oldest in full.asked) == (times == 1)
 
 
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
