@@ -17,7 +17,6 @@ from tests.unit.engine.harness import (
     Node,
     Peer,
     attached,
-    checksum,
     keys,
     pairs,
     short,
@@ -28,17 +27,6 @@ FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
 QUARTERS = msgspec.structs.replace(
     space("four ranks"), layer_count=1, kv_head_count=4, head_bytes=(16 << 10,)
 )
-
-
-def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None:
-    node, peer = attached(Node())
-    places = peer.seal(1, 2)
-    reply = peer.lease(1, 1, 2, with_checksums=True)
-    assert pairs(reply) == places
-    assert reply.checksums == checksum(1) + checksum(2)
-    counters, block_bytes = node.engine.counters, peer.rank_hello(0).groups[0].block_bytes
-    assert (counters.stores_sealed, counters.stored_bytes) == (2, 2 * block_bytes)
-    assert counters.leased_bytes == 2 * SLOT_BYTES_MIN
 
 
 def test_a_store_of_what_is_there_is_joined() -> None:

@@ -90,14 +90,6 @@ def test_blocks_are_copied_through_cuda(dram: MemoryTier) -> None:
     tier.close()
 
 
-def test_a_raised_generation_takes_the_place_away_and_no_other(
-    tier: HbmTier, dram: MemoryTier
-) -> None:
-    tier.show([5 * P, 2 * P], [3 * P, P])
-    tier.raise_generations([3 * P], [2])
-    assert (place(tier, 5 * P), place(tier, 2 * P)) == (-1, P * PAGE_BYTES)
-
-
 def test_a_generation_that_goes_back_and_a_slot_outside_are_our_own_bugs(tier: HbmTier) -> None:
     tier.raise_generations([], [])
     tier.raise_generations([P, P], [5, 5])
@@ -125,14 +117,6 @@ def test_no_word_of_the_page_has_two_meanings(tier: HbmTier) -> None:
         seen.add(int(tier._places[5]))
         tier.raise_generations([3 * P], [generation])
     assert len(seen) == 4
-
-
-def test_a_block_that_changes_while_it_is_copied_is_not_good(
-    tier: HbmTier, dram: MemoryTier
-) -> None:
-    was, other = noise(BLOCK, 1), put(dram, 0, 2)
-    tier.submit(order_of([(0, P, was), (0, 2 * P, other)]))
-    assert ended(tier).good == b"\0\1"
 
 
 def test_bytes_that_never_arrive_are_not_good(

@@ -17,12 +17,11 @@ import pytest
 
 from kvstore.cli.fsck import fsck
 from kvstore.errors import ConfigError
-from kvstore.tier_events import FileGone
 from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.tiers.file.disk import Disk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
-from tests.unit.tiers.file.kit import SCOPE, Driver, key
+from tests.unit.tiers.file.kit import SCOPE, Driver
 
 COUNT = 16
 """Blocks stored: two closed segments and a third of two blocks."""
@@ -128,16 +127,6 @@ def test_flipped_bits_cost_at_most_what_they_hit(store: Path, seed: int) -> None
         assert len(good) in (COUNT - 7, COUNT - 2)
     else:
         assert len(good) >= COUNT - 1
-
-
-def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
-    files = stored(store)
-    first = segment_name(1)
-    restore(store, files | {first: changed(files[first], 3 * PAGE_BYTES)})
-    driver = Driver(store).recovered()
-    assert driver.read([0, 1]) == [False, True]
-    gone = [event for event in driver.seen if isinstance(event, FileGone)]
-    assert [event.keys for event in gone] == [key(0)]
 
 
 def test_a_clear_survives_a_crash(store: Path) -> None:

@@ -214,16 +214,6 @@ def test_the_end_waits_for_a_hung_disk_no_longer_than_told(start: Start, disk: F
     driver.tier._outbox.close()
 
 
-def test_queues_are_bounded_by_bytes_and_count(start: Start, disk: FaultyDisk) -> None:
-    driver = start(queued_bytes_max=3 * 64 * 1024, queued_jobs_max=2)
-    disk.hang.add("pwritev")
-    assert not driver.start_write([1, 2, 3, 4])
-    assert driver.start_write([1])
-    assert driver.start_write([2])
-    assert not driver.start_write([3])
-    disk.go_on()
-
-
 def test_every_failing_call_in_turn(tmp_path: Path) -> None:
     """Fail the first, second, third … call of a small life: no exception, no wrong byte."""
     for code in (errno.EIO, errno.ENOSPC):
