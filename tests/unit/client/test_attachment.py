@@ -33,14 +33,9 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     assert (attachment.session, len(attachment.credits[0])) == (session, 3)
     (notice,) = node.core.take_notices()
     assert "back" in notice
-
-
-def test_a_node_that_stays_silent_is_left(node: AnsweredCore) -> None:
-    node.attach()
     beat = node.now_ns
-    assert not node.core.attachment.check_heartbeat(node.now_ns, beat)
     node.wait(8 * 250 + 1)
-    assert node.core.attachment.check_heartbeat(node.now_ns, beat)
+    assert attachment.check_heartbeat(node.now_ns, beat), "one that stays silent is left"
 
 
 def test_a_node_that_comes_and_goes_is_told_of_rarely(node: AnsweredCore) -> None:
@@ -84,14 +79,6 @@ def test_a_refusal_closes_and_waits_long(node: AnsweredCore) -> None:
     assert "other version" in notice
 
 
-def test_credits_end_with_the_connection(node: AnsweredCore) -> None:
-    node.attach(credits=3)
-    assert len(node.core.attachment.credits[0]) == 3
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    assert not node.core.attachment.credits[0]
-    assert node.core.take_outbox() == []
-
-
 def test_a_node_that_grants_without_end_is_not_believed(node: AnsweredCore) -> None:
     node.attach()
     for _ in range(CREDITS_MAX // 1000 + 2):
@@ -99,19 +86,21 @@ def test_a_node_that_grants_without_end_is_not_believed(node: AnsweredCore) -> N
     assert len(node.core.attachment.credits[0]) == CREDITS_MAX
 
 
-def test_credits_of_one_session_do_not_last_into_the_next(node: AnsweredCore) -> None:
-    node.attach(credits=3)
-    node.give(m.SessionOpen(session=2, shard_counts=(2,)))
-    assert not node.core.attachment.credits[0]
-
-
-def test_credits_are_those_of_their_group(node: AnsweredCore) -> None:
-    node.attach()
-    node.give(m.SessionOpen(session=1, shard_counts=(1, 2)))
-    for group in (0, 1, 2):
-        node.give(m.Grant(session=1, slots=bytes(8), generations=bytes(16), group=group))
+def test_credits_are_those_of_their_group_and_end_with_the_session_or_the_connection(
+    node: AnsweredCore,
+) -> None:
     credits = node.core.attachment.credits
+    node.attach(credits=3)
+    node.give(m.Grant(session=99, slots=bytes(4), generations=bytes(8)))
+    assert len(credits[0]) == 3, "those of another session are not taken"
+    node.give(m.SessionOpen(session=2, shard_counts=(1, 2)))
+    assert not credits[0]
+    for group in (0, 1, 2):
+        node.give(m.Grant(session=2, slots=bytes(8), generations=bytes(16), group=group))
     assert {group: len(its) for group, its in credits.items()} == {0: 2, 1: 1}
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    assert not any(credits.values())
+    assert node.core.take_outbox() == []
 
 
 def test_another_epoch_is_said_in_the_next_hello(node: AnsweredCore) -> None:

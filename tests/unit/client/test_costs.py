@@ -254,16 +254,3 @@ def test_a_silent_node_is_asked_nothing() -> None:
     assert waited_ms(node, keys) == 0
     node.exchange()
     assert not node.of(m.LeaseAsk)
-
-
-def test_who_waited_for_a_silent_node_is_served_when_it_is_back() -> None:
-    node, keys = silent(prefill_ns_per_token=10**6), chain("p", 20)
-    node.keys = set(keys)
-    tokens = 20 * BLOCK_TOKENS
-    node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
-    assert node.match("r") is None
-    node.wait(50)
-    node.core.attachment.check_heartbeat(node.now_ns, node.now_ns)
-    assert node.match("r") is None
-    node.exchange()
-    assert node.match("r") == tokens

@@ -17,13 +17,6 @@ def ended(node: AnsweredCore, request: str, lease: int, *, failed: tuple[int, ..
     node.ended(request, lease, 0 if failed else 3, failed_block_ids=failed)
 
 
-def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: AnsweredCore) -> None:
-    keys = chain("a", 4)
-    node.arrive("r", keys)
-    assert node.match("r") == "node unreachable"
-    assert node.core.take_outbox() == []
-
-
 def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: AnsweredCore) -> None:
     keys = node.holding(5, 3)
     node.arrive("r", keys)

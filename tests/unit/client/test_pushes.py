@@ -140,11 +140,6 @@ def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
     assert node.words() == [PushClose("t", "preempted")]
 
 
-def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
-    node.core.pushes.close("t", "not stored: adapter")
-    assert node.words() == [PushClose("t", "not stored: adapter")]
-
-
 def test_transfers_are_opened_again_in_another_session(node: PushNode) -> None:
     node.prefill("p1", "t1")
     node.prefill("p2", "t2")

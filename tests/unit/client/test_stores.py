@@ -107,14 +107,6 @@ def test_equal_prompts_are_stored_once(node: AnsweredCore) -> None:
     assert step(node, "r2", computed=3 * BLOCK_TOKENS) is None
 
 
-def test_nothing_is_stored_when_asked_so() -> None:
-    node = AnsweredCore(store="none")
-    keys = node.holding(4, 0, credits=10)
-    begin(node, "r", keys)
-    assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
-    assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
-
-
 def test_load_targets_are_fenced_too(node: AnsweredCore) -> None:
     keys, other = chain("a", 2), chain("b", 2)
     node.keys = set(other)
@@ -148,24 +140,6 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: AnsweredC
     assert node.core.stores.running(node.now_ns)
     node.wait(1001)
     assert not node.core.stores.running(node.now_ns)
-
-
-def test_credits_of_another_session_are_not_taken(node: AnsweredCore) -> None:
-    node.attach()
-    node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
-    assert not node.core.attachment.credits[0]
-
-
-def test_a_restarted_node_is_told_everything_again(node: AnsweredCore) -> None:
-    keys = node.holding(2, 0, credits=10)
-    begin(node, "r1", keys)
-    step(node, "r1", computed=2 * BLOCK_TOKENS)
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    node.wait(2000)
-    node.attach(credits=5, incarnation=8)
-    node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
-    job = stored(node, "r2", computed=2 * BLOCK_TOKENS)
-    assert job.session == node.session
 
 
 def reattach(node: AnsweredCore, *, emptied: bool) -> None:
