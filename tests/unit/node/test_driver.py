@@ -103,11 +103,6 @@ def test_a_failing_query_fails_for_the_one_who_asked(loop: Loop) -> None:
     assert loop.driver.counters.failures == 0
 
 
-def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
-    assert loop.driver.clear(space=b"s", tenant=None, timeout_s=5) == 42
-    assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
-
-
 class Files(FileEnd):
     """A file tier that takes note of a clear or not, and is told what to remember."""
 
@@ -140,7 +135,11 @@ class Files(FileEnd):
         return self.takes_note
 
 
-def test_a_clear_of_which_the_disk_takes_no_note_says_so(loop: Loop) -> None:
+def test_clear_adds_up_what_was_forgotten_and_says_that_the_disk_takes_no_note(
+    loop: Loop,
+) -> None:
+    assert loop.driver.clear(space=b"s", tenant=None, timeout_s=5) == 42
+    assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
     loop.driver._files = files = cast("FileEnd", Files())
     assert loop.driver.clear(space=None, tenant=None, timeout_s=5) == 42
     files.takes_note = False  # type: ignore[attr-defined]

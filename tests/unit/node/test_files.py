@@ -88,19 +88,16 @@ def known(scope: Scope) -> FileKnown:
     return FileKnown(scope, KEYS, PLACES, SUMS)
 
 
-def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
+def test_orders_reach_the_tier_and_those_that_are_not_taken_end_at_once(
+    tier: ScriptedTier, end: FileEnd
+) -> None:
     write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS)
     read = ReadFile(8, SCOPE, KEYS, SLOTS, SUMS, PLACES)
     commands: list[FileCommand] = [write, read, VoidFile("t", None), ReclaimFile(3, PLACES)]
     for command in commands:
         assert end.carry_out(command) == []
     assert tier.calls == commands
-
-
-def test_what_is_not_taken_ends_at_once(tier: ScriptedTier, end: FileEnd) -> None:
     tier.takes = False
-    write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS)
-    read = ReadFile(8, SCOPE, KEYS, SLOTS, SUMS, PLACES)
     assert end.carry_out(write) == [FileWritten(7, bytes(16))]
     assert end.carry_out(read) == [FileRead(8, bytes(2))]
 
