@@ -85,7 +85,7 @@ def test_what_nobody_takes_is_left() -> None:
 @pytest.mark.parametrize("names", ["p", "pq"])
 def test_a_peer_without_progress_is_given_up_and_what_two_have_counts_once(names: str) -> None:
     peers = Peers(stops_at=4)
-    peers.serves |= dict.fromkeys(names, "a")
+    peers.serves = dict.fromkeys(names, "a")
     made = drained(peers, run("a", 9))
     assert made.drained_count == 4
     assert len(peers.asked) == len(names) * (2 + int(PATIENCE_S))
