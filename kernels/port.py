@@ -72,16 +72,12 @@ class DeviceCache:
 def _runs(layers: Sequence[LayerPages]) -> list[LayerPages]:
     """Layers joined where their pages follow one another in every block."""
     runs: list[LayerPages] = []
-    for layer in layers:
+    for address, stride, size in layers:
         last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.stride_bytes == layer.stride_bytes
-            and last.address + last.size_bytes == layer.address
-        ):
-            runs[-1] = last._replace(size_bytes=last.size_bytes + layer.size_bytes)
+        if last and (last.address + last.size_bytes, last.stride_bytes) == (address, stride):
+            runs[-1] = last._replace(size_bytes=last.size_bytes + size)
         else:
-            runs.append(layer)
+            runs.append(LayerPages(address, stride, size))
     return runs
 
 

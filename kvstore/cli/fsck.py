@@ -259,9 +259,8 @@ def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
     directory = report.directory
     how = "missing"
     with contextlib.suppress(FileNotFoundError):
-        how = (
-            "damaged" if os.stat("store", dir_fd=dir_fd, follow_symlinks=False).st_size else "empty"
-        )
+        size_bytes = os.stat("store", dir_fd=dir_fd, follow_symlinks=False).st_size
+        how = "damaged" if size_bytes else "empty"
     found = segments_identity(disk, dir_fd)
     its = _counted(count, "segments")
     if found is not None:

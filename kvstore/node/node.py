@@ -326,15 +326,12 @@ def _make_leave(config: NodeConfig, driver: Driver, loop: LoopThread) -> Callabl
     if not peering or not config.drain_s:
         return driver.stop
 
+    def ask(question: Callable[[Engine], _T]) -> _T:
+        return driver.query(question, timeout_s=HELD_TIMEOUT_S)
+
     def find_runs() -> list[PrepareRequest]:
-        used = driver.query(Engine.used_slots, timeout_s=HELD_TIMEOUT_S)
-        return hottest_runs(
-            used,
-            DRAIN_SHARE,
-            lambda words: driver.query(
-                lambda engine: engine.named(words), timeout_s=HELD_TIMEOUT_S
-            ),
-        )
+        used = ask(Engine.used_slots)
+        return hottest_runs(used, DRAIN_SHARE, lambda words: ask(lambda its: its.named(words)))
 
     async def drain() -> None:
         try:

@@ -232,3 +232,9 @@ def test_checksums_of_a_batch_are_those_of_the_bytes_in_the_pages(
     ways.hash(0, 0, addresses, into)
     assert found() == [checksum(HEADER, each) for each in data]
     device.kernels.free()
+
+
+def test_pages_side_by_side_are_one_piece_only_if_they_are_so_in_every_block() -> None:
+    for strides, pieces in (((64, 64), [64]), ((64, 128), [32, 32])):
+        pages = [LayerPages(at * 32, stride, 32) for at, stride in enumerate(strides)]
+        assert DeviceCache(pages, block_count=2).sizes.tolist() == pieces
