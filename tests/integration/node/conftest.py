@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from kvstore.client.index import IndexUnavailable
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.testing.process import NodeProcess, popen_tied
+from tests.kit.gauges import descriptors
 
 
 @pytest.fixture
@@ -49,12 +49,9 @@ def open_directory() -> Iterator[Path]:
 
 def peer_descriptors(node: NodeProcess) -> tuple[int, int]:
     """How many (sockets, pidfds) the node has open."""
-    targets = []
-    for fd in os.listdir(f"/proc/{node.pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed while we looked
-            targets.append(os.readlink(f"/proc/{node.pid}/fd/{fd}"))
-    sockets = sum(target.startswith("socket:") for target in targets)
-    return sockets, sum("pidfd" in target for target in targets)
+    names = descriptors(node.pid)
+    sockets = sum(name.startswith("socket:") for name in names)
+    return sockets, sum("pidfd" in name for name in names)
 
 
 def resident_bytes(node: NodeProcess) -> int:

@@ -24,11 +24,11 @@ from kvstore.client.link import Lost
 from kvstore.node.turns import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
-from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, EngineGone, RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
-from tests.kit.gauges import page, samples
+from tests.kit.gauges import descriptors, look, page, samples
 
 pytestmark = pytest.mark.slow
 
@@ -105,22 +105,6 @@ def test_two_nodes_on_one_socket(node: NodeProcess, tmp_path: Path) -> None:
         assert engine.session
 
 
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
-@pytest.mark.parametrize("option", ["--socket", "--events"])
-def test_a_socket_of_another_program_stays_its(
-    tmp_path: Path, kind: socket.SocketKind, option: str
-) -> None:
-    path = tmp_path / "theirs"
-    with socket.socket(socket.AF_UNIX, kind) as theirs:
-        theirs.bind(str(path))
-        if kind != socket.SOCK_DGRAM:
-            theirs.listen()
-        value = f"ipc://{path}" if option == "--events" else str(path)
-        with pytest.raises(NodeFailed, match=f"in use by another program: choose another {option}"):
-            NodeProcess.start(tmp_path, flags=[option, value])
-    assert path.is_socket()
-
-
 @pytest.mark.parametrize("option", ["--socket", "--events"])
 def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path, option: str) -> None:
     path = tmp_path / "precious"
@@ -157,9 +141,7 @@ def test_it_leaves_no_name_in_shared_memory_and_keeps_prompts_out_of_cores(
 ) -> None:
     node = started
     assert "/dev/shm" not in Path(f"/proc/{node.pid}/maps").read_text()
-    targets = {
-        os.readlink(f"/proc/{node.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{node.pid}/fd")
-    }
+    targets = set(descriptors(node.pid))
     assert not [target for target in targets if target.startswith("/dev/shm")]
     assert {"/memfd:kvstore-arena (deleted)", "/memfd:kvstore-generations (deleted)"} <= targets
     smaps = Path(f"/proc/{node.pid}/smaps").read_text().split("memfd:kvstore-arena")[1]
@@ -336,3 +318,26 @@ def test_a_node_ends_with_the_run_that_started_it_however_that_ends(tmp_path: Pa
         for pidfd in pidfds:
             assert select.select([pidfd], [], [], 30)[0], "a process of the node lives on"
             os.close(pidfd)
+
+
+# ── ranks that hold the same shard ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (4, 2)])
+def test_a_block_is_stored_once_a_shard_and_read_by_every_rank(
+    node: NodeProcess, ranks: int, replicas: int
+) -> None:
+    keys = make_keys(6)
+    with RawEngine(node.socket, rank_count=ranks, replicas=replicas) as engine:
+        engine.open()
+        engine.store(keys)
+        reply = engine.lease_stored(keys)
+        for rank in range(ranks):
+            expected = [engine.contents(key, rank=rank) for key in keys]
+            assert engine.read(reply, rank=rank) == expected
+        assert look(node).slots_sealed == len(keys) * ranks // replicas
+        # One rank of four is enough to end the session.
+        engine.ranks[-1].close()
+        with pytest.raises(EngineGone, match="the rank detached"):
+            engine.wait(lambda: False)
+    assert eventually(lambda: look(node).slots_granted == 0)

@@ -262,31 +262,35 @@ def progress(load: Load) -> Callable[[], bool]:
     return lambda: load.attached > attached and load.loaded > loaded + 50
 
 
-def test_killed_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) -> None:
+def killed(node: NodeProcess, rng: random.Random) -> None:
+    threading.Event().wait(rng.uniform(0, 0.05))  # anywhere in a step
+    node.crash()
+
+
+def upgraded(node: NodeProcess, _: random.Random) -> None:
+    told = ask_for_upgrade(node.socket)
+    assert "were kept in memory; service was interrupted for" in told
+    assert " 0 blocks" not in told
+
+
+@pytest.mark.parametrize(
+    ("replace", "lives"),
+    [(killed, amount(4, nightly=8)), (upgraded, amount(2, nightly=4))],
+    ids=["killed", "upgraded"],
+)
+def test_replaced_again_and_again_under_load_no_byte_is_wrong(
+    tmp_path: Path, replace: Callable[[NodeProcess, random.Random], None], lives: int
+) -> None:
     rng = random.Random(SEED)
     with NodeProcess.start(tmp_path, dram="32MiB") as node, Load(node) as load:
         assert eventually(lambda: load.loaded > 100, timeout_s=30)
-        for _ in range(amount(4, nightly=8)):
+        for life in range(1, lives + 1):
             back = progress(load)
-            threading.Event().wait(rng.uniform(0, 0.05))  # anywhere in a step
-            node.crash()
-            assert eventually(back, timeout_s=60)
-        assert load.wrong == []
-        assert "all that was in memory is lost" not in node.log
-    assert "Traceback" not in node.log
-
-
-def test_upgraded_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) -> None:
-    with NodeProcess.start(tmp_path, dram="32MiB") as node, Load(node) as load:
-        assert eventually(lambda: load.loaded > 100, timeout_s=30)
-        for life in range(1, amount(2, nightly=4) + 1):
-            back = progress(load)
-            told = ask_for_upgrade(node.socket)
-            assert "were kept in memory; service was interrupted for" in told
-            assert " 0 blocks" not in told
+            replace(node, rng)
             assert eventually(back, timeout_s=60)
             assert rows(node, "nodes")[0]["restarts"] == life
         assert load.wrong == []
+        assert "all that was in memory is lost" not in node.log
     assert "Traceback" not in node.log
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import AttachError
+from kvstore.errors import AttachError, ConfigError
 from kvstore.supervisor import sockets
-from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade
+from kvstore.supervisor.sockets import UpgradeRefused, ask_for_upgrade, refuse_what_is_not_ours
 from kvstore.testing.process import children_of, stop_process
 
 SCRIPT = Path(__file__).with_name("scripted_process.py")
@@ -363,3 +363,17 @@ def test_what_a_killed_process_left_goes_with_the_supervisor(supervise: Make) ->
         left.bind(str(one.socket.with_name("node.sock.rpc")))
     assert one.stop() == 0
     assert not one.socket.with_name("node.sock.rpc").exists()
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
+def test_a_socket_of_another_program_is_refused_and_one_that_nobody_has_is_not(
+    tmp_path: Path, kind: socket.SocketKind
+) -> None:
+    path = tmp_path / "theirs"
+    with socket.socket(socket.AF_UNIX, kind) as theirs:
+        theirs.bind(str(path))
+        if kind != socket.SOCK_DGRAM:
+            theirs.listen()
+        with pytest.raises(ConfigError, match="in use by another program: choose another --x"):
+            refuse_what_is_not_ours(path, option="--x")
+    refuse_what_is_not_ours(path, option="--x")
