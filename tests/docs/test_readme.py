@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from kvstore.cli import tables
 from kvstore.cli.main import cli
+from kvstore.client import index as module
 from kvstore.config.cluster import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.engine.why.reasons import Reason
@@ -25,9 +27,11 @@ from kvstore.engine.why.report import NodeReport
 from kvstore.obs.metrics import BY_NAME
 from kvstore.obs.reasons import word
 from kvstore.proto.rows import MemberReport
+from kvstore.testing.process import Lab
 from kvstore.units import GIB, TIB
 from scripts import reference
 from tests.docs.commands import index_config, is_name, node_config, parse
+from tests.kit.processes import IndexProcess
 from tests.style.tree import ROOT, files
 
 PAGES = [file for file in files() if file.suffix == ".md"]
@@ -312,3 +316,30 @@ def test_make_knows_the_targets_that_are_named() -> None:
     for page in PAGES:
         named = set(re.findall(r"(?:`|\n)make ([a-z-]+)", (ROOT / page).read_text()))
         assert named <= known, page
+
+
+@pytest.mark.slow
+def test_the_example_of_the_client_runs(tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "pki")
+    assert module.__doc__ is not None
+    (example,) = re.findall(r"\n\n((?:    .*\n)+)\n", module.__doc__)
+    files = lab.files("client", "c1")
+    names = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    code = textwrap.dedent(example).replace("ca=…, cert=…, key=…", "**paths")
+    with IndexProcess.start(tmp_path, lab.flags("index", "i1")) as index:
+        program = f"""
+from pathlib import Path
+from kvstore.client.index import IndexClient
+from kvstore.client.tls import TlsFiles
+paths = {{name: Path(path) for name, path in {names}.items()}}
+space, keys = bytes(32), bytes(64)
+{code.replace("10.0.0.1:9470", index.address)}
+print(best)
+"""
+        for _ in range(5):
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False
+            )
+            if "the index did not answer" not in done.stderr:  # late, on a busy machine
+                break
+    assert (done.stdout, done.stderr) == ("None\n", "")

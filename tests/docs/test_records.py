@@ -1,4 +1,4 @@
-"""ADRs and the changelog keep their form."""
+"""ADRs and the changelog keep their form; every test that the page of threats names exists."""
 
 from __future__ import annotations
 

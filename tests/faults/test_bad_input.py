@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+import msgspec
 import pytest
 import xxhash
 from google.protobuf.message import DecodeError, Message as ProtoMessage
@@ -28,7 +29,7 @@ from kvstore.net.server import RefusedCall
 from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.rows import TOPICS
+from kvstore.proto.rows import TOPICS, encode_rows
 from kvstore.tiers.file.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events
@@ -45,7 +46,9 @@ from kvstore.wire.load import (
 from kvstore.wire.messages import (
     Distrust,
     Drop,
+    HelloRank,
     Quiet,
+    Refused,
     Seal,
     Story,
     decode_from_engine,
@@ -79,7 +82,7 @@ from tests.faults.mutate import Mutator, no_growth
 from tests.faults.words import answers, answers_of_peers, asks_of_peers, hellos, words
 from tests.kit.engine_check import check_engine
 from tests.kit.reference import table_of
-from tests.unit.engine.harness import Node, Peer, key, keys
+from tests.unit.engine.harness import Hellos, Node, Peer, key, keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -468,3 +471,32 @@ def test_token_files_are_read_or_refused(tmp_path: Path) -> None:
         read += 1
     assert read > TOKEN_FILES // 40
     covered("bad inputs", TOKEN_FILES)
+
+
+# ── numbers that no model has ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hash_block_tokens", 2**63), ("hash_block_tokens", -1), ("block_tokens", -16)],
+)
+def test_an_absurd_hello_is_refused_and_inspect_goes_on(
+    tmp_path: Path, field: str, value: int
+) -> None:
+    absurd = Hellos("absurd")
+    hello = absurd.rank_hello(0)
+    assert isinstance(hello, HelloRank)
+    (group,) = hello.groups
+    space = msgspec.structs.replace(group.space, **{field: value})
+    hello = msgspec.structs.replace(hello, groups=(msgspec.structs.replace(group, space=space),))
+    with Door(tmp_path) as door:
+        Guest(door, "bystander")
+        scheduler, rank = Line(door), Line(door)
+        scheduler.introduce(encode(absurd.scheduler_hello()))
+        rank.introduce(encode(hello))
+        (refused,) = rank.hear()
+        assert isinstance(refused, Refused)
+        assert refused.permanent
+        assert f"space.{field}" in refused.reason
+        assert encode_rows(door.engine.explain.hashings()) != "[]"
+        assert encode_rows(door.engine.spaces()) != "[]"

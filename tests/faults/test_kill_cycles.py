@@ -1,4 +1,5 @@
-"""kill -9 of real processes at named moments, and whether that is noticed which must be."""
+"""Real processes: blocks come back as they were stored, and after kill -9 at named moments nothing
+is left; whether that is noticed which must be."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.amounts import amount, covered
-from tests.kit import kills
+from tests.kit import kills, trips
 from tests.kit.actor import Leased
+from tests.kit.gauges import look
 from tests.kit.host import Host
 from tests.kit.kills import MEMBERS, POINTS, KillCycles
-from tests.kit.troupe import Wrong
+from tests.kit.trips import RoundTrips
+from tests.kit.troupe import Troupe, Wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,3 +67,27 @@ def test_what_a_kill_must_not_leave_is_seen(
             arena.array[int.from_bytes(leased.slots[4:8], "little") * 4096 + 77] ^= 1
         with pytest.raises(Wrong, match="shard 1: not what was stored"):
             engine.verify([key])
+
+
+# ── bytes that come back through real processes ───────────────────────────────────────────────────
+
+
+TRIPS_SEED = 7
+BLOCKS = amount(20_000, nightly=100_000)
+FROM_DISK = amount(4_000, nightly=20_000)
+
+
+def test_blocks_come_back_as_they_were_stored(tmp_path: Path) -> None:
+    flags = ("--file", f"{tmp_path / 'store'}:{trips.FILE}")
+    with NodeProcess.start(tmp_path, dram=trips.DRAM, flags=flags) as node, Troupe() as troupe:
+        running = RoundTrips(node, troupe, seed=TRIPS_SEED)
+        done = running.trips
+        while done.verified_blocks < BLOCKS:
+            running.step()
+            assert done.asked_blocks < 2 * BLOCKS, f"most were lost: {done}"
+        gauges = look(node)
+    logging.getLogger(__name__).info("seed %d: %s, %s", TRIPS_SEED, done, gauges)
+    assert done.verified_blocks >= BLOCKS
+    covered("blocks stored and read back by real processes", done.verified_blocks)
+    assert gauges.blocks_read >= FROM_DISK
+    assert gauges.failures == 0

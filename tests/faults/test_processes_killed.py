@@ -17,6 +17,7 @@ from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, at_baseline, wait_until
 from tests.kit.engines import EngineConfig, complete_many, scheduler_pid, server_pid, worker_pids
+from tests.kit.gauges import descriptors
 
 pytestmark = [
     pytest.mark.engine,
@@ -34,10 +35,6 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
         yield process
 
 
-def descriptors(node: NodeProcess) -> int:
-    return len(os.listdir(f"/proc/{node.pid}/fd"))
-
-
 @pytest.mark.parametrize("victim", ["engine", "scheduler", "worker"])
 def test_after_a_kill_the_node_is_at_baseline(
     vllm: EngineNursery,
@@ -48,7 +45,7 @@ def test_after_a_kill_the_node_is_at_baseline(
     victim: str,
 ) -> None:
     rng = random.Random(f"{SEED} {victim}")
-    baseline = descriptors(node)
+    baseline = len(descriptors(node.pid))
     config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
     with vllm.start(config, log=tmp_path / "engine.log") as engine:
         prompts = [text_tokens(rng, encode, 20 * BLOCK_TOKENS) for _ in range(6)]
@@ -77,4 +74,4 @@ def test_after_a_kill_the_node_is_at_baseline(
         # vLLM ends its other processes when one dies; none of ours may keep them.
         assert engine.wait(60), "vLLM did not end"
         wait_until(lambda: at_baseline(node), "the node is back at baseline")
-        wait_until(lambda: descriptors(node) == baseline, "descriptors are closed")
+        wait_until(lambda: len(descriptors(node.pid)) == baseline, "descriptors are closed")

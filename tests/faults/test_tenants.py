@@ -20,20 +20,109 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Tick
+from kvstore.arena import Arena, GenerationView
+from kvstore.engine.events import Admit, Command, Event, Hangup, Send, Tick
 from kvstore.index.chain import block_keys
-from kvstore.types import KEY_BYTES, PAGE_BYTES, SLOT_BYTES_MIN, BlockKey, Shard, SpaceId
+from kvstore.tier_events import RaiseGenerations
+from kvstore.tiers.dram import DramTier
+from kvstore.types import (
+    KEY_BYTES,
+    PAGE_BYTES,
+    SLOT_BYTES_MIN,
+    BlockKey,
+    ConnectionId,
+    Incarnation,
+    Shard,
+    SpaceId,
+)
 from kvstore.units import NS_PER_S
-from kvstore.wire.messages import EngineMessage, Hint, LeaseAsk, LeaseRelease, encode
+from kvstore.wire.messages import (
+    EngineMessage,
+    Hint,
+    LeaseAsk,
+    LeaseRelease,
+    LeaseReply,
+    Seal,
+    encode,
+)
 from kvstore.wire.record import Scope, checksum_of, header
 from kvstore.wire.space import fingerprint
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth
-from tests.faults.quick import Quick
 from tests.kit.engine_check import check_engine
-from tests.unit.engine.harness import SMALL, Peer, space
+from tests.kit.memory_tier import until_populated
+from tests.unit.engine.harness import SMALL, Node, Peer, arrays, space
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Quick(Node):
+    """A node's engine over real memory, without sockets and without a check after every step.
+
+    `generations` is what engines see. Closed at the end of `with`.
+    """
+
+    def __init__(self, *, slots: int, **config: Any) -> None:
+        self.arena = Arena(arena_bytes=slots * SLOT_BYTES_MIN, incarnation=Incarnation(7))
+        self.tier = DramTier(self.arena)
+        self.tier.start()
+        until_populated(self.tier)
+        self.generations = GenerationView(
+            self.arena.generation_fd,
+            size_bytes=self.arena.generation_bytes,
+            arena_bytes=self.arena.arena_bytes,
+            incarnation=7,
+        )
+        super().__init__(slots=slots, tell_changes=False, **config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.generations.close()
+        self.tier.close()
+
+    def step(self, *events: Event) -> list[Command]:
+        """As the loop and the executor do it: generations are raised before anybody hears."""
+        commands = self.engine.step(events, self.now_ns)
+        for command in commands:
+            if isinstance(command, RaiseGenerations):
+                self.tier.raise_generations(command.slots, command.generations)
+        for command in commands:
+            match command:
+                case Send(connection=connection, message=message):
+                    self.sent[connection].append(message)
+                case Admit(connection=connection):
+                    self.admitted.append(connection)
+                case Hangup(connection=connection, reason=reason):
+                    self.hangups[connection] = reason
+                case _:
+                    pass
+        return commands
+
+    def writable(self, peer: Peer) -> list[tuple[int, int]]:
+        """(slot, generation) of every slot that the peer's first rank may write now."""
+        slots = self.engine._state.slots
+        words = slots.of_writer(ConnectionId(peer.ranks[0]))
+        values = slots.generation[words].tolist()
+        return list(zip(slots.slots_of(words).tolist(), values, strict=True))
+
+    def seal(self, peer: Peer, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Seal a block per key in as many slots as there are; where. Nothing is written there."""
+        places = self.writable(peer)[: len(keys)]
+        slots, generations = arrays(places)
+        packed = b"".join(keys[: len(places)])
+        seal = Seal(peer.session, packed, slots, generations, bytes(16 * len(places)))
+        self.hear(peer.ranks[0], seal)
+        return places
+
+    def ask(self, peer: Peer, lease: int, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Lease these keys; (slot, generation) of the run that is there."""
+        self.sent.clear()
+        self.hear(peer.scheduler, LeaseAsk(lease, b"".join(keys)))
+        reply = self.last(peer.scheduler, LeaseReply)
+        slots = np.frombuffer(reply.slots, "<u4").tolist()
+        return list(zip(slots, np.frombuffer(reply.generations, "<u8").tolist(), strict=True))
 
 
 def digest(*parts: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Calls and imports that never appear, each with what to use instead."""
+"""Calls and imports that never appear, each with what to use instead; places that no text names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The package as installed: every folder is in it, and the names that others rely on resolve."""
+"""The package as installed: every folder is in it, and the names that others rely on resolve.
+Its generated gRPC code is what `make proto` makes of the .proto files, and asks for little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and functions that fit in a reader's head."""
+"""Files and functions that fit in a reader's head, and none without content."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,7 @@ from tests.integration.cluster.kit import (
     trust,
 )
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import page
 from tests.kit.peers import metric
 from tests.kit.processes import IndexProcess
 
@@ -239,3 +241,33 @@ def test_a_peer_and_a_watcher_that_are_silent_are_hung_up_on(tmp_path: Path) -> 
             assert eventually(lambda: heard() == (False, 0), timeout_s=GONE_S)
         finally:
             reap(silent)
+
+
+# ── one certificate on two machines ───────────────────────────────────────────────────────────────
+
+
+def knows_of_another(process: NodeProcess) -> bool:
+    return "another process, at 127.0.0.1, " in page(process, "/healthz")[1]
+
+
+def test_two_processes_with_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Both nodes and the index say it, in the log and in /healthz."""
+    site = Site(tmp_path)
+    elsewhere = site.directory / "elsewhere"
+    elsewhere.mkdir()
+    with (
+        site.index("i1", "--metrics", "127.0.0.1:0") as index,
+        site.node("n1", "--index", index.address) as one,
+    ):
+        assert eventually(lambda: page(one, "/healthz") == (200, "ok\n"), timeout_s=CONVERGES_S)
+        with NodeProcess.start(
+            elsewhere, dram="8MiB", flags=(*site.lab.flags("node", "n1"), "--index", index.address)
+        ) as other:
+            for process in (one, other):
+                assert eventually(partial(knows_of_another, process), timeout_s=CONVERGES_S)
+            assert "two processes claim to be node n1" in page(index, "/healthz")[1]
+            assert [node.log.count("another process, at") for node in (one, other)] == [1, 1]
+            assert index.log.count("is node n1 already") == 1
+        # It has the name for itself again.
+        assert eventually(lambda: page(one, "/healthz") == (200, "ok\n"), timeout_s=CONVERGES_S)
+        assert eventually(lambda: page(index, "/healthz") == (200, "ok\n"), timeout_s=CONVERGES_S)

@@ -1,4 +1,5 @@
-"""What inspect looks like in a terminal: every figure with its name, on one line, in 80 columns."""
+"""What inspect looks like in a terminal: every figure with its name, on one line, in 80 columns;
+and its savings, with losses that are shown as such."""
 
 from __future__ import annotations
 
