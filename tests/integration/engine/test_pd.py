@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,24 @@ def test_a_killed_prefill_engine_costs_no_answer(
         assert ask_all(router, prompts, victim.kill) == truth
         assert ask_all(router, prompts, lambda: None) == truth
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+
+
+def test_a_prefill_engine_without_the_connector_costs_no_answer(
+    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path
+) -> None:
+    """Its answers have no parameters. It is left alone after a few."""
+    forget(pair)
+    prompts = fresh(encode, "mute")
+    truth = answers_of_d(pair, prompts)
+    forget(pair)
+    with (
+        vllm.start(replace(pair.p.config, socket=None), log=tmp_path / "mute.log") as mute,
+        pd_router(tmp_path, mute.port, pair.d.port, policy=ALL_REMOTE) as process,
+    ):
+        router = CompletionClient(process.port)
+        assert [ask_all(router, prompts, lambda: None) for _ in range(2)] == [truth] * 2
+        (said,) = [line for line in process.log.splitlines() if "kv_transfer_params" in line]
+        assert "worker p: breaker open after prefills without" in said
 
 
 # ── vLLM's own proxies ───────────────────────────────────────────────────────────────────────────
