@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from kvstore.errors import ProtocolError
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
 from kvstore.index.engine_feed import (
     JOINED_MS,
     REPLAY_MS,
     WAITING_BATCHES_MAX,
+    EngineBlocks,
     EngineFeed,
     Phase,
 )
-from kvstore.types import EngineSource, SpaceId, Tier
+from kvstore.types import BlockKey, EngineSource, SpaceId, Tier
 from kvstore.wire.feed import Change, Left, Removed, Stored
+from kvstore.wire.kv_events import (
+    PAYLOAD_BYTES_MAX,
+    EngineCleared,
+    EngineRemoved,
+    EngineStored,
+    decode_batch,
+)
 
 SIZE, SEED = 4, "vllm-none-hash"
-TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]
+RNG = random.Random(1)
+TOKENS = [RNG.randrange(1000) for _ in range(12 * SIZE)]
 KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 SPACE = SpaceId(b"s" * 32)
 PLACE = EngineSource(engine="e", rank=2, tenant="t", space=SPACE, hash_seed=SEED)
 LEFT = Left("e", 2)
 
 
-def name(block: int, *, whole: bool = False) -> Any:
-    return KEYS[block] if whole else int.from_bytes(KEYS[block][-8:], "big")
+def low(block: int) -> int:
+    return int.from_bytes(KEYS[block][-8:], "big")
 
 
-def stored(begin: int, end: int, *, whole: bool = False, **more: Any) -> dict[str, Any]:
+Name = Callable[[int], Any]
+NAMES = pytest.mark.parametrize(
+    "name", [low, KEYS.__getitem__, (100).__add__], ids=["low", "whole", "any"]
+)
+"""What an engine may call its blocks."""
+
+
+def stored(begin: int, end: int, *, name: Name = low, **more: Any) -> dict[str, Any]:
     """Blocks of the one chain, as vLLM publishes them."""
     return {
         "type": "BlockStored",
-        "block_hashes": [name(block, whole=whole) for block in range(begin, end)],
-        "parent_block_hash": name(begin - 1, whole=whole) if begin else None,
+        "block_hashes": [name(block) for block in range(begin, end)],
+        "parent_block_hash": name(begin - 1) if begin else None,
         "token_ids": TOKENS[begin * SIZE : end * SIZE],
         "block_size": SIZE,
         "lora_id": None,
@@ -49,8 +69,8 @@ def stored(begin: int, end: int, *, whole: bool = False, **more: Any) -> dict[st
     } | more
 
 
-def removed(*blocks: int, whole: bool = False, **more: Any) -> dict[str, Any]:
-    hashes = [name(block, whole=whole) for block in blocks]
+def removed(*blocks: int, name: Name = low, **more: Any) -> dict[str, Any]:
+    hashes = [name(block) for block in blocks]
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0} | more
 
 
@@ -123,17 +143,17 @@ def live() -> tuple[SayingFeed, Told]:
     return made, told
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["numbers", "whole"])
-def test_what_comes_in_order_is_told(whole: bool) -> None:
+@NAMES
+def test_what_comes_in_order_is_told(name: Name) -> None:
     made, told = feed(), Told()
     assert told(made.begin(0)) == set()
-    assert told(made.heard(0, batch(stored(0, 2, whole=whole)), 0)) == {0, 1}
-    both = batch(stored(2, 5, whole=whole), removed(3, 4, whole=whole))
+    assert told(made.heard(0, batch(stored(0, 2, name=name)), 0)) == {0, 1}
+    both = batch(stored(2, 5, name=name), removed(3, 4, name=name))
     assert told(made.heard(1, both, 0)) == {0, 1, 2}
     assert told(list(made.held_of(made.held_keys()))) == {0, 1, 2}
     assert told(made.heard(2, batch(CLEARED), 0)) == set()
     assert made.heard(3, batch(CLEARED), 0) == [], "once"
-    assert told(made.heard(4, batch(stored(0, 1, whole=whole)), 0)) == {0}
+    assert told(made.heard(4, batch(stored(0, 1, name=name)), 0)) == {0}
     assert made.end() == [LEFT]
     assert made.end() == []
 
@@ -176,9 +196,9 @@ def test_a_salt_is_part_of_the_keys_and_an_adapter_or_an_image_is_left_out() -> 
 def test_whole_names_that_are_keys_need_nothing_else() -> None:
     made, told = feed(names_are_keys=True, block_tokens=SIZE), Told()
     told(made.begin(0))
-    orphans = stored(5, 7, whole=True, lora_name="adapter")
+    orphans = stored(5, 7, name=KEYS.__getitem__, lora_name="adapter")
     assert told(made.heard(0, batch(orphans), 0)) == {5, 6}
-    half = stored(7, 8, whole=True, block_size=SIZE // 2)
+    half = stored(7, 8, name=KEYS.__getitem__, block_size=SIZE // 2)
     assert told(made.heard(1, batch(half), 0)) == {5, 6}, "a block of another size"
     assert told(made.heard(2, batch(stored(0, 1)), 0)) == {0, 5, 6}, "numbers are not keys"
 
@@ -398,10 +418,10 @@ def _lose(
         for event in events:
             match event["type"]:
                 case "BlockStored":
-                    begin = next(b for b in range(12) if event["block_hashes"][0] == name(b))
+                    begin = next(b for b in range(12) if event["block_hashes"][0] == low(b))
                     holds |= set(range(begin, begin + len(event["block_hashes"])))
                 case "BlockRemoved":
-                    holds -= {b for b in range(12) if name(b) in event["block_hashes"]}
+                    holds -= {b for b in range(12) if low(b) in event["block_hashes"]}
                 case _:
                     holds = set()
         if data.draw(st.booleans()):
@@ -424,3 +444,172 @@ def _lose(
             told(made.replayed(old, batch(*[*said, []][old]), 0))
         told(made.replay_ended(0))
     return made, told([]), holds
+
+
+# ── long batches ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_feed, "PIECE_WORK_MAX", 3)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@NAMES
+def test_a_long_batch_is_worked_on_in_pieces(name: Name) -> None:
+    made, told = live()
+    gone = removed(0, 2, 4, 6, 8, 10, name=name)
+    payload = batch(stored(0, 12, name=name), gone)
+    pieces = [told(made.heard(0, payload, 0))]
+    while made.has_more:
+        pieces.append(told(made.more(0)))
+    assert pieces[0] <= {0, 1, 2}
+    assert all(len(after ^ before) <= 3 for before, after in itertools.pairwise(pieces))
+    assert set(range(12)) in pieces, "before it goes on with what is removed"
+    assert pieces[-1] == {1, 3, 5, 7, 9, 11}
+    assert made.more(0) == []
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_a_long_batch_says_of_its_first_block_is_not_said_of_its_pieces() -> None:
+    salted = block_keys(TOKENS, block_tokens=SIZE, seed=SEED, cache_salt="pepper")
+    made = feed()
+    made.begin(0)
+    changes = made.heard(0, batch(stored(0, 12, extra_keys=[["pepper"], *[None] * 11])), 0)
+    changes += rest(made)
+    assert b"".join(c.keys for c in changes if isinstance(c, Stored)) == b"".join(salted)
+    for odd in ({"token_ids": TOKENS[:-1]}, {"lora_id": 1}, {"block_size": 2**60}):
+        made = feed()
+        made.begin(0)
+        assert made.heard(0, batch(stored(0, 12, **odd)), 0) + rest(made) == [], odd
+        assert made.blocks.left_out == 12
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_not_worked_on_yet_is_void_with_the_rest() -> None:
+    made, told = live()
+    told(made.heard(0, batch(stored(0, 12)), 0))
+    assert made.has_more
+    told(made.end())
+    assert not made.has_more
+    assert told(made.more(0)) == set()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_long_batches_of_a_replay_are_told_at_its_end_and_take_their_time() -> None:
+    made, told = feed(can_replay=True), Told()
+    told(made.begin(0))
+    assert made.take_ask() == 0
+    assert made.replayed(0, batch(stored(0, 12)), 0) == []
+    for now_ms in range(0, 10 * REPLAY_MS, REPLAY_MS - 1):
+        assert made.more(now_ms) == []
+        assert made.tick(now_ms) == []
+        if not made.has_more:
+            break
+    assert made.take_ask() is None, "it is not silent while it is worked on"
+    assert told(made.replay_ended(now_ms)) == set(range(12))
+
+
+# ── blocks and their names ───────────────────────────────────────────────────────────────────────
+
+
+def put(held: EngineBlocks, told: dict[str, Any]) -> list[bytes]:
+    """The keys that it has of these blocks."""
+    (event,) = decode_batch(batch(told))
+    assert isinstance(event, EngineStored)
+    return list(held.stored(event))
+
+
+def test_no_key_is_made_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def chained(*args: Any, **named: Any) -> list[BlockKey]:
+        keys = block_keys(*args, **named)
+        made.append(len(keys))
+        return keys
+
+    monkeypatch.setattr(engine_feed, "block_keys", chained)
+    held = EngineBlocks(PLACE, block_count_max=3)
+    assert put(held, stored(0, 5)) == KEYS[:3]
+    assert put(held, stored(0, 5)) == []
+    assert made == [3]
+    assert held.left_out == 2 + 5
+
+
+def test_a_key_is_held_as_long_as_a_name_stands_for_it() -> None:
+    held = EngineBlocks(PLACE)
+    put(held, stored(0, 2))
+    assert [key in held for key in KEYS[:3]] == [True, True, False]
+    # The second block's name stands for another block now.
+    put(held, stored(0, 1, block_hashes=[low(1)], token_ids=TOKENS[SIZE : 2 * SIZE]))
+    assert [key in held for key in KEYS[:2]] == [True, False]
+    assert held.removed([low(0)]) == KEYS[:1]
+    assert held.removed([low(0)]) == [], "once"
+    assert KEYS[0] not in held
+    put(held, stored(0, 1))
+    held.cleared()
+    assert (len(held), KEYS[0] in held) == (0, False)
+
+
+LOOKAHEAD = Path(__file__).parents[2] / "data" / "lookahead_events.hex"
+"""Batches of vLLM 0.33's block pool, whose hashes cover one token behind each block: 13 of TOKENS;
+another prompt, with the first 8 of them; the first prompt's blocks were evicted."""
+
+
+def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of() -> None:
+    first, second, evicted = map(bytes.fromhex, LOOKAHEAD.read_text().split())
+    (event,) = decode_batch(first)
+    assert isinstance(event, EngineStored)
+    assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
+    assert event.block_hashes != [*map(low, range(3))], "its own names"
+    made = EngineFeed(PLACE, lambda _: None)
+    made.begin(0)
+    assert made.lookahead_tokens == 0
+    made.heard(0, first, 0)
+    assert made.blocks.keys() == KEYS[:3]
+    made.heard(1, second, 0)
+    made.heard(2, evicted, 0)
+    assert [key in made.blocks for key in KEYS[:3]] == [False, True, False]
+    assert made.lookahead_tokens == 1
+    made.heard(3, batch(stored(0, 1)), 0)
+    assert made.lookahead_tokens == 0, "it was restarted with that"
+
+
+def test_what_vllm_publishes_is_understood() -> None:
+    gone = removed(0, name=KEYS.__getitem__)
+    first = stored(0, 1, something="that comes later", group_idx=None)
+    events = decode_batch(batch(first, {"type": "Later", "x": 1}, gone, CLEARED))
+    assert decode_batch(msgspec.msgpack.encode([1.5, [], None])) == []
+    assert events == [
+        EngineStored(
+            block_hashes=[low(0)],
+            parent_block_hash=None,
+            token_ids=TOKENS[:SIZE],
+            block_size=SIZE,
+            medium="GPU",
+            extra_keys=[None],
+        ),
+        EngineRemoved(block_hashes=[KEYS[0]], medium="GPU", group_idx=0),
+        EngineCleared(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"nonsense",
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode({"type": "BlockStored"}),
+        batch(stored(0, 1, block_hashes="text")),
+        batch(stored(0, 1, block_hashes=[b"short"])),
+        batch(stored(0, 1, lookahead_token_ids=[7])),
+        batch({"type": "BlockRemoved"}),
+        batch(7),  # type: ignore[arg-type]
+        batch({"type": 7}),
+        bytes(PAYLOAD_BYTES_MAX + 1),
+    ],
+)
+def test_nonsense_is_said_to_be_that(broken: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(broken)

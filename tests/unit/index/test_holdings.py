@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -17,7 +16,6 @@ from kvstore.index.holdings import Holdings
 from kvstore.index.loops import ROW, SCOPE, home_of
 from kvstore.types import Tier
 from tests.kit.index_check import check_holdings
-from tests.unit.index.model import Model
 from tests.unit.index.words import SPACE, keys
 
 BYTES_PER_ENTRY_MAX = 120
@@ -131,32 +129,6 @@ def test_blocks_with_the_same_holders_are_compared_and_no_others_cut(
     assert slower == dict.fromkeys(slots, (2, 2)) | {slots[3]: (1, 2)}
     monkeypatch.setattr(loops, "narrow", None)
     assert {s: d for s, _, d, *_ in flat.match("t", SPACE, keys(1, 2))} == dict.fromkeys(slots, 2)
-
-
-def test_tables_of_a_few_cells_wrap_round() -> None:
-    """With each seed others of the few rows and sets meet at the end of their tables."""
-    for seed in range(150):
-        chance, model = random.Random(seed), Model()
-        flat = Holdings(entry_count_max=12, slot_count_max=3, seed=seed, is_native=False)
-        for _ in range(3):
-            slot = flat.open(HOLDER, PLACE, is_hidden=False)
-            assert slot is not None
-            model.open(slot, "t", SPACE, is_hidden=False)
-        for step in range(60):
-            slot, tier = chance.choice([*model.scopes]), Tier(chance.randrange(3))
-            block = keys(chance.randrange(4) + (4 * slot if step % 20 < 10 else 0))
-            stores = chance.random() < 0.6
-            if stores and model.entry_count() == 12:
-                continue  # full: it would forget something
-            (flat.stored if stores else flat.removed)(slot, PLACE, tier, block)
-            (model.stored if stores else model.removed)(slot, tier, block)
-            if step % 6 == 0:
-                check_holdings(flat)
-        sizes = flat.statistics()
-        assert (sizes.entry_count, sizes.evicted_count) == (model.entry_count(), 0)
-        for number in range(16):
-            told = {s: (h, d, f) for s, h, d, f, _ in flat.match("t", SPACE, keys(number))}
-            assert told == model.match("t", SPACE, keys(number))
 
 
 def words_of(*words: int) -> bytes:

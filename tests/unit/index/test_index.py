@@ -23,7 +23,6 @@ from tests.unit.index.words import (
     hello,
     keys,
     lengths,
-    part,
     stored,
 )
 
@@ -129,26 +128,6 @@ def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
     assert not index.nodes
 
 
-def test_a_silent_node_is_forgotten_when_it_is_time_and_not_before() -> None:
-    index = new_index()
-    done(index.hear(hello(), NOW))
-    done(index.tick(NOW + FORGET_MS - 1))
-    assert NODE in index.nodes
-    done(index.tick(NOW + FORGET_MS))
-    assert not index.nodes
-
-
-def test_a_node_that_found_no_room_is_exact_again_with_its_next_snapshot() -> None:
-    index = new_index()
-    done(index.hear(hello(), NOW))
-    done(index.hear(delta(1, *(stored(1, engine=str(n)) for n in range(9))), NOW))
-    assert done(index.match("t", SPACE, keys(1), NOW)).trust is Trust.CATCHING_UP
-    done(index.hear(delta(2, *(Left(str(n)) for n in range(8))), NOW))
-    assert done(index.hear(beat(4), NOW)) is Verdict.ASK
-    done(index.hear(part(4, 0, stored(1), is_last=True), NOW))
-    assert done(index.match("t", SPACE, keys(1), NOW)).trust is Trust.EXACT
-
-
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(ValueError, match="entries must be more than slots"):
         Holdings(8, slot_count_max=8)
@@ -173,18 +152,6 @@ def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
     assert len(places.slots) == 1
     places.slots = dict(places.slots.items())
     check(index)
-
-
-def test_what_a_node_does_is_what_it_said_last_until_its_process_is_another() -> None:
-    index = told(1)
-    done(index.hear(beat(1, load=Load(leases=5)), NOW))
-    done(index.hear(beat(1), NOW))  # too busy to say it again
-    [member] = index.members(NOW)
-    assert member.load == Load(leases=5)
-    done(index.hear(hello(incarnation=2), NOW))
-    done(index.hear(beat(1, load=Load(leases=5)), NOW))  # of the one before
-    [member] = index.members(NOW)
-    assert member.load is None
 
 
 def test_what_a_node_does_travels_in_answers_whole() -> None:

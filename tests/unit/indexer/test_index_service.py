@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from types import ModuleType
 from typing import cast
 
 import pytest
 
 from kvstore.config.cluster import IndexConfig
+from kvstore.config.values import HostPort
+from kvstore.errors import ConfigError
 from kvstore.index import holdings, loops
 from kvstore.index.feed import ConnectRefused, Trust
 from kvstore.indexer import replica, service as index
+from kvstore.indexer.replica import run_index
 from kvstore.indexer.service import IndexService
 from kvstore.net.aio import LoopThread, persist
+from kvstore.net.server import refuse_taken
 from kvstore.ports import IndexStore
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Hello
@@ -97,3 +103,36 @@ async def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
     await service._ended(hello, "ipv4:127.0.0.1:5")
     service.close()
     assert heard.words[-1] == ConnectRefused("n1")
+
+
+# ── addresses that are taken ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("option", ["--listen", "--metrics"])
+def test_an_address_that_is_taken_is_refused_before_the_loops_are_compiled(
+    host: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled() -> None:
+        raise AssertionError("it compiles first")
+
+    monkeypatch.setattr(holdings, "compiled", compiled)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        ports = {"--listen": 0, "--metrics": 0, option: taken.getsockname()[1]}
+        listen, metrics = (HostPort(host, ports[each]) for each in ("--listen", "--metrics"))
+        config = IndexConfig(listen=listen, metrics=metrics, entries=1000, tls=None)
+        with pytest.raises(ConfigError, match=f"^{option} cannot listen on .*: the address is in"):
+            run_index(config)
+
+
+def test_a_kernel_without_ipv6_leaves_the_address_to_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_family(family: socket.AddressFamily) -> None:
+        asked.append(family)
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_family)
+    refuse_taken("--listen", "::", 0)
+    assert asked == [socket.AF_INET6]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from typing import Any
+
 import pytest
 
 from kvstore.net.aio import HostAddresses, resolved
@@ -15,3 +19,12 @@ async def test_a_name_that_dns_cannot_have_has_no_address(name: str) -> None:
         await resolved(name, 9470)
     with pytest.raises(OSError, match="label"):
         await HostAddresses(name).now()
+
+
+@on_loop
+async def test_a_link_local_address_keeps_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(*_: Any, **__: Any) -> Any:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 0, 0, 2))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    assert await HostAddresses("printer.local").now() == ["fe80::1%2"]

@@ -1,21 +1,17 @@
-"""A certificate that ends is seen coming: by a metric of node and index, and at the start."""
+"""A certificate that ends is seen coming: by a metric, and at the start. What node and index show
+is in `tests/integration/cluster/test_renewal.py`."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from kvstore.client.certificates import load
 from kvstore.client.tls import Tls
-from kvstore.indexer.replica import make_pages
 from kvstore.net.server import certificate_ends, warn_of_its_end
-from kvstore.peers.member import ClusterMember
 from kvstore.testing.process import Lab
 
 DAY_S = 24 * 60 * 60
@@ -35,21 +31,6 @@ def test_the_metric_is_when_the_certificate_ends(tls: Tls) -> None:
     ends_s = certificate_ends(tls)[NAME]
     assert ends_s == pytest.approx(time.time() + 90 * DAY_S, abs=DAY_S)
     assert certificate_ends(None) == {NAME: {}}
-
-
-def test_an_index_by_itself_shows_it(tls: Tls) -> None:
-    replica = cast("Any", SimpleNamespace(metrics=dict, state=dict, note=""))
-    page = make_pages(replica, tls)["/metrics"]().body.decode()
-    (shown,) = re.findall(rf"^kvstore_{NAME} (\S+)$", page, re.MULTILINE)
-    assert float(shown) == tls.ends_s
-    bare = make_pages(replica, None)["/metrics"]().body.decode()
-    assert re.findall(rf"^kvstore_{NAME}\b.*$", bare, re.MULTILINE) == []
-
-
-def test_a_node_shows_it(tls: Tls) -> None:
-    feeder = SimpleNamespace(counters=SimpleNamespace(), connected_count=0)
-    member = SimpleNamespace(peering=None, feeder=feeder, memory=None, _tls=tls)
-    assert ClusterMember.metrics(cast("ClusterMember", member))[NAME] == tls.ends_s
 
 
 @pytest.mark.parametrize(("days", "left"), [(29.5, "29.5"), (0.5, "0.5")])

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
 from kvstore import __version__
-from kvstore.config.values import HostPort
 from kvstore.errors import NodeBusy
 from kvstore.net import site
-from kvstore.net.http import HttpServer, text_page
+from kvstore.net.http import text_page
 from kvstore.net.site import PERIOD_S, ROWS_MAX, STATE_BYTES_MAX, encode_state, make_site
 
 FOLDER = Path(site.__file__).parent
@@ -76,29 +72,6 @@ def test_five_viewers_cost_one_state_a_second() -> None:
     assert json.loads(page().body)["made"] == 2
 
 
-def test_viewers_over_http_at_the_same_moment_cost_one_state() -> None:
-    made, gate = 0, threading.Event()
-
-    def read() -> dict[str, Any]:
-        nonlocal made
-        made += 1
-        gate.wait(10)
-        return {}
-
-    server = HttpServer(HostPort(host="127.0.0.1", port=0), site_of(read, clock_s=lambda: 9.0))
-    server.start()
-    try:
-        with ThreadPoolExecutor(5) as pool:
-            viewers = [
-                pool.submit(lambda: urlopen(server.url + "/state.json").read()) for _ in "12345"
-            ]
-            gate.set()
-            assert len({viewer.result(20) for viewer in viewers}) == 1
-    finally:
-        server.close()
-    assert made == 1
-
-
 @pytest.mark.parametrize(("length", "shown"), [(10, ROWS_MAX), (3000, None)])
 def test_a_state_is_bounded_and_says_how_many_rows_there_are(
     length: int, shown: int | None
@@ -112,9 +85,6 @@ def test_a_state_is_bounded_and_says_how_many_rows_there_are(
     assert kept == rows[: len(kept)]
     assert len(kept) == shown if shown else 0 < len(kept) < ROWS_MAX
     assert (state["few"], state["word"]) == ([1, 2], "w")
-
-
-def test_a_state_without_lists_is_not_cut_for_ever() -> None:
     assert json.loads(encode_state({"text": "x" * STATE_BYTES_MAX, "rows": []}))["rows"] == []
 
 

@@ -20,7 +20,6 @@ from kvstore.net import aio
 from kvstore.router.engines.connections import EngineConnection, EnginePlaces
 from kvstore.router.engines.failures import NoConnection
 from kvstore.wire.identity import Identity
-from tests.kit.coroutines import on_loop
 
 
 @contextlib.contextmanager
@@ -148,17 +147,3 @@ def test_an_engine_that_hangs_up_before_its_handshake_has_no_connection(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(played(), 20))
-
-
-@on_loop
-async def test_a_link_local_address_keeps_its_interface_and_a_name_that_is_none_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def found(*_: Any, **__: Any) -> Any:
-        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 0, 0, 2))]
-
-    wrong = aio.HostAddresses("a..b")
-    with pytest.raises(OSError, match="label"):
-        await wrong.now()
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
-    assert await aio.HostAddresses("printer.local").now() == ["fe80::1%2"]
