@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvstore.index.feed import Holder, Trust
 from kvstore.index.index import Match
@@ -27,6 +28,7 @@ from kvstore.routing.events import (
     Routed,
     RouteEvent,
 )
+from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.rows import StateChange
@@ -92,6 +94,15 @@ def answer(*matches: Match, trust: Trust = Trust.EXACT) -> PrefixAnswer:
 
 def hbm(number: int, blocks: int, trust: Trust = Trust.EXACT) -> Match:
     return Match(Holder(f"n{number}", "e"), blocks, trust=trust)
+
+
+def columns(**given: list[float]) -> np.ndarray:
+    """Features of workers, by column."""
+    made = np.zeros((len(FeatureColumn), len(next(iter(given.values())))))
+    made[[FeatureColumn.HIT_RATIO, FeatureColumn.FETCH_RATIO, FeatureColumn.WARM]] = 1
+    for name, values in given.items():
+        made[FeatureColumn[name.upper()]] = values
+    return made
 
 
 def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:

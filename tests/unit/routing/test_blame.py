@@ -88,15 +88,6 @@ def test_what_is_no_fault_of_a_worker_opens_no_breaker(failure: Failure) -> None
     assert core._retries_left == 256
 
 
-def test_a_status_that_no_request_causes_counts_at_once() -> None:
-    core = core_of(spec(0), spec(1))
-    for n in range(3):
-        assert not is_open(core, "w0")
-        routed(arrive(core, request(f"r{n}", subset=at("w0"))))
-        turn(core, fail(f"r{n}", Failure.STATUS))
-    assert is_open(core, "w0")
-
-
 def test_a_4xx_is_an_answer_and_a_success_of_its_worker() -> None:
     core = core_of(spec(0))
     for n in range(50):

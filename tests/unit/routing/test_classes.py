@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Ending, FirstToken, RequestEnded, RouteTick, Shared
-from kvstore.routing.features import FeatureColumn
+from kvstore.routing.events import FirstToken, RouteTick, Shared
 from kvstore.routing.policy import PolicyLimits, RoutingPolicy, parse
 from kvstore.routing.pressure import saturation
 from kvstore.wire.load import EngineLoad
@@ -16,6 +14,7 @@ from tests.unit.routing.fleets import (
     S,
     answer,
     arrive,
+    columns,
     core_of,
     hbm,
     rejected,
@@ -156,18 +155,6 @@ def test_requests_of_other_routers_keep_a_worker_from_being_idle() -> None:
     assert arrive(core, request("b", service="batch")) is None
 
 
-def test_a_worker_with_a_stream_is_not_idle() -> None:
-    core = core_of(spec(0), spec(1), policy=POLICY)
-    routed(arrive(core, request("stream", 16, subset=("w1",))))
-    core.step(FirstToken("stream"), S)
-    for n in range(4):
-        routed(arrive(core, request(f"r{n}", 8000, subset=("w0",))))
-    likes_w0 = answer(hbm(0, 2000))
-    assert arrive(core, request("b", 32_000, service="batch"), likes_w0) is None
-    [sent] = turn(core, RequestEnded("stream", Ending.DONE))
-    assert (routed(sent).request_id, routed(sent).worker) == ("b", "w1")
-
-
 @pytest.mark.parametrize(("bound", "is_held"), [(0.5, False), (0.49, True)])
 def test_a_pool_may_be_as_saturated_as_the_bound_says(bound: float, *, is_held: bool) -> None:
     """Both workers have half of what they may, so that neither is idle."""
@@ -187,13 +174,6 @@ def test_a_pool_may_be_as_saturated_as_the_bound_says(bound: float, *, is_held: 
 
 
 # ── saturation ───────────────────────────────────────────────────────────────────────────────────
-
-
-def columns(**given: list[float]) -> np.ndarray:
-    made = np.zeros((len(FeatureColumn), len(next(iter(given.values())))))
-    for name, values in given.items():
-        made[FeatureColumn[name.upper()]] = values
-    return made
 
 
 def test_a_worker_counts_as_one_however_long_its_queue() -> None:

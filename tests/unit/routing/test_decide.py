@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -16,7 +15,7 @@ from kvstore.index.index import Match
 from kvstore.routing.costs import terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Joined, RequestEnded, Scraped
-from kvstore.routing.features import TRUSTS, Case, FeatureColumn
+from kvstore.routing.features import TRUSTS, Case
 from kvstore.routing.policy import PolicyCosts, PolicyName, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.rows import Term
@@ -31,6 +30,7 @@ from tests.unit.routing.fleets import (
     S,
     answer,
     arrive,
+    columns,
     core_of,
     explain,
     hbm,
@@ -39,18 +39,6 @@ from tests.unit.routing.fleets import (
     routed,
     spec,
 )
-
-
-def columns(**given_: list[float]) -> np.ndarray:
-    count = len(next(iter(given_.values())))
-    made = np.zeros((len(FeatureColumn), count))
-    made[FeatureColumn.HIT_RATIO] = 1
-    made[FeatureColumn.FETCH_RATIO] = 1
-    made[FeatureColumn.WARM] = 1
-    for name, values in given_.items():
-        made[FeatureColumn[name.upper()]] = values
-    return made
-
 
 COSTS = PolicyCosts(
     prefill_tokens_per_s=1000,
@@ -119,12 +107,6 @@ def test_the_longest_prefix_wins_until_its_queue_costs_more() -> None:
         routed(arrive(core, request(f"r{n}", 4096), answer(hbm(1, 200)))).worker for n in range(12)
     )
     assert counts["w1"] > counts["w0"] > 0
-
-
-def test_equal_workers_share_cold_prompts() -> None:
-    core = core_of(*(spec(n) for n in range(8)))
-    counts = Counter(routed(arrive(core, request(f"r{n}"))).worker for n in range(64))
-    assert set(counts.values()) == {8}
 
 
 def test_among_idle_equals_the_one_that_rested_longest_is_next() -> None:

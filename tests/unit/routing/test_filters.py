@@ -1,4 +1,7 @@
-"""Who cannot take a request, who is a last resort, and when a request waits instead."""
+"""Who cannot take a request, who is a last resort, and when a request waits instead.
+
+Requests end where a pod terminates, and new ones go there as the last resort only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
-    Arrived,
     Ending,
     Failure,
     FirstToken,
@@ -21,8 +23,10 @@ from kvstore.routing.events import (
     Scraped,
 )
 from kvstore.routing.policy import parse
-from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest
+from kvstore.routing.rows import REST_NS
+from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest, WorkerWord
 from tests.unit.routing.fleets import (
+    MS,
     S,
     answer,
     arrive,
@@ -74,20 +78,17 @@ def special(name: str, **more: Any) -> RouteRequest:
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_whoever_is_left_gets_the_request(flaw: str) -> None:
-    core = flawed(flaw)
-    sent = routed(arrive(core, special("r")))
-    assert sent.worker == "w0"
-    assert sent.draft.plain.degraded[-1] == "last-resort"
-
-
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_a_worker_without_a_flaw_comes_first(flaw: str) -> None:
+def test_a_worker_without_a_flaw_comes_first_and_whoever_is_left_is_a_last_resort(
+    flaw: str,
+) -> None:
     core = flawed(flaw, "")
     for n in range(3):
         sent = routed(arrive(core, special(f"r{n}"), answer(hbm(0, 512))))
         assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": flaw})
         assert "last-resort" not in sent.draft.plain.degraded
+    sent = routed(arrive(flawed(flaw), special("r")))
+    assert sent.worker == "w0"
+    assert sent.draft.plain.degraded[-1] == "last-resort"
 
 
 @pytest.mark.parametrize(("mild", "bad"), list(pairwise(FLAWS)))
@@ -259,15 +260,6 @@ def test_memory_that_is_not_known_drops_nobody() -> None:
     assert routed(arrive(core, request("r", 50_000))).worker == "w0"
 
 
-def test_without_limits_no_number_of_requests_is_too_many() -> None:
-    core = core_of(spec(0))
-    for n in range(100):
-        [command] = core.step(Arrived(request(f"r{n}", 16)), S)
-        assert isinstance(command, Routed)
-    assert core.fleet.in_flight("w0") == 100
-    assert core.fleet.in_flight("gone") == 0
-
-
 @pytest.mark.parametrize("limit", ["queue_max", "running_max"])
 def test_limits_hold_requests_back(limit: str) -> None:
     core = core_of(spec(0), policy=parse({"limits": {limit: 2}}))
@@ -299,3 +291,120 @@ def test_a_red_worker_keeps_its_prefixes_where_there_is_no_index() -> None:
         arrive(core, request("b", prefix="x"), answer(hbm(0, 256)), 36 * S)
     ).draft.receipt()
     assert blind.features["hbm"] == [0, 0]
+
+
+# ── pods that terminate ──────────────────────────────────────────────────────────────────────────
+
+
+ALL = answer(hbm(0, 256))
+"""The prompt is in the KV cache of w0."""
+
+
+def terminates(core: RouterCore, number: int) -> None:
+    turn(core, Joined(spec(number, is_terminating=True)))
+
+
+def goes(core: RouterCore, name: str) -> Routed:
+    return routed(arrive(core, request(name), ALL))
+
+
+@pytest.mark.parametrize("policy", ["cost", "least-load", "session", "round-robin"])
+def test_it_gets_nothing_while_another_worker_is_there(policy: str) -> None:
+    core = core_of(spec(0), spec(1), policy=parse({"policy": policy}))
+    terminates(core, 0)
+    assert core.fleet.workers[0].word is WorkerWord.DRAINING
+    for n in range(6):
+        sent = goes(core, f"r{n}")
+        assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": "terminating"})
+        assert sent.fallbacks == ()
+
+
+def test_its_requests_end_there() -> None:
+    core = core_of(spec(0), spec(1))
+    assert goes(core, "a").worker == "w0"
+    terminates(core, 0)
+    assert core.fleet.in_flight("w0") == 1
+    turn(core, FirstToken("a"))
+    turn(core, RequestEnded("a", Ending.DONE, output_tokens=3))
+    assert core.fleet.in_flight("w0") == 0
+    turn(core, Joined(spec(0)))
+    assert goes(core, "b").worker == "w0", "another pod of its name"
+
+
+def test_conversations_move() -> None:
+    core = core_of(spec(0), spec(1), policy=parse({"policy": "session"}))
+    home = routed(arrive(core, request("a", session="s"))).worker
+    number = int(home[1:])
+    terminates(core, number)
+    other = routed(arrive(core, request("b", session="s"))).worker
+    assert other != home
+    for name in "ab":
+        turn(core, RequestEnded(name, Ending.DONE))
+    turn(core, Joined(spec(number)))
+    assert routed(arrive(core, request("c", session="s"))).worker == other, "and stay"
+
+
+def test_it_is_the_last_resort_before_one_that_is_down() -> None:
+    core = core_of(spec(0), spec(1))
+    terminates(core, 0)
+    for n in range(3):
+        assert goes(core, f"a{n}").worker == "w1"
+    for n in range(3):
+        core.step(fail(f"a{n}"), S)
+    assert core.fleet.workers[1].breaker.is_open
+    assert goes(core, "b").worker == "w1", "which is there, and has one more try"
+    goes_down(core, "w1")
+    sent = goes(core, "c")
+    assert (sent.worker, sent.draft.plain.degraded) == ("w0", ("last-resort",))
+    goes_down(core, "w0")
+    assert core.fleet.workers[0].word is WorkerWord.DOWN
+    assert goes(core, "d").worker in ("w0", "w1"), "nothing is worse than an error"
+
+
+def test_what_the_policy_drains_gets_nothing_all_the_same() -> None:
+    core = core_of(spec(0), policy=parse({"draining": ["w0"]}))
+    terminates(core, 0)
+    assert arrive(core, request("a")).reason == "rejected-no-endpoints"  # type: ignore[union-attr]
+
+
+# ── workers that are full by their own word ──────────────────────────────────────────────────────
+
+
+def test_a_worker_that_is_full_by_its_own_word_is_left_alone_for_a_moment() -> None:
+    core = core_of(spec(0), spec(1))
+    first = routed(arrive(core, request("r")))
+    other = routed(turn(core, fail("r", Failure.BUSY))[0])
+    assert other.worker != first.worker
+    core.step(RequestEnded("r", Ending.DONE), S)
+    for n in range(8):
+        again = routed(arrive(core, request(f"s{n}"), now_ns=S + REST_NS - 1))
+        assert again.worker == other.worker
+        core.step(FirstToken(f"s{n}"), S + REST_NS - 1)
+    late = routed(arrive(core, request("t"), now_ns=S + REST_NS))
+    assert late.worker == first.worker, "it has nothing to do"
+    core.step(FirstToken("t"), S + REST_NS)
+    assert not core.fleet.doubtful
+
+
+def test_nobody_waits_for_a_worker_that_rests() -> None:
+    """A client whose requests are refused with 429 would hold up all others."""
+    core = core_of(spec(0), spec(1), spec(2))
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}", subset=(f"w{n}",))))
+        turn(core, fail(f"r{n}", Failure.BUSY))
+    goes_down(core, "w2")
+    sent = routed(arrive(core, request("other")))
+    assert sent.worker in ("w0", "w1")
+    assert sent.draft.plain.filtered == {"w2": "down"}
+    assert "last-resort" in sent.draft.plain.degraded
+
+
+def test_a_rest_is_as_long_as_the_last_word_says() -> None:
+    core = core_of(spec(0), spec(1))
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}", subset=("w0",))))
+    turn(core, fail("r0", Failure.BUSY))
+    turn(core, fail("r1", Failure.BUSY), S + 100 * MS)
+    for now_ns, filtered in ((S + REST_NS, {"w0": "rests"}), (S + 100 * MS + REST_NS, {})):
+        sent = routed(arrive(core, request(f"at {now_ns}"), now_ns=now_ns))
+        assert sent.draft.plain.filtered == filtered

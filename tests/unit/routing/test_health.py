@@ -91,9 +91,10 @@ def test_a_change_of_a_word_or_its_reason_is_said_once() -> None:
     assert changes(core, Probed("gone", REFUSED)) == []
 
 
-def test_an_answer_to_a_request_reaches_a_worker_too() -> None:
+def test_a_worker_that_nobody_has_reached_yet_gets_requests_and_an_answer_reaches_it() -> None:
     core = RouterCore(RoutingPolicy(), seed=1)
     core.step(Joined(spec(0)), 0)
+    assert core.fleet.workers[0].word is WorkerWord.NEW
     routed(arrive(core, request("r")))
     assert changes(core, FirstToken("r")) == [("w0", "up", "")]
     assert changes(core, RequestEnded("r", Ending.DONE)) == []
@@ -223,29 +224,11 @@ def test_a_late_worker_is_less_preferred_by_its_lateness_and_no_more() -> None:
     assert "late" not in routed(arrive(core, request("x"))).draft.receipt().terms
 
 
-def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
-    core = RouterCore(RoutingPolicy(), seed=1)
-    core.step(Joined(spec(0)), 0)
-    assert core.fleet.workers[0].word is WorkerWord.NEW
-    assert goes_to(core, "r", S) == "w0"
-
-
 # ── requests at a worker that is silent ──────────────────────────────────────────────────────────
 
 
 def given_up(core: RouterCore, event: Any, now_ns: int = S) -> list[str]:
     return [c.worker for c in core.step(event, now_ns) if isinstance(c, AbandonWorker)]
-
-
-def test_requests_at_a_silent_worker_are_given_up_only_if_another_one_answers() -> None:
-    core = core_of(spec(0), spec(1))
-    goes_down(core, "w1")
-    silence = Probed("w0", SILENT, "silent for 12 s")
-    assert given_up(core, silence) == [], "waiting there is all that is left"
-    assert given_up(core, Probed("w1", ANSWERED)) == []
-    assert given_up(core, silence) == ["w0"]
-    core.adopt(parse({"draining": ["w1"]}), S)
-    assert given_up(core, silence) == [], "it takes no new requests"
 
 
 def test_a_request_that_went_back_to_a_silent_worker_has_the_whole_limit_again() -> None:
@@ -260,34 +243,22 @@ def test_a_request_that_went_back_to_a_silent_worker_has_the_whole_limit_again()
     assert given_up(core, Probed(first.worker, SILENT)) == [first.worker]
 
 
-NO_SUBSTITUTES: list[tuple[WorkerSpec, WorkerSpec]] = [
-    (spec(0), spec(1, pool="other")),
-    (spec(0, role=WorkerRole.DECODE), prefiller(1)),
-    (spec(0, models=("a",)), spec(1, models=("b",))),
-]
-
-
-@pytest.mark.parametrize(("silent", "other"), NO_SUBSTITUTES)
-def test_nothing_is_given_up_for_a_worker_that_could_not_serve_it(
-    silent: WorkerSpec, other: WorkerSpec
-) -> None:
-    core = core_of(silent, other)
-    assert given_up(core, Probed("w0", SILENT)) == []
-
-
-SUBSTITUTES: list[tuple[WorkerSpec, WorkerSpec]] = [
-    (prefiller(0), spec(1, role=WorkerRole.DECODE)),
-    (prefiller(0), prefiller(1)),
-    (spec(0, models=("a", "b")), spec(1, models=("b",))),
-    (spec(0, models=("a",)), spec(1)),
-]
-
-
-@pytest.mark.parametrize(("silent", "other"), SUBSTITUTES)
+@pytest.mark.parametrize(
+    ("silent", "other", "can_serve_it"),
+    [
+        (spec(0), spec(1, pool="other"), False),
+        (spec(0, role=WorkerRole.DECODE), prefiller(1), False),
+        (spec(0, models=("a",)), spec(1, models=("b",)), False),
+        (prefiller(0), spec(1, role=WorkerRole.DECODE), True),
+        (prefiller(0), prefiller(1), True),
+        (spec(0, models=("a", "b")), spec(1, models=("b",)), True),
+        (spec(0, models=("a",)), spec(1), True),
+    ],
+)
 def test_whoever_could_serve_it_is_a_reason_to_give_up(
-    silent: WorkerSpec, other: WorkerSpec
+    silent: WorkerSpec, other: WorkerSpec, *, can_serve_it: bool
 ) -> None:
-    assert given_up(core_of(silent, other), Probed("w0", SILENT)) == ["w0"]
+    assert given_up(core_of(silent, other), Probed("w0", SILENT)) == ["w0"] * can_serve_it
 
 
 # ── draining ─────────────────────────────────────────────────────────────────────────────────────
@@ -314,19 +285,6 @@ def test_the_policy_says_who_drains() -> None:
     assert core.adopt(RoutingPolicy(), S)[0] == StateChange("w0", WorkerWord.UP, "")
     receipt = routed(arrive(core, request("back"), answer(hbm(0, 256)))).draft.receipt()
     assert (receipt.chosen, receipt.filtered) == ("w0", {"w1": "down"})
-
-
-def test_nobody_waits_for_workers_that_are_gone() -> None:
-    """The default class waits without end: what can never be placed would block its whole pool."""
-    full = {"limits": {"running_max": 1}}
-    core = core_of(spec(0), spec(1), policy=parse(full))
-    routed(arrive(core, request("r", subset=("w0",))))
-    assert arrive(core, request("held", subset=("w0",))) is None
-    assert arrive(core, request("behind")) is None
-    gone, behind, _ = core.adopt(parse(full | {"draining": ["w0"]}), S + MS)
-    assert (rejected(gone).request_id, rejected(gone).status) == ("held", 503)
-    assert (routed(behind).request_id, routed(behind).worker) == ("behind", "w1")
-    check(core)
 
 
 def test_a_request_that_was_tried_and_waits_ends_with_its_last_worker() -> None:

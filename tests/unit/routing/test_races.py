@@ -113,19 +113,15 @@ def test_the_end_of_a_race_says_nothing_about_a_worker_that_was_only_tried(
 
 def test_no_race_with_side_effects_or_without_another_worker_or_with_a_remote_prefill() -> None:
     assert not routed(arrive(racing(), request("a", 160))).may_race
-    assert not routed(arrive(racing(1), pure("a"))).may_race
-    core = racing(0, *(spec(n, role=WorkerRole.DECODE) for n in range(2)), prefiller(10))
-    assert not routed(arrive(core, pure("a", 4096))).may_race
-    local = routed(arrive(core, pure("b", 100)))
-    assert (local.may_race, local.late_after_s) == (True, 0.5)
-
-
-def test_whether_there_is_another_worker_is_what_is_known_now() -> None:
     core = racing()
     goes_down(core, "w0")
     assert not routed(arrive(core, pure("a"))).may_race
     comes_back(core, "w0")
-    assert routed(arrive(core, pure("b"))).may_race
+    assert routed(arrive(core, pure("b"))).may_race, "by what is known now"
+    core = racing(0, *(spec(n, role=WorkerRole.DECODE) for n in range(2)), prefiller(10))
+    assert not routed(arrive(core, pure("a", 4096))).may_race
+    local = routed(arrive(core, pure("b", 100)))
+    assert (local.may_race, local.late_after_s) == (True, 0.5)
 
 
 def test_by_default_a_request_is_late_after_the_longest_of_three_times() -> None:
@@ -166,14 +162,6 @@ def test_no_race_to_a_worker_that_is_not_free() -> None:
         quick = racing()
         assert 0.5 < routed(arrive(quick, pure("r", 8000))).draft.plain.predicted_s < 2
         assert len(quick.step(Late("r"), S + waited_ns)) == count, "no quicker than was waited"
-
-
-def test_no_race_before_the_token_is_late_again_or_after_it() -> None:
-    core = racing()
-    routed(arrive(core, pure("r")))
-    core.step(FirstToken("r"), S + MS)
-    assert core.step(Late("r"), 2 * S) == []
-    assert core.step(Late("nobody"), 2 * S) == []
 
 
 def test_races_have_a_budget() -> None:

@@ -100,22 +100,20 @@ def test_a_session_leaves_a_worker_that_failed_at_it_though_its_probes_are_answe
     assert ask(core, "third").worker == other != home
 
 
-def test_the_end_of_a_session_forgets_it() -> None:
+@pytest.mark.parametrize(
+    ("second", "third"),
+    [({"ends_session": True}, {}), ({"tenant": "a"}, {"tenant": "b"})],
+    ids=["it ends", "of another tenant"],
+)
+def test_no_other_session_and_none_that_has_ended_is_remembered(
+    second: dict[str, Any], third: dict[str, Any]
+) -> None:
     core = sticky(4)
     home = ask(core, "first").worker
     goes_down(core, home)
-    ask(core, "second", ends_session=True)
+    ask(core, "second", **second)
     comes_back(core, home)
-    assert ask(core, "third").worker == home
-
-
-def test_tenants_and_models_have_sessions_of_their_own() -> None:
-    core = sticky(4)
-    home = ask(core, "first").worker
-    goes_down(core, home)
-    ask(core, "second", tenant="a")
-    comes_back(core, home)
-    assert ask(core, "third", tenant="b").worker == home
+    assert ask(core, "third", **third).worker == home
 
 
 def sides(stable: int, canary: int) -> RoutingPolicy:
