@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 from aiohttp.http import RawRequestMessage
 
+from kvstore.client.tls import TlsFiles
 from kvstore.router.engines import connections
 from kvstore.router.front import door
 from kvstore.testing.process import Lab
@@ -64,18 +65,6 @@ def test_long_heads_that_wait_behind_a_request_are_bounded_and_answered(
         until(lambda: router.on_loop(lambda: front.head_bytes) == 0)
 
 
-def test_silent_connections_give_way(
-    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
-    with RouterThread([worker.flag], connections=20) as router, contextlib.ExitStack() as stack:
-        for _ in range(60):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
-            client.sendall(b"POST /v1/comp")
-        assert router.ask()[0] == 200
-        until(lambda: router.router.door.connection_count <= 20)
-
-
 def test_a_connection_whose_request_is_on_its_way_does_not_give_way(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,21 +112,12 @@ def test_a_slow_reader_holds_back_the_engine_and_is_cut_off(
             until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
 
 
-def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path) -> None:
-    lab = Lab(tmp_path)
-    files = lab.files("client", "router")
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("team-a: key-of-team-a-0001\n")
-    flags: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
-    context = ssl.create_default_context(cafile=files.ca)
-    context.check_hostname = False
-    certified = ssl.create_default_context(cafile=files.ca)
-    certified.check_hostname = False
-    certified.load_cert_chain(files.cert, files.key)
-
+def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path, keys: str) -> None:
+    files, flags = cluster(tmp_path)
+    certified = trusting(files.ca, files)
     with RouterThread([worker.flag], **flags) as router:
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            https(router.port, context)
+            https(router.port, trusting(files.ca))
         assert https(router.port, certified) == 200
         requests = worker.seen()["requests"]
         plain = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
@@ -148,70 +128,82 @@ def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path)
             assert json.loads(answer.read())["error"]["message"] == door.NEEDS_TLS
         assert worker.seen()["requests"] == requests
         assert https(router.port, certified) == 200
-    with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
-        assert https(router.port, context) == 401
-        assert https(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200
+    with RouterThread([worker.flag], api_keys=keys, **flags) as router:
+        assert https(router.port, trusting(files.ca)) == 401
+        assert https(router.port, trusting(files.ca), **KEY) == 200
 
 
-def test_handshakes_that_do_not_go_on_give_way(
-    worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
-    files = Lab(tmp_path).files("client", "router")
-    flags: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
-    certified = ssl.create_default_context(cafile=files.ca)
-    certified.check_hostname = False
-    certified.load_cert_chain(files.cert, files.key)
-    with (
-        RouterThread([worker.flag], connections=20, **flags) as router,
-        contextlib.ExitStack() as stack,
-    ):
-        for _ in range(60):
-            stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
-        assert https(router.port, certified) == 200
+def cluster(directory: Path, **more: Any) -> tuple[TlsFiles, dict[str, Any]]:
+    """Files of a router in a cluster of its own, and its flags."""
+    files = Lab(directory).files("client", "router")
+    return files, {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key), **more}
+
+
+def trusting(ca: Path, own: TlsFiles | None = None) -> ssl.SSLContext:
+    """A client's, which shows `own`."""
+    context = ssl.create_default_context(cafile=ca)
+    context.check_hostname = False
+    if own is not None:
+        context.load_cert_chain(own.cert, own.key)
+    return context
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file with the key of team-a."""
+    (tmp_path / "keys.yaml").write_text("team-a: key-of-team-a-0001\n")
+    return str(tmp_path / "keys.yaml")
+
+
+KEY = {"Authorization": "Bearer key-of-team-a-0001"}
 
 
 def https(port: int, given: ssl.SSLContext, **headers: str) -> int:
     """Status of one completion."""
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=given, timeout=10)
-    try:
+    with contextlib.closing(connection):
         kind = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", BODY, kind | headers)
         return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def test_clients_see_another_certificate_than_the_cluster(
-    worker: ScriptedWorker, tmp_path: Path
+    worker: ScriptedWorker, tmp_path: Path, keys: str
 ) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("team-a: key-of-team-a-0001\n")
-    cluster = Lab(tmp_path / "cluster").files("client", "router")
     public = Lab(tmp_path / "public").files("client", "public")
-    flags: dict[str, Any] = {
-        "ca": str(cluster.ca),
-        "cert": str(cluster.cert),
-        "key": str(cluster.key),
-        "listen_cert": str(public.cert),
-        "listen_key": str(public.key),
-    }
-    outside, inside = (ssl.create_default_context(cafile=ca) for ca in (public.ca, cluster.ca))
-    outside.check_hostname = inside.check_hostname = False
-    with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
-        assert https(router.port, outside, Authorization="Bearer key-of-team-a-0001") == 200
+    shown = {"listen_cert": str(public.cert), "listen_key": str(public.key)}
+    its, flags = cluster(tmp_path / "cluster", **shown)
+    with RouterThread([worker.flag], api_keys=keys, **flags) as router:
+        assert https(router.port, trusting(public.ca), **KEY) == 200
         with pytest.raises(ssl.SSLError):
-            https(router.port, inside)
+            https(router.port, trusting(its.ca))
         assert router.config.tls is not None
-        assert router.config.tls.cert == cluster.cert.read_bytes()
-    with RouterThread([worker.flag], **flags) as router:  # clients show what the cluster's CA made
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            https(router.port, outside)
-        outside.load_cert_chain(cluster.cert, cluster.key)
-        assert https(router.port, outside) == 200
-    other = {**flags, "listen_ca": str(public.ca)}
-    with RouterThread([worker.flag], **other) as router:
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            https(router.port, outside)
-        outside.load_cert_chain(public.cert, public.key)
-        assert https(router.port, outside) == 200
+        assert router.config.tls.cert == its.cert.read_bytes()
+    # Without keys clients show what the cluster's CA made, or another one.
+    for more, own in (({}, its), ({"listen_ca": str(public.ca)}, public)):
+        with RouterThread([worker.flag], **(flags | more)) as router:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                https(router.port, trusting(public.ca))
+            assert https(router.port, trusting(public.ca, own)) == 200
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_silent_connections_give_way(
+    worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tls: bool
+) -> None:
+    """With TLS those whose handshakes do not go on."""
+    monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
+    files, flags = cluster(tmp_path) if has_tls else (None, {})
+    with (
+        RouterThread([worker.flag], connections=20, **flags) as router,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(60):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+            if files is None:
+                client.sendall(b"POST /v1/comp")
+        if files is None:
+            assert router.ask()[0] == 200
+        else:
+            assert https(router.port, trusting(files.ca, files)) == 200
+        until(lambda: router.router.door.connection_count <= 20)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -31,26 +31,22 @@ def keys(count: int) -> bytes:
     return b"".join(block_keys(range(count), block_tokens=4, seed="s"))
 
 
+@contextlib.asynccontextmanager
+async def key_process() -> AsyncIterator[KeyProcess]:
+    """Without a tokenizer."""
+    keeper = KeyProcess({})
+    try:
+        yield keeper
+    finally:
+        await keeper.close()
+
+
 async def answered(keeper: KeyProcess) -> None:
     """Until a child has started and answers."""
     async with asyncio.timeout(30):
         while (answer := await keeper.make(order(8))) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert answer.keys == keys(8)
-
-
-@on_loop
-async def test_orders_are_answered_in_order_and_a_dead_child_replaced() -> None:
-    keeper = KeyProcess({})
-    try:
-        answers = await asyncio.gather(*(keeper.make(order(n)) for n in range(4, 60, 5)))
-        assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
-        child = await keeper.lanes[0].running()
-        child.send_signal(signal.SIGKILL)
-        await answered(keeper)
-        assert await keeper.lanes[0].running() is not child
-    finally:
-        await keeper.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +62,16 @@ def _pipe_of_uvloop() -> None:
 
 @pytest.mark.usefixtures("_pipe_of_uvloop")
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_child_that_died_between_orders_is_replaced(
+def test_orders_are_answered_in_order_and_a_child_that_died_between_them_is_replaced(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     """uvloop, on which routers run, has another error for a write to it: every later order waited
     in vain."""
 
     async def scenario() -> None:
-        keeper = KeyProcess({})
-        try:
-            await answered(keeper)
+        async with key_process() as keeper:
+            answers = await asyncio.gather(*(keeper.make(order(n)) for n in range(4, 60, 5)))
+            assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
             child = await keeper.lanes[0].running()
             child.kill()
             await child.wait()
@@ -84,8 +80,6 @@ def test_a_child_that_died_between_orders_is_replaced(
                 await child.stdin.wait_closed()
             await answered(keeper)
             assert await keeper.lanes[0].running() is not child
-        finally:
-            await keeper.close()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(scenario())
@@ -99,8 +93,7 @@ async def test_a_hanging_child_costs_time_outs_and_is_replaced(
     monkeypatch.setattr(process, "HANG_S", 4.0)
     monkeypatch.setattr(process, "BYTES_MAX", 4 * len(order(8).body))
 
-    keeper = KeyProcess({})
-    try:
+    async with key_process() as keeper:
         await answered(keeper)
         stop_process((await keeper.lanes[0].running()).pid)
         asked = [asyncio.create_task(keeper.make(order(8))) for _ in range(4)]
@@ -108,8 +101,6 @@ async def test_a_hanging_child_costs_time_outs_and_is_replaced(
         assert len(done) == 2, "a tenant owes half of BYTES_MAX at most"
         assert await asyncio.gather(*asked) == [None] * 4
         await answered(keeper)
-    finally:
-        await keeper.close()
 
 
 @pytest.mark.parametrize(("loading_s", "is_replaced"), [(300.0, False), (0.0, True)])
@@ -122,8 +113,7 @@ async def test_a_child_that_loads_has_longer(
     monkeypatch.setattr(process, "HANG_S", 0.0)
     monkeypatch.setattr(process, "LOADING_S", loading_s)
 
-    keeper = KeyProcess({})
-    try:
+    async with key_process() as keeper:
         child = await keeper.lanes[0].running()
         stop_process(child.pid)
         assert await keeper.make(order(8)) is None
@@ -132,8 +122,6 @@ async def test_a_child_that_loads_has_longer(
         monkeypatch.setattr(process, "LOADING_S", 300.0)
         await answered(keeper)
         assert (await keeper.lanes[0].running() is not child) == is_replaced
-    finally:
-        await keeper.close()
 
 
 @on_loop
@@ -142,14 +130,11 @@ async def test_a_comparison_waits_for_a_child_that_loads(monkeypatch: pytest.Mon
     load-only."""
     monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.0)
 
-    keeper = KeyProcess({})
-    try:
+    async with key_process() as keeper:
         assert await keeper.make(order(8)) is None, "a request does not wait"
         made = await keeper.make(order(8), delays_request=False)
         assert made is not None
         assert made.keys == keys(8)
-    finally:
-        await keeper.close()
 
 
 @on_loop
@@ -158,8 +143,7 @@ async def test_a_child_that_hangs_in_a_comparison_is_replaced_at_its_end(
 ) -> None:
     monkeypatch.setattr(process, "LOADING_S", 0.2)
 
-    keeper = KeyProcess({})
-    try:
+    async with key_process() as keeper:
         stop_process((await keeper.lanes[0].running()).pid)
         assert await keeper.make(order(8), delays_request=False) is None
         monkeypatch.setattr(process, "LOADING_S", 300.0)
@@ -167,8 +151,6 @@ async def test_a_child_that_hangs_in_a_comparison_is_replaced_at_its_end(
         made = await keeper.make(order(8), delays_request=False)
         assert made is not None, "the next child has as long to load"
         assert made.keys == keys(8)
-    finally:
-        await keeper.close()
 
 
 LONG = 400_000
@@ -178,8 +160,7 @@ LONG = 400_000
 @on_loop
 async def test_long_prompts_of_one_tenant_make_no_other_wait() -> None:
     """Four bodies of 2 MB made everybody else's keys late by seconds."""
-    keeper = KeyProcess({})
-    try:
+    async with key_process() as keeper:
         await answered(keeper)
         long = [asyncio.create_task(keeper.make(order(LONG), "a")) for _ in range(4)]
         short = [await keeper.make(order(n), "b") for n in range(4, 60, 5)]
@@ -190,8 +171,6 @@ async def test_long_prompts_of_one_tenant_make_no_other_wait() -> None:
         await asyncio.gather(*long)
         assert await keeper.lanes[0].running() is of_short
         assert await keeper.lanes[1].running() is not of_long
-    finally:
-        await keeper.close()
 
 
 @on_loop
@@ -200,9 +179,8 @@ async def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
 ) -> None:
     body = KeyOrder(body=bytes(32 << 20))
 
-    keeper = KeyProcess({})
-    lane = keeper.lanes[1]
-    try:
+    async with key_process() as keeper:
+        lane = keeper.lanes[1]
         stop_process((await lane.running()).pid)
         asked = [asyncio.create_task(keeper.make(body, f"t{n % 4}")) for n in range(64)]
         done, rest = await asyncio.wait(asked, timeout=0.2)
@@ -217,8 +195,6 @@ async def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
         assert not again.done(), "there is room again"
         again.cancel()
         await asyncio.gather(again, return_exceptions=True)
-    finally:
-        await keeper.close()
 
 
 @on_loop

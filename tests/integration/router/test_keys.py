@@ -10,14 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.index.feed import Trust
 from kvstore.router import pages
 from kvstore.router.engines.workers import UNASKED
-from kvstore.router.keys import parity
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Joined
 from kvstore.routing.policy import parse
@@ -147,34 +145,6 @@ def test_without_render_endpoints_token_ids_prove_the_chain(
         router.router.workers["a"].renders_after_s = 0.0
         assert router.ask(ASK | {"prompt": TEXT})[0] == 200
         assert "tokenized" not in healthz(router)
-
-
-def test_hits_that_the_engine_does_not_have_degrade_it(
-    node: NodeProcess, worker: ScriptedWorker
-) -> None:
-    with storing(node, worker), routed(node, worker) as router:
-        until(lambda: router.router.workers["a"].has_parity)
-        seen = router.router.workers["a"]
-
-        def observe(cached: int, count: int) -> None:
-            for _ in range(count):
-                assert router.router.parity is not None
-                router.router.parity.observed(seen, "m", 100, cached)
-
-        router.on_loop(lambda: observe(90, 200))
-        assert state(router) == "up"
-        router.on_loop(lambda: observe(10, 40))
-        assert state(router) == "load-only"
-        assert "of the tokens that the index" in seen.parity
-        assert "disable_lookahead_block_hashes" not in healthz(router)
-
-        def observe_without_a_connector() -> None:
-            seen.address = msgspec.structs.replace(seen.address, space="ab" * 32)
-            seen.parity, seen.has_parity = "", True
-            observe(10, 40)
-
-        router.on_loop(observe_without_a_connector)
-        assert parity.AHEAD in healthz(router)
 
 
 def test_requests_with_an_adapter_are_routed_by_its_own_keys(

@@ -310,6 +310,26 @@ async def test_more_cached_tokens_than_expected_make_up_for_no_miss(
     assert site.worker.has_parity == is_known
 
 
+@pytest.mark.parametrize("space", ["", SPACE.hex()])
+@on_loop
+async def test_hits_that_the_engine_does_not_have_make_it_load_only(space: str) -> None:
+    """One whose space a flag has to say may hash ahead: it has no connector."""
+    site = Site()
+    await site.parity.once()
+    site.worker.address = msgspec.structs.replace(site.worker.address, space=space)
+
+    def is_red_after(cached: int, count: int) -> bool:
+        for _ in range(count):
+            site.parity.observed(site.worker, "m", 100, cached)
+        (state,) = site.core.fleet.workers
+        return state.spec.is_red
+
+    assert not is_red_after(90, 200)
+    assert is_red_after(10, 40)
+    assert "of the tokens that the index" in site.worker.parity
+    assert (parity.AHEAD in site.worker.parity) == bool(space)
+
+
 @on_loop
 async def test_an_adapter_is_load_only_by_itself() -> None:
     site = Site()
