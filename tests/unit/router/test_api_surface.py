@@ -6,11 +6,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from aiohttp import web
 
+from kvstore.config.router import WorkerAddress
+from kvstore.router.engines.workers import Worker, WorkerAdapter
+from kvstore.router.front.answers import models_answer
+from kvstore.router.front.paths import STORED, is_passed_on
+from kvstore.router.front.proxy import takes_prompts
 from kvstore.routing.events import Ending
+from kvstore.routing.policy import RoutingPolicy, parse
 from tests.kit.router_thread import ASK
 from tests.kit.scripted_worker import VirtualWorker
 from tests.kit.virtual_router import VirtualRouter, until
@@ -163,3 +170,121 @@ def test_a_client_that_leaves_at_the_last_word_is_done(
     [ended] = router.core.ended.values()
     assert (ended.end, ended.output_tokens) == (Ending.DONE, 3)
     assert router.router.proxy.counts == {"done": 1}
+
+
+# ── paths that reach an engine, and those that never do ──────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", "/", "/v1", "/v1/completions/", "//v1/completions", "/v1/completions/render"),
+        *("/v1/../v1/completions", "/v1/audio", "/v1/audio/", "/v1/audio/../models", "/v1/audio/A"),
+        *("/v1/audio/speech/x", "/v1/audio/speech\n", "/v1/completions\n", "/V1/completions"),
+        *("/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/update_weights"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/flush_cache", "/pause", "/metrics"),
+        *("/server_info", "/start_profile", "/get_world_size", "/is_sleeping", "/v1/models"),
+    ],
+)
+def test_administration_and_odd_spellings_are_not(path: str) -> None:
+    assert not takes_prompts(path)
+    assert not is_passed_on(path, "GET", has_tenants=True)
+    assert STORED.fullmatch(path) is None
+
+
+@pytest.mark.parametrize("rest", ["", "/cancel", "/input_items"])
+def test_a_stored_response_is_known_by_its_id(rest: str) -> None:
+    found = STORED.fullmatch(f"/v1/responses/resp_0a-Z{rest}")
+    assert found is not None
+    assert found[1] == "resp_0a-Z"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        *("", "a/", "a/other", "a/cancel/", "a/cancel\n", "a\n", "a%2Fb", "..", "../models", "a b"),
+        *("é", "a" * 257, "a/input_items/b"),
+    ],
+)
+def test_other_paths_below_responses_are_none(rest: str) -> None:
+    assert STORED.fullmatch(f"/v1/responses/{rest}") is None
+
+
+MANAGEMENT = [
+    *("/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/reset_prefix_cache", "/pause"),
+    *("/reset_mm_cache", "/update_weights", "/update_weight_version", "/get_world_size", "/resume"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/start_profile", "/stop_profile"),
+    *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/abort_requests"),
+    *("/inference/v1/abort_requests", "/server_info", "/release_kv_cache_memory", "/is_paused"),
+    *("/flush_cache", "/release_memory_occupation", "/set_internal_state", "/open_session"),
+    *("/freeze_gc", "/pause_generation", "/continue_generation", "/slots/1", "/props", "/api/pull"),
+    *("/models/load", "/lora-adapters", "/v2/repository/models/m/load", "/v2/trace/setting"),
+    *("/SLEEP", "//sleep", "/x/../sleep", "/sleep/", "/a%2Fsleep"),
+    *("/metrics", "/metrics/", "/kvstore/", "/kvstore/explain", "/kvstore/a\nb"),
+    *("/v1/responses/", "/v1/responses/a/b", "/v1/responses/.."),
+]
+
+
+@pytest.mark.parametrize("path", MANAGEMENT)
+def test_management_of_engines_is_for_nobody(path: str) -> None:
+    assert not is_passed_on(path, "POST", has_tenants=False)
+
+
+# ── names that clients may use, with the longest context of their engines ────────────────────────
+
+
+def worker(*models: str, adapters: str = "", **contexts: Any) -> Worker:
+    made = Worker(WorkerAddress(name="w", url="http://h", models=models))
+    made.contexts = contexts
+    made.adapters = {name: WorkerAdapter(models[0], "/path") for name in adapters}
+    return made
+
+
+def asked(path: str, *workers: Worker, policy: dict[str, Any] | None = None) -> tuple[int, Any]:
+    rules = parse(policy) if policy else RoutingPolicy()
+    answer: web.Response = models_answer(path, rules, workers, 7)
+    assert answer.headers["Server"] == "kvstore"
+    return answer.status, json.loads(cast("bytes", answer.body))
+
+
+def lengths(page: Any) -> dict[str, int | None]:
+    assert page["object"] == "list"
+    for row in page["data"]:
+        assert (row["object"], row["created"], row["owned_by"]) == ("model", 7, "kvstore")
+    return {row["id"]: row.get("max_model_len") for row in page["data"]}
+
+
+def test_without_a_policy_what_engines_list_counts_and_the_longest_context() -> None:
+    crew = [worker("m", "n", adapters="z", m=65536, z=65536), worker("m", m=4096), worker()]
+    status, page = asked("/v1/models", *crew)
+    assert (status, lengths(page)) == (200, {"m": 65536, "n": None, "z": 65536})
+    assert asked("/v1/models") == (200, {"object": "list", "data": []})
+
+
+def test_names_of_the_policy_hide_those_of_engines_and_have_their_contexts() -> None:
+    rule = {
+        "aliases": ["alias"],
+        "adapters": ["lora"],
+        "pools": [{"pool": "a", "served": "m"}, {"pool": "b", "served": "n"}],
+    }
+    policy = {"models": {"public": rule, "other": {}}}
+    _, page = asked("/v1/models", worker("m", "secret", m=100, n=300, secret=9), policy=policy)
+    assert lengths(page) == {"alias": 300, "lora": 300, "public": 300, "other": None}
+
+
+def test_one_model_by_its_path() -> None:
+    contexts: dict[str, Any] = {"org/model": 10}
+    crew = [worker("org/model", **contexts)]
+    status, row = asked("/v1/models/org/model", *crew)
+    assert (status, row["id"], row["max_model_len"]) == (200, "org/model", 10)
+    for path in ("/v1/models/", "/v1/models/org", "/v1/models/org/model/", "/v1/modelsorg/model"):
+        status, page = asked(path, *crew)
+        assert (status, page["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_hostile_name_is_a_name_in_json() -> None:
+    name = '"}\r\nX: 1</script>\x00é'
+    status, page = asked(f"/v1/models/{name}")
+    assert status == 404
+    assert repr(name) in page["error"]["message"]
+    assert asked(f"/v1/models/{name}", worker(name))[1]["id"] == name

@@ -172,16 +172,22 @@ async def test_nothing_of_a_first_run_is_left_in_the_second() -> None:
         assert client.got.partition(b"\r\n\r\n")[2] == b"hello"
 
 
+async def served(engine: Engine) -> Attempt:
+    """An attempt whose connection is kept."""
+    attempt = engine.attempt(Client())
+    running = run(attempt)
+    (await engine.asked.get()).write(SIZED)
+    await running
+    return attempt
+
+
 @on_loop
 async def test_a_connection_that_is_closing_is_not_used_again() -> None:
     async with scripted() as engine:
-        attempt = engine.attempt(Client())
-        running = run(attempt)
-        (await engine.asked.get()).write(SIZED)
-        await running
+        attempt = await served(engine)
         assert attempt._connection is not None
         attempt._connection.data_received(b"unasked")
-        assert not (engine.engines.place(attempt.worker.url).idle() is not None), (
+        assert engine.engines.place(attempt.worker.url).idle() is None, (
             "the request would fail, and count against the engine"
         )
 
@@ -301,10 +307,7 @@ def test_a_put_off_request_and_a_key_that_is_refused() -> None:
 @on_loop
 async def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew() -> None:
     async with scripted() as engine:
-        first = engine.attempt(Client())
-        running = run(first)
-        (await engine.asked.get()).write(SIZED)
-        await running
+        await served(engine)
         client = Client()
         running = run(engine.attempt(client))
         (await engine.asked.get()).transport.abort()
@@ -313,10 +316,16 @@ async def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew()
         assert client.got.endswith(b"hello")
 
 
-@pytest.mark.parametrize("said", [b"", b"H", SIZED[:-3]])
+@pytest.mark.parametrize(
+    ("is_kept", "said"), [(False, b""), (False, b"H"), (False, SIZED[:-3]), (True, SIZED[:-3])]
+)
 @on_loop
-async def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) -> None:
+async def test_a_connection_that_ends_in_an_answer_or_at_its_first_request_is_the_engines_failure(
+    said: bytes, *, is_kept: bool
+) -> None:
     async with scripted() as engine:
+        if is_kept:
+            await served(engine)
         running = run(engine.attempt(Client()))
         writer = await engine.asked.get()
         writer.write(said)
@@ -327,22 +336,6 @@ async def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: byt
         assert engine.asked.empty(), "and is not tried again"
     found = failed.value
     assert (found.fault.failure, found.has_streamed) == (Failure.BROKEN, False)
-
-
-@on_loop
-async def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> None:
-    async with scripted() as engine:
-        running = run(engine.attempt(Client()))
-        (await engine.asked.get()).write(SIZED)
-        await running
-        running = run(engine.attempt(Client()))
-        writer = await engine.asked.get()
-        writer.write(SIZED[:-3])
-        await writer.drain()
-        writer.close()
-        with pytest.raises(LegFailure) as failed:
-            await running
-        assert failed.value.fault.failure is Failure.BROKEN
 
 
 @on_loop
@@ -374,16 +367,22 @@ async def test_an_answer_that_has_begun_is_not_given_up() -> None:
         assert client.got.endswith(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
 
 
-@on_loop
-async def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", 1e6)
-
+@asynccontextmanager
+async def connecting(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> AsyncIterator[Attempt]:
+    """An attempt whose connection never comes."""
+    monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", limit_s)
     async with asyncio.timeout(10), scripted() as engine:
         attempt = engine.attempt(Client())
         place = engine.engines.place(attempt.worker.url)
         place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
+        yield attempt
+
+
+@on_loop
+async def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connecting(monkeypatch, 1e6) as attempt:
         running = run(attempt)
         await turns_until(lambda: bool(attempt.worker.attempts))
         for give_up in list(attempt.worker.attempts):
@@ -399,12 +398,7 @@ async def test_an_attempt_is_given_up_as_its_time_to_connect_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connect_s = 0.01
-    monkeypatch.setattr("kvstore.router.engines.connections.CONNECT_TIMEOUT_S", connect_s)
-
-    async with asyncio.timeout(10), scripted() as engine:
-        attempt = engine.attempt(Client())
-        place = engine.engines.place(attempt.worker.url)
-        place.connected = lambda _: asyncio.Event().wait()  # type: ignore[assignment, method-assign, misc]
+    async with connecting(monkeypatch, connect_s) as attempt:
         running, loop = run(attempt), asyncio.get_running_loop()
         await turns_until(lambda: bool(attempt.worker.attempts))
         threading.Event().wait(2 * connect_s)

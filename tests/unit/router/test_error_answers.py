@@ -28,33 +28,28 @@ def receipts(log: Path, count: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_only_a_worker_that_is_down_is_tried_and_a_receipt_says_so(
-    worker: VirtualWorker, tmp_path: Path
+@pytest.mark.parametrize("is_down", [True, False])
+def test_an_answer_that_is_an_error_names_who_was_tried_and_its_receipt(
+    worker: VirtualWorker, tmp_path: Path, *, is_down: bool
 ) -> None:
     log = tmp_path / "receipts"
-    worker.port.kill()
+    if is_down:
+        worker.port.kill()
+    else:
+        worker.script("fail")
     with VirtualRouter([worker.flag], core=core_of({}), receipts=str(log)) as router:
-        until(lambda: router.router.workers["a"].state == "down")
-        status, headers, _ = router.ask()
-        [receipt] = receipts(log, 1)
-    assert (status, headers["x-kvstore-worker"]) == (503, "a")
-    assert receipt["request_id"] == headers["x-request-id"]
-    assert receipt["outcome"]["rejected"] == headers["x-kvstore-dropped-reason"]
-    assert (receipt["chosen"], "last-resort" in receipt["degraded"]) == ("a", True), "it was tried"
-
-
-def test_an_error_of_an_engine_that_is_passed_on_names_it_and_the_request(
-    worker: VirtualWorker, tmp_path: Path
-) -> None:
-    log = tmp_path / "receipts"
-    worker.script("fail")
-    with VirtualRouter([worker.flag], core=core_of({}), receipts=str(log)) as router:
+        until(lambda: router.router.workers["a"].state == ("down" if is_down else "up"))
         status, headers, body = router.ask()
         [receipt] = receipts(log, 1)
-    assert (status, json.loads(body)) == (500, {"error": "scripted"})
     assert headers["x-kvstore-worker"] == receipt["chosen"] == "a"
     assert headers["x-request-id"] == receipt["request_id"]
-    assert receipt["outcome"]["rejected"] == "rejected-attempts"
+    if is_down:  # it was tried
+        assert status == 503
+        assert receipt["outcome"]["rejected"] == headers["x-kvstore-dropped-reason"]
+        assert "last-resort" in receipt["degraded"]
+    else:  # the engine's own error
+        assert (status, json.loads(body)) == (500, {"error": "scripted"})
+        assert receipt["outcome"]["rejected"] == "rejected-attempts"
 
 
 def test_a_dry_run_of_an_unknown_model_gets_the_answer_of_the_request(

@@ -146,23 +146,6 @@ def test_an_error_of_the_router_at_a_request_is_its_answer_and_logged_once(
         assert router.ask(body())[0] == 200
 
 
-USAGE = '{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":%s}}'
-
-
-@pytest.mark.parametrize("tokens", ["9" * 400, "9" * 10])
-def test_an_engine_that_reports_absurd_numbers_ends_its_requests(
-    engines: Engines, tokens: str
-) -> None:
-    engines["d"].script("raw", text=f'{{"usage":{USAGE % tokens}}}')
-    with routed(engines, "d", together=False) as router:
-        for number in range(3):
-            assert router.ask(body(number))[0] == 200
-        until(lambda: not router.core.open)
-        outcomes = [draft.plain.outcome for draft in router.core.take_drafts()]
-        assert [(each.cached_tokens, each.end) for each in outcomes] == [(None, "done")] * 3
-        assert router.core.fleet.in_flight("d") == 0
-
-
 def test_a_request_has_ended_whatever_fails_when_its_answer_is_accounted_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

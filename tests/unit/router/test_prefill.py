@@ -117,21 +117,6 @@ def test_a_long_prompt_is_two_legs_of_one_transfer(engines: Engines, together: b
         assert values["router_splits_total"] == {"long": 1}
 
 
-@pytest.mark.parametrize("more", [{"echo": True}, {"echo": False}])
-def test_what_needs_no_prefiller_goes_to_one_engine(
-    engines: Engines, more: dict[str, object]
-) -> None:
-    engines["d"].script("ok", push_s=0.2)  # else it may answer before the prefiller is asked
-    with routed(engines, "pd", together=True) as router:
-        status, headers, _ = router.ask(body() | more)
-        assert status == 200
-        is_remote = more == {"echo": False}
-        assert ("x-kvstore-prefill-worker" in headers) == is_remote
-        assert engines["p"].seen()["prefills"] == is_remote
-        if not is_remote:
-            assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
-
-
 FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("p", {"mode": "fail"}),
     ("p", {"mode": "cut"}),
@@ -196,21 +181,6 @@ def test_a_decode_leg_that_answers_while_it_is_ended_for_its_prefill_is_no_answe
             status, _, answer = router.ask(body(number, stream=True))
             assert (status, answer.endswith(b"data: [DONE]\n\n")) == (200, True)
         assert router.router.proxy.prefills["failed"], "it was tried"
-
-
-@BOTH_WAYS
-def test_every_prefiller_failing_fails_no_request(engines: Engines, together: bool) -> None:
-    for name in "pq":
-        engines[name].script("fail")
-    for name in "de":
-        engines[name].script("ok", push_s=0.02)
-    with routed(engines, together=together) as router:
-        asked = [router.ask(body(n)) for n in range(12)]
-        assert [status for status, *_ in asked] == [200] * 12
-        assert all("x-kvstore-prefill-worker" not in headers for _, headers, _ in asked)
-        assert router.router.proxy.splits["fell-back"] == 12
-        sent = [json.loads(each) for name in "de" for each in engines[name].bodies()]
-        assert sum("kv_transfer_params" not in each for each in sent) == 12
 
 
 @BOTH_WAYS

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvstore.config.router import WorkerAddress
 from kvstore.router.engines.probes import Probes
+from kvstore.router.engines.workers import Worker
+from kvstore.router.front.intake import can_split, peek
+from kvstore.router.front.legs import PARAMETERS, ahead, parameters_of, prefill_order, source_of
 from kvstore.routing.rows import FAULTS_MAX
 from kvstore.wire.requests import PrefillPart, answer_of, read_transfer
 from tests.kit.scripted_worker import VirtualWorker
@@ -110,21 +114,34 @@ def test_a_decoder_that_answers_before_its_prefiller_is_heard_at_once(engines: E
 
 
 @BOTH_WAYS
-def test_a_prefiller_that_is_gone_costs_no_request(engines: Engines, together: bool) -> None:
-    engines["p"].port.kill()
-    engines["d"].script("ok", push_s=60 * together)  # or it might answer before the prefill fails
-    with routed(engines, "pd", together=together) as router:
-        assert [router.ask(body(number) | FORGED)[0] for number in range(3)] == [200] * 3
+@pytest.mark.parametrize("names", ["pd", "pqde"])
+@pytest.mark.parametrize("mode", ["gone", "fail"])
+def test_prefillers_that_always_fail_cost_no_request(
+    engines: Engines, together: bool, mode: str, names: str
+) -> None:
+    for name in names:
+        if name in "de":  # or it might answer before the prefill fails
+            engines[name].script("ok", push_s=60 * together)
+        elif mode == "fail":
+            engines[name].script("fail")
+        else:
+            engines[name].port.kill()
+    with routed(engines, names, together=together) as router:
+        answers = [router.ask(body(number) | FORGED) for number in range(3)]
+        assert [status for status, *_ in answers] == [200] * 3
+        assert all("x-kvstore-prefill-worker" not in headers for _, headers, _ in answers)
         # One that had begun beside the prefill began anew.
-        assert [each for each in sent(engines["d"]) if "kv_transfer_params" not in each] == [
-            body(number) for number in range(3)
+        alone = [
+            each
+            for decoder in set(names) & {"d", "e"}
+            for each in sent(engines[decoder])
+            if "kv_transfer_params" not in each
         ]
-        assert router.router.proxy.prefills["failed"] <= 1, "it is not asked again"
-        assert router.words() == {"p": "down", "d": "up"}
+        assert sorted(alone, key=str) == [body(number) for number in range(3)]
+        if mode == "gone":
+            assert router.router.proxy.prefills["failed"] <= 2, "it is not asked again"
+            assert router.words() == {n: "down" if n in "pq" else "up" for n in names}
         assert router.ask(method="GET", path="/health")[0] == 200
-        until(lambda: router.router.workers["d"].models == ("m",))
-        models = json.loads(router.ask(method="GET", path="/v1/models")[2])
-        assert [each["id"] for each in models["data"]] == ["m"]
 
 
 @BOTH_WAYS
@@ -143,24 +160,6 @@ def test_a_decoder_that_is_gone_is_replaced_with_blocks_for_the_next_one(
             assert headers["x-kvstore-prefill-worker"] == "p"
         assert router.failure_count("d") == 1
         assert router.words() == {"p": "up", "d": "down", "e": "up"}
-
-
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_prefill_that_fails_beside_its_decode_leg_makes_that_begin_anew(
-    engines: Engines, status: int
-) -> None:
-    p, d = engines["p"], engines["d"]
-    p.script("held")
-    d.script("ok", push_s=60)
-    with routed(engines, "pd", together=True) as router:
-        asked = router.begin(body(stream=True))
-        until(lambda: d.seen()["decodes"] == 1)
-        p.script("fail", status=status)
-        assert asked.result()[0] == 200
-        early, alone = sent(d)
-        assert early.pop("kv_transfer_params")["kvstore"]["node"] == "n-p"
-        assert early == alone == body(stream=True)
-        until(lambda: d.seen()["aborted"] == 1)
 
 
 KEYS: list[tuple[dict[str, str], str | None]] = [
@@ -210,3 +209,105 @@ def test_nothing_of_a_request_is_in_the_log(
             assert router.ask(asked, headers=secret)[0] in (500, 502)
     assert "worker p" in caplog.text
     assert "secret" not in caplog.text
+
+
+# ── bodies of both legs, and what is taken from a prefiller's answer ─────────────────────────────
+
+
+ANSWERED = answer_of(PrefillPart("t", "t"), node="p1", engine="e", request_id="r", tokens=9)
+
+
+def worker(node: str = "", engine: str = "") -> Worker:
+    return Worker(WorkerAddress(name="w", url="http://127.0.0.1:1", node=node, engine=engine))
+
+
+def test_a_prefiller_samples_one_token_whatever_the_client_wants() -> None:
+    body = (
+        b'{"messages":[], "max_completion_tokens":99, "min_tokens":5, "n":4, "best_of":4,'
+        b' "stream":true, "stream_options":{"include_usage":true}, "logprobs":true,'
+        b' "top_logprobs":3, "seed":1e2, "tools":[1],'
+        b' "kv_transfer_params":{"do_remote_prefill":true,"remote_host":"10.6.6.6"}}'
+    )
+    order = prefill_order(body, "t")
+    assert b'"seed":1e2' in order, "values keep their bytes"
+    sent = json.loads(order)
+    params = sent.pop(PARAMETERS)
+    assert read_transfer(params, "") == PrefillPart("t", "t")
+    assert {params[name] for name in params if name.startswith("remote_")} == {None}
+    assert sent == {
+        "messages": [],
+        "max_completion_tokens": 1,
+        "max_tokens": 1,
+        "n": 1,
+        "best_of": 1,
+        "stream": False,
+        "seed": 100,
+        "tools": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "can"),
+    [
+        ("/v1/completions", "", True),
+        ("/v1/chat/completions", ', "echo": false, "prompt_logprobs": null', True),
+        ("/v1/completions", ', "echo": true', False),
+        ("/v1/completions", ', "prompt_logprobs": 0', False),
+        ("/v1/completions", ', "use_beam_search": true', False),
+        ("/v1/responses", "", False),
+        ("/v1/embeddings", "", False),
+    ],
+)
+def test_what_a_remote_prefill_is_of_no_use_for_is_not_prefilled_elsewhere(
+    path: str, more: str, can: bool
+) -> None:
+    assert can_split(path, peek(b'{"prompt": "x"%b}' % more.encode())) == can
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[]", b"{}", b'{"kv_transfer_params": [1]}', b'{"kv_transfer_params": null}', b"\xff"],
+)
+def test_answers_without_parameters(answer: bytes) -> None:
+    assert parameters_of(answer) is None
+
+
+def test_the_parameters_of_an_answer_are_handed_on_whole() -> None:
+    more = {**ANSWERED, "of_another_connector": [1, {"a": None}]}
+    assert parameters_of(json.dumps({"id": "x", PARAMETERS: more}).encode()) == more
+
+
+def test_only_kvstores_parameters_name_a_node_for_later_requests() -> None:
+    others: list[dict[str, Any] | None] = [
+        None,
+        {"remote_engine_id": "e"},
+        {"kvstore": {"node": 7}},
+        {"kvstore": []},
+    ]
+    assert [source_of(each) for each in others] == [None] * 4
+    assert source_of(ANSWERED) == ("p1", "e")
+
+
+def test_a_decoder_begins_ahead_if_the_node_of_its_prefiller_is_known() -> None:
+    prefiller, decoder = worker(), worker()
+    assert ahead(prefiller, decoder, "t") is None
+    prefiller.source = source_of(ANSWERED)
+    early = ahead(prefiller, decoder, "new")
+    assert early is not None
+    assert (early["remote_engine_id"], early["do_remote_prefill"]) == ("e", True)
+    assert early["kvstore"] == {"node": "p1", "transfer": "new"}
+    assert prefiller.source == source_of(ANSWERED), "nothing of a request stays"
+
+
+def test_names_of_nodes_go_before_what_an_answer_said() -> None:
+    prefiller = worker(node="n1")
+    prefiller.source = source_of(ANSWERED)
+    early = ahead(prefiller, worker(node="n2"), "t")
+    assert early is not None
+    assert (early["remote_engine_id"], early["kvstore"]["node"]) == (None, "n1")
+    early = ahead(prefiller, worker(), "t")
+    assert early is not None
+    assert early["kvstore"]["node"] == "p1", "a decoder without a node is not known to the others"
+    named = ahead(worker(node="n1", engine="e1"), worker(node="n2"), "t")
+    assert named is not None
+    assert named["remote_engine_id"] == "e1"
