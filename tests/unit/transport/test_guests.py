@@ -32,16 +32,12 @@ def test_those_that_arrive_take_no_place_of_those_that_are_admitted() -> None:
     assert len(guests.everybody) == ARRIVING_MAX
 
 
-def test_nobody_who_was_heard_lately_goes() -> None:
+def test_who_has_been_quiet_longest_goes_when_room_is_needed_and_nobody_heard_lately() -> None:
     guests = _full()
     guests.arrive(-1)
     assert guests.admit(-1, "", QUIET_NS - 1) == -1
     guests.leave(-1)
     assert guests.everybody == list(range(ADMITTED_MAX))
-
-
-def test_who_has_been_quiet_longest_goes_when_room_is_needed() -> None:
-    guests = _full()
     guests.heard(0, ADMITTED_MAX)
     guests.arrive(-1)
     assert guests.admit(-1, "", QUIET_NS + 1) == 1
