@@ -142,6 +142,18 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: AnsweredC
     assert not node.core.stores.running(node.now_ns)
 
 
+def test_a_restarted_node_is_told_everything_again(node: AnsweredCore) -> None:
+    keys = node.holding(2, 0, credits=10)
+    begin(node, "r1", keys)
+    step(node, "r1", computed=2 * BLOCK_TOKENS)
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(2000)
+    node.attach(credits=5, incarnation=8)
+    node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
+    job = stored(node, "r2", computed=2 * BLOCK_TOKENS)
+    assert job.session == node.session
+
+
 def reattach(node: AnsweredCore, *, emptied: bool) -> None:
     """The engine's cache was reset; the node opens a session in the new space."""
     node.core.new_weights("w1", node.now_ns, emptied=emptied)
