@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.costs import SAMPLES, STEP_TOKENS_MIN, Pace
+from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, AnsweredCore, chain
 
@@ -181,3 +182,16 @@ def test_a_step_that_is_planned_while_another_runs_begins_with_that_ones_end() -
     assert not pace.reported(first, 51 * tokens), "by another rank"
     assert pace.reported(second, 100 * tokens)
     assert pace.ns_per_token == 50
+
+
+def test_steps_of_the_engine_set_the_pace() -> None:
+    keys = chain("p", 10)
+    node = SlowDisk(coming=10, promoting_ms=26)
+    node.attach()
+    plan = node.core.plan((), node.now_ns, computed_tokens=1000)
+    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms
+    node.core.reported(RankReport(rank=0, step=plan.step), node.now_ns)
+    node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
+    assert node.ask() is None
+    node.exchange()
+    assert isinstance(node.ask(), str)

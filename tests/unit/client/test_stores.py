@@ -107,6 +107,14 @@ def test_equal_prompts_are_stored_once(node: AnsweredCore) -> None:
     assert step(node, "r2", computed=3 * BLOCK_TOKENS) is None
 
 
+def test_nothing_is_stored_when_asked_so() -> None:
+    node = AnsweredCore(store="none")
+    keys = node.holding(4, 0, credits=10)
+    begin(node, "r", keys)
+    assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
+    assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
+
+
 def test_load_targets_are_fenced_too(node: AnsweredCore) -> None:
     keys, other = chain("a", 2), chain("b", 2)
     node.keys = set(other)
