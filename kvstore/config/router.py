@@ -71,6 +71,7 @@ class WorkerAddress(WorkerFacts, frozen=True, kw_only=True):
     """A worker, as its source describes it: flags, DNS, the index, Kubernetes."""
 
     name: str
+    url: str
     kind: str = "vllm"
     """Kind of engine, of `KINDS`."""
     tenant: str = ""

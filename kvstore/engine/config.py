@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the generation page's memfd, for Welcome."""
     block_count_max: int
     seed: int = 0
-    """A random number, so that no engine can choose keys that collide in the table."""
+    """A random number, which no engine knows: none can choose keys that collide in a table."""
     first_generation: int = 1
     """Generation of every slot at the start: higher than any from an earlier process."""
     restarts: int = 0

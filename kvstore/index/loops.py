@@ -181,7 +181,7 @@ def unlink(rows: Ints, row: int) -> None:
 
 
 def home(items: Ints, meta: Ints, item: int, size: int) -> int:
-    """First cell of the probe for a row (`size` ROW), or for a set (CHUNK), which has its hash."""
+    """First cell to look at for an item: a row if `size` is ROW; if CHUNK, a set, with its hash."""
     if size == CHUNK:
         return (items[item * CHUNK + HASH] * meta[SET_CELL_COUNT]) >> 31
     return home_of(meta, items, item * ROW, items[item * ROW + SCOPE])

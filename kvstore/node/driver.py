@@ -407,7 +407,7 @@ class Executor:
         Raises:
             Poisoned: the tier refused to raise a generation.
         """
-        # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
+        # Before anything else can tell somebody about these slots: see ADR 3, generation page.
         try:
             for command in commands:
                 match command:

@@ -57,7 +57,7 @@ class Troubles(dict[str, str]):
     """Failures by name, with their reasons; as a text one sentence, empty if nothing fails."""
 
     def __init__(self, log: logging.Logger, sentence: str) -> None:
-        """`sentence`: has places for both, in the text and in the log."""
+        """`sentence`: with `%s` for the name and for the reason."""
         super().__init__()
         self._log, self._sentence = log, sentence
 

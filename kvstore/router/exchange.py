@@ -135,7 +135,7 @@ class LoadExchange:
         except OSError as error:
             self.troubles.note(joined(*place), str(error))
         else:
-            if joined(*place) not in self._follows:  # which says more of an address
+            if joined(*place) not in self._follows:  # `_follow` says more of it
                 self.troubles.note(joined(*place), "")
 
     async def _follow(self, address: str) -> None:

@@ -89,7 +89,7 @@ def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
         return Dropped.ADAPTER  # neither runs, nor is listed
     if spec.worker in opened.failed:
         return Dropped.FAILED_BEFORE
-    # From here on the worst of several first: a last resort is the worker whose worst is mildest.
+    # From here on in the reverse order of LAST_RESORTS: of several reasons the worst counts.
     if request.prompt_tokens + (request.output_tokens_max or 0) > spec.context_of(model):
         return Dropped.CONTEXT
     if request.media and model in state.without_media:

@@ -400,7 +400,7 @@ class Fleet:
     def _share(self) -> None:
         both = self.columns[FleetColumn.SHARED_TOKENS : FleetColumn.SHARED_STREAMS + 1]
         both[:] = 0
-        workers = self.workers if self._shared else ()  # a thousand may join one by one
+        workers = self.workers if self._shared else ()  # no table of a thousand for each that joins
         rows = {(its.spec.url, its.spec.rank): row for row, its in enumerate(workers)}
         for loads in self._shared.values():
             for load in loads:

@@ -146,7 +146,7 @@ class StateChange(NamedTuple):
 
 
 class WorkerState:
-    """State of a worker that is no number; its health, see above."""
+    """State of a worker that is no number; its health is part of it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec

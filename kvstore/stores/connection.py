@@ -101,7 +101,7 @@ class StoreConnection:
 
     @property
     def trouble(self) -> str:
-        """The first reason why not all is well; empty: all is."""
+        """The first of: outage, refusals, warning; empty: there is none."""
         return next(filter(None, (self.outage, *self.refusals.values(), self.warning)), "")
 
     async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:

@@ -61,7 +61,7 @@ from kvstore.wire.feed import Delta, FeedBeat, Hello, Registry, SnapshotPart
 from kvstore.wire.load import EngineEntry
 
 # ── batch ─────────────────────────────────────────────────────────────────────────────────────────
-# Changes of one event, as orders to a shared store (pure): the `Slots` of a node.
+# Changes of one event, as orders to a shared store (pure): the `PlaceSlots` of a node.
 #
 # Covers: orders, and their division into scripts. Does not cover: the scripts (`scripts`).
 

@@ -62,7 +62,8 @@ class DiskAdmission:
     refill during that time are written; an empty bucket allows none.
 
     As many keys are remembered, about, as the node has blocks at most: plenty for any disk. Their
-    hashes have the incarnation as a seed, so that nobody can choose keys that collide.
+    hashes have the configuration's seed, which no engine knows, so that none can choose keys that
+    collide.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,7 +73,7 @@ class DiskAdmission:
         self._budget = Bucket(day_bytes, NS_PER_DAY, taken=spent_bytes)
         self._seen: RecentKeys | None = None
         if self._mode is AdmissionMode.SECOND_SIGHT or day_bytes:
-            self._seen = RecentKeys(key_count=config.block_count_max, seed=config.incarnation)
+            self._seen = RecentKeys(key_count=config.block_count_max, seed=config.seed)
 
     def admit(self, prints: Prints, now_ns: int) -> Mask:
         """Mask of blocks to write. Each counts as seen from now on, in any mode, for the time when

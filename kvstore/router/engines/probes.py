@@ -267,7 +267,7 @@ class Probes:
         self._budget: float = PROBES_PER_S
         """Probes that may begin now. Bounds also those that callers cause by reporting failures."""
         self._open: dict[Worker, tuple[float, asyncio.Task[None]]] = {}
-        """Probes without an answer: worker → (when it began, its task)."""
+        """Probes, ended ones until `once` looks again: worker → (when it began, its task)."""
         self._readings: dict[Worker, asyncio.Task[None]] = {}
         """Reads of models under way."""
         self._tasks = Tasks("a bug: a probe failed")

@@ -49,7 +49,8 @@ class Segment:
 
 class _Descriptor:
     """A descriptor that is closed with the last reference to it: a reader's, or the catalog's while
-    it is kept for later readers."""
+    it is kept for later readers. What leaves the catalog has a name until its lock is released,
+    since closing is I/O."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -115,8 +116,7 @@ class Catalog:
             segment.taken_bytes = size_bytes
 
     def remove(self, number: int) -> None:
-        """Forget a segment; its descriptor is closed when its last reader is done, and without the
-        lock."""
+        """Forget a segment; its descriptor is closed when its last reader is done."""
         with self._lock:
             segment = self._segments.pop(number, None)
             if segment is not None and not segment.is_foreign:

@@ -205,6 +205,19 @@ def test_keys_that_never_came_are_seldom_taken_for_seen() -> None:
     assert recent.may_contain(strangers).mean() <= 1.5 * WAYS / 65535
 
 
+def test_an_engine_cannot_choose_keys_that_count_as_seen() -> None:
+    """It is told the node's incarnation, and metrics show it."""
+    config = config_of(seed=99, block_count_max=N, **SECOND_SIGHT)
+    stored, strangers = random_keys(1, N), random_keys(101, 1 << 19)
+    guess = RecentKeys(key_count=N, seed=config.incarnation)
+    guess.add(stored)
+    chosen = strangers[guess.may_contain(strangers)]
+    admission = DiskAdmission(config)
+    admission.admit(stored, 0)
+    assert len(chosen) > 10
+    assert admission.admit(chosen, 0).sum() <= 1
+
+
 @given(st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=30))
 def test_the_latest_keys_of_each_bucket_are_there(batches: list[list[int]]) -> None:
     """Against a list of each bucket's keys, latest first."""
