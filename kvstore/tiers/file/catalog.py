@@ -49,8 +49,8 @@ class Segment:
 
 class _Descriptor:
     """A descriptor that is closed with the last reference to it: a reader's, or the catalog's while
-    it is kept for later readers. What leaves the catalog has a name until its lock is released,
-    since closing is I/O."""
+    it is kept for later readers. A removed one stays in a local until the lock is released, since
+    closing is I/O."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
