@@ -68,6 +68,8 @@ HELLO_NS: Final = 10 * NS_PER_S
 SEND_BYTES: Final = 256 << 10
 TURN_BYTES: Final = 8 << 20
 """Bytes that one connection moves before others have their turn."""
+CALL_BYTES: Final = 4096
+"""Bytes that a call counts as at least: a peer may ask for many places of a byte."""
 BACKLOG: Final = 1024
 """Length of the listen queue; the kernel limits it to net.core.somaxconn."""
 ACCEPTS_PER_TURN: Final = 64
@@ -196,20 +198,21 @@ class _Places(deque[memoryview]):
     def put(self, *places: memoryview) -> None:
         self.extend(place for place in places if len(place))
 
-    def move(self, how: Callable[[memoryview], int], budget: int) -> int:
-        """Number of bytes moved by `how` (`receive` or `send` of a stream), at most about `budget`.
-        Raises OSError, ConnectionClosed.
+    def move(self, how: Callable[[memoryview], int], budget: int) -> tuple[int, int]:
+        """Bytes moved by `how` (`receive` or `send` of a stream); and their cost, at most about
+        `budget`, with CALL_BYTES at least for each call. Raises OSError, ConnectionClosed.
         """
-        moved = 0
-        while self and moved < budget:
+        moved = cost = 0
+        while self and cost < budget:
             count = how(self[0])
             if not count:
                 break
             moved += count
+            cost += max(count, CALL_BYTES)
             rest = self.popleft()[count:]
             if len(rest):
                 self.appendleft(rest)
-        return moved
+        return moved, cost
 
 
 class _TcpEnd(ABC):
@@ -232,13 +235,13 @@ class _TcpEnd(ABC):
         once. Raises OSError, ConnectionClosed.
         """
         assert self.stream is not None
-        moved = 0
-        while moved < TURN_BYTES:
-            given = self.out.move(self.stream.send, TURN_BYTES)
-            self._sent += given
-            moved += given + self._in.move(self.stream.receive, TURN_BYTES)
+        left = TURN_BYTES
+        while left > 0:
+            sent, cost = self.out.move(self.stream.send, left)
+            self._sent += sent
+            left -= cost + self._in.move(self.stream.receive, left - cost)[1]
             if self._in:
-                return moved >= TURN_BYTES
+                return left <= 0
             self._in = next(self._parts)
         return True
 

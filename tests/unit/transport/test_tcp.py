@@ -9,8 +9,9 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -138,6 +139,34 @@ def test_what_is_more_than_may_be_unanswered_waits_for_its_turn(opened: Open) ->
         owner.poll()
         ended += reader.poll()
     assert ended == [Done(number) for number in range(count)]
+
+
+class Talkative:
+    """A stream of a peer that asks for bytes one by one, without end, and takes every answer."""
+
+    def __init__(self, pieces: int) -> None:
+        self._request = tcp.HEADER.pack(tcp.REQUEST, pieces, 1, pieces)
+        self._request += np.array([[0, 1]] * pieces, "<u8").tobytes()
+        self._at = self.call_count = 0
+
+    def receive(self, place: memoryview) -> int:
+        self.call_count += 1
+        begin, self._at = self._at, (self._at + len(place)) % len(self._request)
+        place[:] = self._request[begin : begin + len(place)]
+        return len(place)
+
+    def send(self, data: memoryview) -> int:
+        self.call_count += 1
+        return len(data)
+
+
+@pytest.mark.parametrize("pieces", [1, 100, tcp.PIECES_MAX])
+def test_others_have_their_turn_however_little_a_peer_asks_for(pieces: int) -> None:
+    stream: Any = Talkative(pieces)
+    reader = tcp.TcpReader(stream, np.zeros(1, np.uint8), None)
+    with suppress(tcp.ConnectionClosed):  # with many pieces, of which few answers are sent
+        assert reader.turn()
+    assert stream.call_count <= tcp.TURN_BYTES // tcp.CALL_BYTES + 2
 
 
 def views() -> int:
