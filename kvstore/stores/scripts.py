@@ -207,9 +207,12 @@ local function change(is_stored, slot, mask, blob)
         redis.call('SETRANGE', name, place + 3, string.char(has))
       end
     elseif is_stored then
-      if entries + 1 > most and not evict() then
-        lose(slot, string.sub(blob, 1, 16))
-        return
+      if entries + 1 > most then
+        if not evict() then
+          lose(slot, string.sub(blob, 1, 16))
+          return
+        end
+        value = redis.call('GET', name)  -- while Redis saves, it may be what was evicted
       end
       -- Not APPEND or SET: what they put may be as old as an earlier call's argument (Redis 7.0).
       redis.call('SETRANGE', name, #(value or ''), slot .. string.char(mask))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from redis import Redis
 
 from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient
@@ -25,7 +26,7 @@ from kvstore.index.feed import (
 )
 from kvstore.index.index import Answer
 from kvstore.stores.address import store_config
-from kvstore.stores.connection import DEADLINES, Deadlines
+from kvstore.stores.connection import DEADLINES, PREFIX, Deadlines
 from kvstore.stores.redis import RedisStore
 from kvstore.stores.scripts import ROWS_AT_ONCE
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -341,6 +342,32 @@ def test_a_full_store_says_so_and_answers_on(one: Replica, redis: RedisProcess) 
     redis.cli("config", "set", "maxmemory", "0")
     assert one.hear(beat(2)) is Verdict.ASK
     assert one.store.trouble == ""
+
+
+def test_a_row_that_gives_way_to_its_own_next_place_begins_anew(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    """While Redis saves, a row that is looked at is as old as before."""
+    one = told(lab.replica(redis, entries=1), stored(1, engine="a"))
+    server: Any = Redis.from_url(redis.url)
+    (row,) = server.keys(PREFIX + b"b:*")
+    before = now = server.get(row)
+    server.restore(row, 0, server.dump(row), replace=True, idletime=100)
+    server.config_set("rdb-key-save-delay", 1_000_000)
+    server.bgsave()
+    try:
+        for sequence in range(2, 100):  # rows are looked for among random keys
+            assert one.hear(delta(sequence, stored(1, engine=f"b{sequence}"))) is Verdict.GO_ON
+            now = server.get(row)
+            if now != before:
+                break
+        assert now != before
+        assert len(now) == len(before), "one place in place of another"
+        assert server.hmget(PREFIX + b"counts", "entries", "rows") == [b"1", b"1"]
+    finally:
+        server.config_set("rdb-key-save-delay", 0)
+        server.flushall()  # ends the save, too
+        server.close()
 
 
 def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
