@@ -269,6 +269,11 @@ RULES: Final[list[tuple[str, Rule]]] = [
         "single/cold/cold_tokens_per_processor_second_on_over_off",
         _of("samples_processor_s/off", "samples_processor_s/on", sum),
     ),
+    (
+        "transfer/speed_over_raw/.*",
+        lambda record, path: record["seconds"]["raw"]["p50"] / record["seconds"][path[1]]["p50"],
+    ),
+    ("transfer/paced_over_unpaced_time", _of("seconds/nixl/p50", "seconds/nixl_unpaced/p50")),
     (".*/share_of_memcpy", _of("../memcpy/median_ms", "median_ms")),
     ("files/.*", _hit_rule(0)),
     ("peers/(serving/dram|files)/kvstore_over_lmcache/.*", _beside_peer),
