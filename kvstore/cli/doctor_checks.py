@@ -399,7 +399,7 @@ def hits(machine: Machine) -> Diagnosis:
     hit, missed = (sum(state.get(name, {}).values()) for name in ("hits", "misses"))
     count = hit + missed
     if not count:
-        return _skip("no node answers, or none of its blocks was asked for yet")
+        return _skip("no block was asked for yet" if machine.node else "no node answers")
     from kvstore.engine.why.reasons import Reason
     from kvstore.obs import reasons
 
@@ -548,7 +548,14 @@ class Machine:
         Raises:
             ConfigError: a node does not start with it.
         """
+        from kvstore.tiers.file.directory import refuse_other_mode, refuse_strangers  # numpy
+        from kvstore.tiers.file.disk import Disk
+
         machine.refuse_what_cannot_hold(file)
+        refuse_other_mode(file.directory, shared=file.shared)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.callback(os.close, home := os.open(file.home, os.O_DIRECTORY))
+            refuse_strangers(Disk(), home, file.home)
         folder = file.directory if file.directory.is_dir() else file.directory.parent
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"{folder} cannot be written: run as the node's user, or chown it")

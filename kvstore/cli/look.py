@@ -50,7 +50,7 @@ _NO_NODE_HINT: Final = (
     " --keys-file and all 64 digits of --space"
 )
 _TRUSTS: Final = {
-    "exact": "exact: no other node holds the first block",
+    "exact": "exact: no node but those listed holds the first block",
     "catching-up": "catching-up: updates are still missing, other nodes may hold some too",
     "stale": INDEX_IS_STALE,
 }

@@ -142,6 +142,8 @@ def plan(config: model.Config, work: Workload) -> dict[str, Any]:
     kv_bytes = NUMBER_BYTES[work.kv_dtype]
     groups = model.cache_groups(config, kv_bytes=kv_bytes, tp=work.tp, draft_tokens=work.mtp)
     gpu, ranks = GPUS[work.gpu], work.tp * work.pp
+    if work.pp > (layers := model.number(config, "num_hidden_layers")):
+        raise ConfigError(f"--pp {work.pp} is more than the model's {layers} layers: choose less")
     memory_bytes = work.gpu_memory or gpu.memory_bytes
     total, active = model.parameters_of(config)
     weight_bytes = total * NUMBER_BYTES[work.weight_dtype]
@@ -212,13 +214,10 @@ def _tiers(
     computed_s = (work.prompt_tokens - reused) * token_s
     counts, made = [16 << step for step in range(20)], []
     for name, rate in rates.items():
-        loads_s = [
-            work.overhead_ms / 1000 + model.loaded_bytes(groups, n) / rate
-            for n in [reused, *counts]
-        ]
-        pays = (n for n, load_s in zip(counts, loads_s[1:], strict=True) if load_s < n * token_s)
-        least = next(pays, None)
-        made.append({"name": name, "load_s": loads_s[0] + computed_s, "breakeven_tokens": least})
+        # The overhead is that of a computed prompt, too.
+        pays = (n for n in counts if model.loaded_bytes(groups, n) / rate < n * token_s)
+        load_s = work.overhead_ms / 1000 + model.loaded_bytes(groups, reused) / rate + computed_s
+        made.append({"name": name, "load_s": load_s, "breakeven_tokens": next(pays, None)})
     return made
 
 
@@ -287,7 +286,9 @@ def _lines(made: dict[str, Any], work: Workload) -> list[str]:
         ("push of a prompt", _time(made["push_s"])),
         ("network", f"{format_size(int(made['network_bytes']))}/s if every prompt is pushed"),
     ]
-    flags = f"--dram {math.ceil(made['dram_bytes'] / GIB)}GiB"
+    # A whole number of GiB, unless that is more than half of the machine.
+    dram = min(math.ceil(made["dram_bytes"] / GIB) * GIB, max(work.host_memory // 2, MIB))
+    flags = f"--dram {dram // GIB}GiB" if dram % GIB == 0 else f"--dram {dram // MIB}MiB"
     if made["file_bytes"]:
         flags += f" --file /var/lib/kvstore:{math.ceil(made['file_bytes'] / GIB)}GiB"
     shown = [f"{name:<22} {value}" for name, value in rows]

@@ -187,8 +187,8 @@ def _workers(settings: RouterSettings) -> tuple[WorkerAddress, ...]:
         url = URL(each.url)
         if (same := places.setdefault((url.host, url.port, each.rank), each)) is not each:
             raise ConfigError(
-                f"--worker names {each.url} twice, as {same.name!r} and {each.name!r}: leave one"
-                " out, or with --index give each data-parallel rank its rank=N"
+                f"--worker names {url.host}:{url.port} twice, as {same.name!r} and {each.name!r}:"
+                " leave one out, or with --index give each data-parallel rank its rank=N"
             )
     return tuple(found)
 

@@ -141,6 +141,8 @@ def health_of(router: Router) -> Page:
     if unknown := set(router.core.policy.draining) - {worker.name for worker in workers}:
         notes.append(f"draining in the policy file names no worker: {', '.join(sorted(unknown))}")
     notes += _of_workers("load of {} is not known", workers, lambda worker: worker.unread)
+    unlisted = "models of {} are not known, so requests for any model go there"
+    notes += _of_workers(unlisted, workers, lambda worker: worker.unlisted)
     unindexed = "text prompts are not tokenized by {}, so the index is not used for them"
     notes += _of_workers(unindexed, workers, lambda worker: worker.unrendered)
     notes += _adapters(workers)

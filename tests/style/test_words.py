@@ -51,7 +51,7 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 _RETIRED = _any_of(RETIRED.values())
 _RETIRED_IN_DOCSTRINGS = _any_of(RETIRED[word] for word in RETIRED.keys() - NAMES)
-NAMES_OF_SCRIPTS = {"exact: no other node holds the first block"}
+NAMES_OF_SCRIPTS = {"exact: no node but those listed holds the first block"}
 """Shown with a value of JSON that stays."""
 _SUBJECT = re.compile(
     r"(?:^|[.!?:;] )\W*((?:Who|Whoever|What(?! we gave up)|Whatever|Of|It|That)\b[^.]{0,40})"

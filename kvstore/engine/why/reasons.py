@@ -57,7 +57,7 @@ class Reason(enum.IntEnum):
 
     # A lookup did not find it, or not all of it.
     NEVER_STORED = 20, "never stored since the node started"
-    FORGOTTEN = 21, "never stored, or gone for longer than is remembered"
+    FORGOTTEN = 21, "never stored, or no longer remembered"
     UNEXAMINED = 22, "not held; no reason recorded, since too many lookups ran at once"
     TOO_MIXED = 23, "too many different reasons to list"
     RESET = 38, "stored before the engine's cache was reset; held in space {name}"

@@ -422,12 +422,16 @@ class Probes:
             async with asyncio.timeout(MODELS_S):
                 found = await self._get(worker, "/v1/models")
             rows = msgspec.json.decode(found.body, type=_Models).data[:MODELS_MAX]
-        except (NoAnswer, TimeoutError, msgspec.MsgspecError):
-            return  # healthy all the same, or known by its probes
+        except (NoAnswer, TimeoutError):
+            return  # known by its probes
+        except msgspec.MsgspecError:
+            _say_unlisted(worker, f"status {found.status} without a list of models")
+            return  # healthy all the same
         bases = {row.id for row in rows}
         adapters = {r.id: (r.parent, r.root or "") for r in rows if r.parent in bases}
         known = {name: (each.base, each.path) for name, each in worker.adapters.items()}
         names = tuple(bases.difference(adapters)) or worker.address.models
+        _say_unlisted(worker, "" if names else "no models")
         lengths = ((row.id, row.max_model_len or 0) for row in rows)
         contexts = {name: tokens for name, tokens in lengths if 0 < tokens <= CONTEXT_MAX}
         if (set(names), adapters, contexts) == (set(worker.models), known, worker.contexts):
@@ -450,6 +454,15 @@ class Probes:
     async def close(self) -> None:
         """End the probes and reads that are under way."""
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
+
+
+def _say_unlisted(worker: Worker, why: str) -> None:
+    why = f"/v1/models: {why}" if why and not worker.models else ""
+    if why and worker.unlisted != why:
+        _log.warning(
+            "models of worker %s are not known, so it gets requests for any: %s", worker.name, why
+        )
+    worker.unlisted = why
 
 
 def _say_unread(worker: Worker, why: str) -> None:

@@ -90,6 +90,8 @@ class Worker(ComparedKeys):
         self.probe_count = 0
         self.unread = ""
         """Why its own load is not known; empty: it is, or its kind publishes none."""
+        self.unlisted = ""
+        """Why its models are not known, so that it gets requests for any; empty: they are."""
         self.unread_count = 0
         """Failed reads of its metrics in a row."""
         self.probe_s = 0.0

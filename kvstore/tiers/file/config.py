@@ -101,7 +101,7 @@ class FileConfig:
         if self.capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"the disk tier needs at least {format_size(CAPACITY_BYTES_MIN)}, "
-                f"not {format_size(self.capacity_bytes)}: give --file DIR:SIZE more"
+                f"not {format_size(self.capacity_bytes)}: choose a larger SIZE of --file"
             )
         if self.shared and len(self.node) > NODE_CHARACTERS_MAX:
             raise ConfigError(

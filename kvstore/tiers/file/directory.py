@@ -93,6 +93,23 @@ def parts_of(directory: Path) -> list[Path]:
     return []
 
 
+def refuse_strangers(disk: Disk, dir_fd: int, path: Path) -> None:
+    """Refuse a directory with files that are not kvstore's.
+
+    Raises:
+        ConfigError: it has some, and is no store.
+    """
+    names = set(os.listdir(dir_fd))
+    if not names - _OURS or _STORE in names or _STORE_NEW in names:
+        return
+    # Segments that agree whose they are make it ours: then the page is written anew.
+    others = {name for name in names - _OURS if segment_number(name) is None}
+    if any(not n.startswith("dead-") for n in others) or not segments_identity(disk, dir_fd):
+        raise ConfigError(
+            f"{path} holds other files and is no store of kvstore: give --file an empty directory"
+        )
+
+
 def refuse_other_mode(directory: Path, *, shared: bool) -> None:
     """Refuse a directory of the other mode: it belongs to one node or is shared, never both. One
     that contains a store may be shared, or only the parent of what --file should have named.
@@ -181,7 +198,7 @@ class Directory:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(self.fd)
-        self._refuse_strangers()
+        refuse_strangers(self._disk, self.fd, self.path)
         if not self._is_lock(self.lock_fd):
             self.lock_fd, _ = open_regular(self._disk, _LOCK, os.O_RDWR | os.O_CREAT, self.fd)
             self._fds.append(self.lock_fd)
@@ -240,20 +257,6 @@ class Directory:
         """Whether `fd` is the lock file that lies here now."""
         there = self._stat(_LOCK) if fd >= 0 else None
         return there is not None and os.path.samestat(os.fstat(fd), there)
-
-    def _refuse_strangers(self) -> None:
-        names = set(os.listdir(self.fd))
-        if not names - _OURS or _STORE in names or _STORE_NEW in names:
-            return
-        # Segments that agree whose they are make it ours: then the page is written anew.
-        others = {name for name in names - _OURS if segment_number(name) is None}
-        if any(not n.startswith("dead-") for n in others) or not segments_identity(
-            self._disk, self.fd
-        ):
-            raise ConfigError(
-                f"{self.path} holds other files and is no store of kvstore: "
-                "give --file an empty directory"
-            )
 
     def _identity(self) -> bytes:
         """The store id that is there, or a new one."""

@@ -102,7 +102,7 @@ class Restart:
             )
         if self._catalog.aside_bytes:
             _log.warning(
-                "%s of damaged files in %s count against --file: delete them once looked at",
+                "%s of files moved aside to %s count against --file: delete them once looked at",
                 format_size(self._catalog.aside_bytes),
                 self._directory.path / "quarantine",
             )

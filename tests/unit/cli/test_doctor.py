@@ -502,7 +502,7 @@ def test_a_disk_is_measured_and_nothing_stays(
 def test_a_file_system_without_unnamed_files_or_direct_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
+    file = FileConfig(directory=tmp_path / "disk", capacity_bytes=64 * MIB)
     monkeypatch.setattr("fcntl.fcntl", mock.Mock(side_effect=OSError(22, "Invalid argument")))
     assert _measured(tmp_path, file)[1:] == (False, None)
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # a directory cannot be opened to write
@@ -513,11 +513,28 @@ def test_a_disk_without_room_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.config.machine.file_system_free_bytes", lambda _: 100 * MIB)
-    file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
+    file = FileConfig(directory=tmp_path / "disk", capacity_bytes=64 * MIB)
     assert _measured(tmp_path, file)[2] is None
     gone = FileConfig(directory=tmp_path / "a" / "b", capacity_bytes=64 * MIB)
     found = _judge("disk", _machine(tmp_path / "root", {}, file=gone))
     assert "give --file another directory" in found.mend
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_directory_that_the_node_would_refuse_is_an_error(
+    tmp_path: Path, *, shared: bool
+) -> None:
+    (tmp_path / "disk").mkdir()
+    file = FileConfig(tmp_path / "disk", 64 * MIB, shared=shared, node="n" * shared)
+    assert _judge("disk", _machine(tmp_path / "root", {}, file=file)).verdict is OK
+    (tmp_path / "disk" / "store").write_bytes(b"of a single node")
+    (file.home / "notes.txt").parent.mkdir(exist_ok=True)
+    (file.home / "notes.txt").touch()
+    if not shared:
+        (tmp_path / "disk" / "store").unlink()
+    found = _judge("disk", _machine(tmp_path / "root", {}, file=file))
+    assert found.verdict is ERROR
+    assert ("single node" if shared else "holds other files") in found.finding
 
 
 def test_a_shared_directory_has_the_part_of_the_node_in_the_certificate(tmp_path: Path) -> None:

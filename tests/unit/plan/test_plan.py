@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -142,6 +143,20 @@ def test_parameters_of_a_mixture_are_those_published(tmp_path: Path) -> None:
     assert weights["active"] == pytest.approx(37e9, rel=0.03)
 
 
+@pytest.mark.parametrize("prompt_tokens", [200, 300, 600])
+def test_what_is_faster_is_faster_on_the_same_screen(prompt_tokens: int, tmp_path: Path) -> None:
+    """The overhead is that of a computed prompt as well as of a loaded one."""
+    plan = _run(tmp_path, LLAMA_8B, f"--prompt-tokens {prompt_tokens} --reused 1 --tp 8 --json")
+    for tier in plan["tiers"]:
+        least = tier["breakeven_tokens"] or math.inf
+        assert (least < 2 * prompt_tokens) == (tier["load_s"] < plan["miss_ttft_s"]), tier
+
+
+def test_dram_is_at_most_half_of_a_small_machine(tmp_path: Path) -> None:
+    lines = _run(tmp_path, LLAMA_8B, "--users 100 --host-memory 1GiB").splitlines()
+    assert lines[-3].startswith("kvstore node --dram 512MiB --file ")
+
+
 def test_a_slow_disk_never_pays(tmp_path: Path) -> None:
     plan = _run(tmp_path, LLAMA_8B, "--disk-rate 1GB --json")
     assert [tier["breakeven_tokens"] is None for tier in plan["tiers"]] == [False, True, False]
@@ -183,6 +198,8 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     result = CliRunner().invoke(cli, ["plan", str(tmp_path)])
     assert "do not fit 1 GPUs of 80 GB: raise --tp or --pp" in str(result.exception)
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path), "--pp", "81"])
+    assert "--pp 81 is more than the model's 80 layers: choose less" in str(result.exception)
 
 
 DEMO: Final = Path(__file__).parents[3] / "bench" / "results" / "demo.json"

@@ -397,6 +397,7 @@ async def test_lists_of_models_are_bounded_whatever_they_hold(
     worker = site.workers["w0"]
     assert worker.word is WorkerWord.UP
     assert (set(worker.models), worker.contexts) == (set(models), contexts)
+    assert bool(worker.unlisted) == (not models), "it gets requests for any model, which is said"
     check_fleet(site.core.fleet)
 
 

@@ -105,7 +105,7 @@ def test_files_that_were_put_aside_are_mentioned_at_every_start(
     Driver(tmp_path / "store").recovered().close()
     aside = tmp_path / "store" / "quarantine"
     assert caplog.messages == [
-        f"8 KiB of damaged files in {aside} count against --file: delete them once looked at"
+        f"8 KiB of files moved aside to {aside} count against --file: delete them once looked at"
     ]
     said = fsck(tmp_path / "store").text()
     assert f"1 file put aside in {aside}, 8 KiB, count against --file" in said
