@@ -223,8 +223,9 @@ class Placer:
         for place, resort in enumerate(LAST_RESORTS, 1):
             if verdict.order or is_of_the_moment(verdict.codes):
                 break
-            if np.count_nonzero(is_this := codes == resort):
-                codes[is_this] = 0
+            if len(these := np.flatnonzero(codes == resort)):
+                up = [at for at in these if crew.states[at].is_up]
+                codes[up or these] = 0
                 verdict = decide(features, case, self.fleet.policy)
                 opened.last_resort = place
         return verdict

@@ -204,13 +204,15 @@ class Oracle:
         return not is_out and (subset is None or worker in subset)
 
     def flaw(self, name: str, worker: str) -> int:
-        """The worst, 0: none that is known here; breakers are known to the core alone."""
+        """Twice the worst, and one more if it is down besides; 0: none that is known here. Breakers
+        are known to the core alone.
+        """
         its, spec, known = self.requests[name], self.specs[worker], self.known[worker]
         if its.prompt_tokens + (its.output_tokens_max or 0) > spec.context_of("m"):
-            return 3
+            return 6 + known.is_down
         if its.media and known.without_media:
-            return 2
-        return int(known.is_down)
+            return 4 + known.is_down
+        return 2 * known.is_down
 
     def _role(self, worker: str) -> WorkerRole:
         return self.core.fleet.workers[self.core.fleet.row_of[worker]].role

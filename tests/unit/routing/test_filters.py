@@ -111,6 +111,15 @@ def test_of_several_flaws_of_a_worker_the_worst_counts(mild: str, bad: str) -> N
     assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": bad})
 
 
+@pytest.mark.parametrize("flaw", ["media", "context"])
+def test_of_two_that_lack_the_same_the_one_that_is_up_comes_first(flaw: str) -> None:
+    core = flawed(f"down {flaw}", flaw)
+    sent = routed(arrive(core, special("r"), answer(hbm(0, 512))))
+    assert (sent.worker, sent.draft.plain.filtered) == ("w1", {"w0": flaw})
+    again = routed(turn(core, fail("r", Failure.CONNECT))[0])
+    assert (again.worker, again.draft.plain.filtered) == ("w0", {"w1": "failed-before"})
+
+
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_no_last_resort_is_tried_while_waiting_can_help(flaw: str) -> None:
     core = flawed(flaw, "", policy=parse({"limits": {"running_max": 1}}))

@@ -36,9 +36,9 @@ def test_every_request_is_decided_once_and_no_worker_is_over_its_bound() -> None
     rare = {
         "idle",
         "back to a silent one",
-        "flaw 1",
         "flaw 2",
-        "flaw 3",
+        "flaw 4",
+        "flaw 6",
         "half-open",
         "evicted-priority",
     }
